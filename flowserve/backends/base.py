@@ -1,0 +1,120 @@
+"""What a backend is, and what each side may assume.
+
+A `Backend` knows a kind of model file. `load` gives a `LoadedModel` (one per model version: the file, read once), and that gives one
+`Instance` per copy that may run at the same time. The runtime drives them so:
+
+* `complete` and `load` are called on a worker thread, may block, and raise `Invalid` (or `Unsupported`) with a text that names both sides.
+* an instance's `open`, `run` and `close` are never called at the same time, `open` first, `close` last; `run` may
+  happen on the event loop (inline) or on the instance's own thread, whichever the runtime measured cheaper. So `run` never awaits
+  and never touches trio.
+* `run` gets tensors it may keep only until it returns, and whose arrays it must not write to unless `Work.may_write` says so. What it
+  returns is owned by the runtime: arrays it does not write to again.
+* a failure of the whole batch is raised; a failure of one member is put in `Results.errors`.
+
+Backends do not know graphs, queues or clocks: `run` reports the two moments the statistics need through the clock it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from flowserve.config.types import Completion, InstanceGroup, ModelConfig
+from flowserve.errors import FlowserveError
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Request
+
+ClockNs = Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where one version of a model lies. `folder` is the model's folder, `version_folder` the one with its files."""
+
+    repository: Path
+    folder: Path
+    version: int
+
+    @property
+    def version_folder(self) -> Path:
+        return self.folder / str(self.version)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One batch, as an instance sees it.
+
+    `inputs[i][m]` is the model's i-th input for member m, None where an optional input was not given. `rows[m]` is the member's row count
+    (1 for a model without batching). `requests[m]` is the client's request the member belongs to. `wanted[m]` names the
+    outputs asked of it. `may_write[i][m]` tells whether the member is the last reader of that input.
+    """
+
+    inputs: list[list[Tensor | None]]
+    rows: list[int]
+    requests: list[Request]
+    wanted: list[tuple[str, ...]]
+    may_write: list[list[bool]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Results:
+    """`outputs[j][m]` is the model's j-th output for member m, None where it made none. `errors[m]`, where given, is why member m failed.
+
+    `gathered_ns` and `computed_ns`: when the inputs were in place, and when the computation was over.
+    `copied_bytes`: input bytes that had to be copied together because they did not lie side by side.
+    """
+
+    outputs: list[list[Tensor | None]]
+    errors: Mapping[int, FlowserveError] = field(default_factory=dict)
+    gathered_ns: int = 0
+    computed_ns: int = 0
+    copied_bytes: int = 0
+
+
+class Instance(Protocol):
+    """One copy of a model, ready to run one batch at a time."""
+
+    def open(self) -> None:
+        """Whatever must happen once, on the thread that will run it, before the first `run`. May block."""
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        """Compute one batch. Never called concurrently with itself."""
+
+    def close(self) -> None:
+        """Give everything back. Called once, after the last `run`."""
+
+
+class LoadedModel(Protocol):
+    """One version of a model, read from disk; makes instances."""
+
+    # True where a batch that raised may be run again in halves: same inputs, same outputs, no effects.
+    is_pure: bool
+    # How many instances a group of this kind gets when the configuration does not say.
+    default_instance_count: int
+    # True where the runtime may run an instance on the event loop when it measures that to be cheaper.
+    may_run_inline: bool
+
+    def instance(self, name: str, group: InstanceGroup) -> Instance:
+        """A new instance, not yet opened."""
+
+    def close(self) -> None:
+        """Called once, after every instance is closed."""
+
+
+class Backend(Protocol):
+    """A kind of model. Registered in backends/registry.py, or by the entry point group `flowserve.backends`."""
+
+    name: str
+    # The file a version folder holds unless the configuration names another: "model.onnx".
+    default_filename: str
+
+    def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
+        """Read what the model says about itself. `config` is what the user wrote so far, unchecked."""
+
+    def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> LoadedModel:
+        """Read one version. `options` are the server's own for this backend ("execution": "thread" | "inline", ...)."""
+
+
+Backends = Sequence[Backend]

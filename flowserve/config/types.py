@@ -1,0 +1,125 @@
+"""What a configuration says, as the rest of the program trusts it.
+
+Decided here: the frozen records that come out of config/. They hold checked values only; protobuf stays behind
+`ModelConfig.json`, which is the configuration as the wire shows it. Places of fields live in `SourceMap`, so that a rule
+in any room can still point at the user's line. Nothing here reads files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowserve.errors import Place
+from flowserve.values import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SourceMap:
+    """Where each field of one file was written, by path: `"ensemble_scheduling.step[1].input_map[IMAGE]"`."""
+
+    file: str
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+    def place(self, path: str) -> Place:
+        """The place of `path`, or of its nearest written ancestor, or the file itself."""
+        while path:
+            found = self.places.get(path)
+            if found is not None:
+                return found
+            cut = max(path.rfind("."), path.rfind("["))
+            path = path[:cut] if cut > 0 else ""
+        return Place(self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicBatching:
+    """Triton's ModelDynamicBatching. `preferred_batch_sizes` is never empty on a batching model (default: the maximum)."""
+
+    preferred_batch_sizes: tuple[int, ...] = ()
+    max_queue_delay_us: int = 0
+    preserve_ordering: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleStep:
+    """One step: `input_map` is model input -> ensemble tensor, `output_map` is model output -> ensemble tensor.
+
+    `path` is where the step stands in the file, for `SourceMap.place`.
+    """
+
+    model: str
+    version: int
+    input_map: Mapping[str, str]
+    output_map: Mapping[str, str]
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ensemble:
+    steps: tuple[EnsembleStep, ...]
+    max_inflight_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGroup:
+    """`kind` is one of "KIND_AUTO", "KIND_CPU", "KIND_GPU", "KIND_MODEL"; `count` 0 means the backend's default."""
+
+    name: str
+    kind: str = "KIND_AUTO"
+    count: int = 0
+    gpus: tuple[int, ...] = ()
+    passive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPolicy:
+    """Exactly one of the three: the `latest` N, all, or the `specific` ones."""
+
+    latest: int = 1
+    all: bool = False
+    specific: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One deployment's configuration after defaults, autocomplete and rules.
+
+    `backend` is "" for ensembles. `json` is the whole message as GET .../config answers it.
+    """
+
+    name: str
+    backend: str
+    platform: str
+    max_batch_size: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    source: SourceMap
+    version_policy: VersionPolicy = VersionPolicy()
+    dynamic_batching: DynamicBatching | None = None
+    ensemble: Ensemble | None = None
+    instance_groups: tuple[InstanceGroup, ...] = ()
+    default_model_filename: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    json: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ensemble(self) -> bool:
+        return self.ensemble is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a backend read from the model's own files, for configuration fields the user left out.
+
+    `max_batch_size` None: nothing to say. `inputs`/`outputs` leave out the batch dimension where `max_batch_size` > 0.
+    `dynamic_batching`: switch the dynamic batcher on (Triton does for ONNX files whose first dims are all dynamic).
+    `decoupled` None: nothing to say.
+    """
+
+    inputs: tuple[TensorSpec, ...] | None = None
+    outputs: tuple[TensorSpec, ...] | None = None
+    max_batch_size: int | None = None
+    dynamic_batching: bool = False
+    decoupled: bool | None = None

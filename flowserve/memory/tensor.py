@@ -1,0 +1,46 @@
+"""A tensor on the host: rows of a block.
+
+Decided here: what lies between two steps is never an array of its own but a range of rows of the block it was computed in, so that a
+batch which stays together can be handed on as that block. Slicing is put off until somebody needs the rows alone.
+This file does not know graphs, requests or backends.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flowserve.values import Array
+
+WHOLE: Final = -1
+
+
+class Tensor:
+    """Rows `start` to `stop` of `block` (axis 0), or all of a block that has no batch dimension (`stop` is WHOLE).
+
+    Two tensors are neighbours when they share the block *object* and the rows of one end where the other's begin; a
+    block object is never reused for other contents while a tensor refers to it.
+    """
+
+    __slots__ = ("block", "start", "stop")
+
+    def __init__(self, block: Array, start: int = 0, stop: int = WHOLE) -> None:
+        self.block = block
+        self.start = start
+        self.stop = stop
+
+    @property
+    def array(self) -> Array:
+        """The rows as one array: a view, never a copy."""
+        if self.stop == WHOLE or (self.start == 0 and self.stop == len(self.block)):
+            return self.block
+        return self.block[self.start : self.stop]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape, batch dimension included, without slicing."""
+        if self.stop == WHOLE:
+            return self.block.shape
+        return (self.stop - self.start, *self.block.shape[1:])
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.block.dtype}, {list(self.shape)})"
