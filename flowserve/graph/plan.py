@@ -17,30 +17,36 @@ NO_SLOT: Final = -1  # an optional input nobody feeds, or an output nobody reads
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanNode:
     """`inputs[i]` is the slot of the model's i-th input, `outputs[j]` of its j-th output; NO_SLOT where unmapped.
+    `distinct_inputs` are the input slots, each once: a step reads a tensor once, however many inputs it feeds.
 
     `variable` lists the input indices whose shapes must agree within a batch (some dimension is -1, not ragged).
-    `wanted` are the names of the outputs this node is asked for.
+    `optional` tells that some input may be absent: then all members of a batch must carry the same set.
+    `checks` are the inputs whose shape is known only when the tensor is there: (input index, dims the model wants), because the
+    producer left open what the consumer fixes. `wanted` are the names of the outputs this node is asked for.
     """
 
     index: int
     name: str
     model: ModelKey
     inputs: tuple[int, ...]
+    distinct_inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    is_batching: bool
+    max_batch_size: int
     variable: tuple[int, ...]
+    optional: bool
+    checks: tuple[tuple[int, tuple[int, ...]], ...]
     wanted: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """`missing[n]`: how many distinct slots node n waits for. `consumers[s]`: the nodes that read slot s.
-    `readers[s]`: how many readers slot s has, the graph's own output counted as one. `sources`: nodes ready when the request is.
+    `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a flow's slots after its inputs begin as.
     """
 
     graph: Graph
     nodes: tuple[PlanNode, ...]
-    slot_count: int
+    blank: tuple[None, ...]
     missing: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
     readers: tuple[int, ...]
@@ -50,6 +56,7 @@ class Plan:
 def make_plan(graph: Graph) -> Plan:
     """Number the tensors of a well-formed graph. The plan's arrays are indexed by node index and by slot."""
     slot_of: dict[tuple[int, int], int] = {(GRAPH, i): i for i in range(len(graph.inputs))}
+    checks: dict[int, list[tuple[int, tuple[int, ...]]]] = {node.index: [] for node in graph.nodes}
     for edge in graph.edges:
         slot_of.setdefault((edge.producer, edge.output), len(slot_of))
     fed: dict[tuple[int, int], int] = {}
@@ -63,33 +70,40 @@ def make_plan(graph: Graph) -> Plan:
             readers[slot] += 1
             continue
         fed[edge.consumer, edge.input] = slot
+        wanted = graph.nodes[edge.consumer].inputs[edge.input].dims
+        if edge.producer != GRAPH:
+            promised = graph.nodes[edge.producer].outputs[edge.output].dims
+        else:
+            promised = graph.inputs[edge.output].dims
+        if any(want != -1 and promise == -1 for want, promise in zip(wanted, promised, strict=False)):
+            checks[edge.consumer].append((edge.input, wanted))
         if edge.consumer not in consumers[slot]:
             consumers[slot].append(edge.consumer)
             readers[slot] += 1
     nodes = []
     for node in graph.nodes:
+        inputs = tuple(fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs)))
         outputs = tuple(slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs)))
         nodes.append(
             PlanNode(
                 index=node.index,
                 name=node.name,
                 model=node.model,
-                inputs=tuple(fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs))),
+                inputs=inputs,
+                distinct_inputs=tuple(dict.fromkeys(slot for slot in inputs if slot != NO_SLOT)),
                 outputs=outputs,
-                is_batching=node.is_batching,
-                variable=tuple(
-                    i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged
-                ),
-                wanted=tuple(
-                    spec.name for spec, slot in zip(node.outputs, outputs, strict=True) if slot != NO_SLOT
-                ),
+                max_batch_size=node.max_batch_size,
+                variable=tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged),
+                optional=any(spec.optional for spec in node.inputs),
+                checks=tuple(checks[node.index]),
+                wanted=tuple(spec.name for spec, slot in zip(node.outputs, outputs, strict=True) if slot != NO_SLOT),
             )
         )
     return Plan(
         graph=graph,
         nodes=tuple(nodes),
-        slot_count=len(slot_of),
-        missing=tuple(len({slot for slot in node.inputs if slot != NO_SLOT}) for node in nodes),
+        blank=(None,) * (len(slot_of) - len(graph.inputs)),
+        missing=tuple(len(node.distinct_inputs) for node in nodes),
         consumers=tuple(tuple(nodes_) for nodes_ in consumers),
         readers=tuple(readers),
         output_slots=tuple(output_slots),

@@ -38,9 +38,8 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape, batch dimension included, without slicing."""
-        if self.stop == WHOLE:
-            return self.block.shape
-        return (self.stop - self.start, *self.block.shape[1:])
+        whole: tuple[int, ...] = self.block.shape
+        return whole if self.stop == WHOLE else (self.stop - self.start, *whole[1:])
 
     def __repr__(self) -> str:
         return f"Tensor({self.block.dtype}, {list(self.shape)})"

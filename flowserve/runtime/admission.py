@@ -1,0 +1,165 @@
+"""May this request enter that graph? Checks at the door, once, so that everything inside can trust.
+
+Decided here: the order and the texts of the checks (Triton's), and how named arrays become the first slots of a flow. The fast path is one
+pass without a message in sight; only a request that fails it is looked at again, slowly, to say what is wrong.
+It does not know scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from flowserve.errors import Invalid
+from flowserve.graph.types import Graph
+from flowserve.memory.tensor import Tensor
+from flowserve.values import BY_NUMPY, Array, Request, TensorSpec
+
+
+class Admission:
+    """The door of one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._specs = graph.inputs
+        self._index = {spec.name: i for i, spec in enumerate(graph.inputs)}
+        self._required = sum(not spec.optional for spec in graph.inputs)
+        self._outputs = frozenset(spec.name for spec in graph.outputs)
+        self._all_outputs = tuple(spec.name for spec in graph.outputs)
+        # What the fast pass compares, per input: numpy dtype, dims where all are fixed (else None), dims.
+        self._wanted: list[tuple[Any, tuple[int, ...] | None, tuple[int, ...]]] = [
+            (spec.dtype.numpy, None if spec.is_variable else spec.dims, spec.dims) for spec in graph.inputs
+        ]
+
+    def admit(self, request: Request) -> list[Tensor | None]:
+        """The request's inputs in the graph's order, None for an optional one left out. Raises `Invalid` with Triton's text."""
+        inputs = request.inputs
+        index = self._index
+        max_rows = self._graph.max_batch_size
+        if len(inputs) != len(index) and (len(inputs) < self._required or len(inputs) > len(index)):
+            self._explain(request)
+        if request.outputs is not None and not self._outputs.issuperset(request.outputs):
+            self._explain(request)
+        tensors: list[Tensor | None] = [None] * len(index)
+        rows = -1
+        for name, array in inputs.items():
+            i = index.get(name, -1)
+            if i < 0:
+                self._explain(request)
+            dtype, fixed, dims = self._wanted[i]
+            shape = array.shape
+            if max_rows:
+                here = shape[0] if shape else -1
+                if rows != here:
+                    if rows != -1:
+                        self._explain(request)
+                    rows = here
+                shape = shape[1:]
+                tensors[i] = Tensor(array, 0, rows)
+            else:
+                tensors[i] = Tensor(array)
+            if array.dtype != dtype or (shape != fixed if fixed is not None else not _fits(dims, shape)):
+                self._explain(request)
+        if rows > max_rows > 0 or (max_rows and rows < 0 and inputs):
+            self._explain(request)
+        if len(inputs) != len(index):
+            for spec in self._specs:
+                if not spec.optional and spec.name not in inputs:
+                    self._explain(request)
+        return tensors
+
+    def wanted(self, request: Request) -> tuple[str, ...]:
+        """The outputs the request asks for, in its own order; all of them where it names none."""
+        return request.outputs if request.outputs else self._all_outputs
+
+    def _explain(self, request: Request) -> NoReturn:
+        """Triton's order: outputs, number of inputs, names, batch, type, shape."""
+        name = self._graph.name
+        for output in request.outputs or ():
+            if output not in self._outputs:
+                _refuse(request, f"unexpected inference output '{output}' for model '{name}'")
+        self._check_count(request)
+        for given in request.inputs:
+            if given not in self._index:
+                _refuse(request, f"unexpected inference input '{given}' for model '{name}'")
+        if self._graph.max_batch_size:
+            self._check_batch(request)
+        for given, array in request.inputs.items():
+            self._check_tensor(request, self._specs[self._index[given]], array)
+        raise AssertionError(f"a request for '{name}' was refused and nothing is wrong with it")
+
+    def _check_count(self, request: Request) -> None:
+        total, given = len(self._specs), len(request.inputs)
+        missing = [spec.name for spec in self._specs if not spec.optional and spec.name not in request.inputs]
+        if self._required <= given <= total and not missing:
+            return
+        wanted = (
+            f"expected {total} inputs"
+            if self._required == total
+            else f"expected number of inputs between {self._required} and {total}"
+        )
+        if self._required < total and self._required <= given <= total:
+            # Triton counts only; a required input that is missing beside an optional one is named here.
+            wanted = f"expected {self._required} required inputs"
+        _refuse(
+            request,
+            f"{wanted} but got {given} inputs for model '{self._graph.name}'. "
+            f"Got input(s) [{_names(list(request.inputs))}], but missing required input(s) [{_names(missing)}]. "
+            "Please provide all required input(s).",
+        )
+
+    def _check_batch(self, request: Request) -> None:
+        name, limit = self._graph.name, self._graph.max_batch_size
+        rows = -1
+        for given, array in request.inputs.items():
+            if array.ndim == 0:
+                self._check_tensor(request, self._specs[self._index[given]], array)
+            if rows not in (-1, array.shape[0]):
+                _refuse(request, f"input '{given}' batch size does not match other inputs for '{name}'")
+            rows = array.shape[0]
+        if rows > limit:
+            _refuse(request, f"inference request batch-size must be <= {limit} for '{name}'")
+
+    def _check_tensor(self, request: Request, spec: TensorSpec, array: Array) -> None:
+        name = self._graph.name
+        dtype = BY_NUMPY.get(array.dtype)
+        if dtype is not spec.dtype:
+            _refuse(
+                request,
+                f"inference input '{spec.name}' data-type is '{dtype or array.dtype}', "
+                f"but model '{name}' expects '{spec.dtype}'",
+            )
+        batching = self._graph.max_batch_size > 0
+        shape = array.shape[1:] if batching else array.shape
+        if (batching and array.ndim == 0) or not _fits(spec.dims, shape):
+            note = (
+                ". NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+                "prepended to each input shape. If you want to specify the full shape including the batch dim in your "
+                "input dims config, try setting max_batch_size to zero"
+                if batching
+                else ""
+            )
+            wanted = (-1, *spec.dims) if batching else spec.dims
+            _refuse(
+                request,
+                f"unexpected shape for input '{spec.name}' for model '{name}'. "
+                f"Expected {_shape(wanted)}, got {_shape(array.shape)}{note}",
+            )
+
+
+def _fits(dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    if len(dims) != len(shape):
+        return False
+    return all(want in (-1, got) for want, got in zip(dims, shape, strict=True))
+
+
+def _refuse(request: Request, text: str) -> NoReturn:
+    raise Invalid(f"[request id: {request.id or '<id_unknown>'}] {text}")
+
+
+def _names(names: Sequence[str]) -> str:
+    return ",".join(f"'{name}'" for name in names)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "[" + ",".join(str(dim) for dim in shape) + "]"

@@ -1,0 +1,40 @@
+"""The one place that reads a clock and speaks nanoseconds.
+
+Decided here: server time is integer nanoseconds on the clock trio sleeps by, and the only conversion between the two, by rounding (truncation
+turns a deadline into "one nanosecond early", which under a jumping test clock never arrives). Wall-clock time is for people only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import trio
+from trio.lowlevel import current_clock
+from trio.testing import MockClock
+
+ClockNs = Callable[[], int]
+
+SECOND_NS = 1_000_000_000
+
+
+def running_clock() -> ClockNs:
+    """The clock of the running trio loop, in nanoseconds. May be read from any thread when the loop runs in real time.
+
+    trio's system clock is `time.perf_counter` plus an offset, so reading that counter directly is the same clock and
+    a third of the cost; under a test clock the loop's own time is read.
+    """
+    if isinstance(current_clock(), MockClock):
+        clock = current_clock()
+        return lambda: round(clock.current_time() * SECOND_NS)
+    return time.perf_counter_ns
+
+
+def trio_deadline(deadline_ns: int, now_ns: int) -> float:
+    """The loop's time at which `deadline_ns` is reached, given that it is `now_ns` now."""
+    return trio.current_time() + (deadline_ns - now_ns) / SECOND_NS
+
+
+def wall_clock_ms() -> int:
+    """Milliseconds since the epoch, for "last inference" and the like. Never used to decide anything."""
+    return int(time.time() * 1000)

@@ -1,0 +1,49 @@
+"""One servable version of one name: its configuration, its graph, its door and its counters.
+
+Decided here: what belongs to a deployment, and what state a name is in. It does not know how it was loaded (loader.py) nor who calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flowserve.config.types import ModelConfig
+from flowserve.graph.plan import Plan, make_plan
+from flowserve.graph.types import Graph
+from flowserve.observe.statistics import Statistics
+from flowserve.runtime.admission import Admission
+from flowserve.values import TensorSpec
+
+
+class Deployment:
+    """A version that answers. `inputs` and `outputs` are its specs by name, in the configuration's order."""
+
+    def __init__(self, config: ModelConfig, graph: Graph, statistics: Statistics, versions: list[int]) -> None:
+        self.name = graph.name
+        self.version = graph.version
+        self.config = config
+        self.graph = graph
+        self.plan: Plan = make_plan(graph)
+        self.admission = Admission(graph)
+        self.statistics = statistics
+        self.platform = config.platform or config.backend
+        self.versions = versions  # all ready versions of the name, shared between its deployments
+        self.inputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.inputs}
+        self.outputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.outputs}
+        self.output_slot = {spec.name: self.plan.output_slots[i] for i, spec in enumerate(graph.outputs)}
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of one name: its ready versions, or why it has none. `state` is the index's word."""
+
+    name: str
+    state: str = "LOADING"
+    reason: str = ""
+    ready: dict[int, Deployment] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def latest(self) -> Deployment | None:
+        return self.ready[self.versions[-1]] if self.versions else None

@@ -1,0 +1,207 @@
+"""Where a batch meets a model: one host per instance, on the loop or on a thread of its own.
+
+Decided here: how tickets become an instance's `Work`, how a run's outcome returns to the loop, what is written into the statistics. One worker thread
+per instance, fed by a queue; it answers through `TrioToken.run_sync_soon`, coalesced, so that a hop costs no task, channel or
+lock per request. Policy is elsewhere: which batch (scheduling/), which place (placement.py), how to compute (backends/).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+import trio
+
+from flowserve.backends.base import Instance, Results, Work
+from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.memory.tensor import Tensor
+from flowserve.observe.statistics import Statistics
+from flowserve.runtime.clock import ClockNs, wall_clock_ms
+from flowserve.runtime.placement import Placement
+from flowserve.scheduling.dispatcher import Batch
+
+log = logging.getLogger("flowserve.runtime")
+
+Outcome = Results | FlowserveError
+
+
+class Completions:
+    """Batches that came back from worker threads, handed to the loop in one piece per turn."""
+
+    def __init__(self, token: trio.lowlevel.TrioToken, finished: Callable[[Batch, Outcome], None]) -> None:
+        self._token = token
+        self._finished = finished
+        self._returned: deque[tuple[Batch, Outcome]] = deque()
+
+    def put(self, batch: Batch, outcome: Outcome) -> None:
+        """Called on a worker thread."""
+        self._returned.append((batch, outcome))
+        try:
+            self._token.run_sync_soon(self._drain, idempotent=True)
+        except trio.RunFinishedError:
+            log.debug("a batch came back after the server was gone")
+
+    def _drain(self) -> None:
+        returned = self._returned
+        while returned:
+            self._finished(*returned.popleft())
+
+
+class Host:
+    """One instance with its place. The scheduling room holds it as an opaque handle."""
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        instance: Instance,
+        input_count: int,
+        placement: Placement | None,
+        clock: ClockNs,
+        *,
+        always_inline: bool,
+        may_write: bool,
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._instance = instance
+        self._inputs = range(input_count)
+        self._placement = placement
+        self._clock = clock
+        self._may_write = may_write
+        self.always_inline = always_inline
+        self._thread: threading.Thread | None = None
+        self._work: queue.SimpleQueue[tuple[Batch, Work] | None] = queue.SimpleQueue()
+        self.running: Batch | None = None  # what its thread is busy with, for whoever must say who does not finish
+
+    def open(self, completions: Completions) -> None:
+        """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""
+        if self.always_inline:
+            self._instance.open()
+            return
+        opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        # Daemon: a model that never returns must not keep the process alive past its exit timeout.
+        self._thread = threading.Thread(
+            target=self._serve, args=(completions, opened), name=f"flowserve {self.name}", daemon=True
+        )
+        self._thread.start()
+        error = opened.get()
+        if error is not None:
+            self._thread = None
+            raise error
+
+    def start(self, batch: Batch) -> Outcome | None:
+        """Run a batch now and return its outcome, or hand it to the thread and return None."""
+        work = self._gather(batch)
+        if self.always_inline or (self._placement is not None and self._placement.is_inline(batch.rows)):
+            return self._run(batch, work, inline=True)
+        self.running = batch
+        self._work.put((batch, work))
+        return None
+
+    def close(self) -> None:
+        """End the thread after what it runs now, and close the instance there. Blocks; called on a worker thread."""
+        if self._thread is None:
+            if self.always_inline:
+                self._instance.close()
+            return
+        self._work.put(None)
+        self._thread.join()
+
+    def _gather(self, batch: Batch) -> Work:
+        tickets = batch.tickets
+        inputs: list[list[Tensor | None]] = []
+        for i in self._inputs:
+            column: list[Tensor | None] = []
+            for ticket in tickets:
+                slot = ticket.node.inputs[i]
+                column.append(ticket.flow.tensors[slot] if slot >= 0 else None)
+            inputs.append(column)
+        return Work(
+            inputs,
+            [ticket.rows for ticket in tickets],
+            [ticket.flow.request for ticket in tickets],
+            [ticket.node.wanted if ticket.flow.plan.graph.is_ensemble else ticket.flow.wanted for ticket in tickets],
+            [self._writable(batch, i) for i in self._inputs] if self._may_write else None,
+        )
+
+    @staticmethod
+    def _writable(batch: Batch, i: int) -> list[bool]:
+        """A model may write into a tensor that nobody else will read, and that feeds only one of its inputs."""
+        allowed = []
+        for ticket in batch.tickets:
+            slot = ticket.node.inputs[i]
+            allowed.append(slot >= 0 and ticket.flow.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1)
+        return allowed
+
+    def _run(self, batch: Batch, work: Work, *, inline: bool) -> Outcome:
+        begun_ns = self._clock()
+        batch.started_ns = begun_ns
+        try:
+            results = self._instance.run(work, self._clock)
+        except FlowserveError as error:
+            return error
+        except Exception as error:
+            # A backend's own mistake: its trace belongs in the log, never in an answer.
+            log.exception("instance %s failed", self.name)
+            return ModelFailed(f"model '{self._model}', instance '{self.name}' failed: {error}")
+        if self._placement is not None:
+            self._placement.measured(batch.rows, self._clock() - begun_ns, inline=inline)
+        return results
+
+    def _serve(self, completions: Completions, opened: queue.SimpleQueue[BaseException | None]) -> None:
+        try:
+            self._instance.open()
+        except BaseException as error:
+            opened.put(error)
+            return
+        opened.put(None)
+        while (item := self._work.get()) is not None:
+            batch, work = item
+            outcome = self._run(batch, work, inline=False)
+            del item, work
+            self.running = None
+            completions.put(batch, outcome)
+            del batch, outcome
+        try:
+            self._instance.close()
+        except Exception:
+            log.exception("closing instance %s failed", self.name)
+
+
+def record(statistics: Statistics, batch: Batch, outcome: Outcome, now_ns: int) -> None:
+    """Write one finished batch into its model's statistics, and its durations into the flows of ensembles."""
+    tickets = batch.tickets
+    count = len(tickets)
+    total_ns = count * now_ns
+    for ticket in tickets:
+        total_ns -= ticket.queued_ns
+    if not isinstance(outcome, Results):
+        statistics.failed(count, total_ns)
+        return
+    started_ns = batch.started_ns
+    input_ns = outcome.gathered_ns - started_ns
+    infer_ns = outcome.computed_ns - outcome.gathered_ns
+    output_ns = now_ns - outcome.computed_ns
+    statistics.executed(max(batch.rows, 1), input_ns, infer_ns, output_ns, wall_clock_ms())
+    failed = len(outcome.errors)
+    if failed:
+        failed_ns = sum(now_ns - tickets[m].queued_ns for m in outcome.errors)
+        statistics.failed(failed, failed_ns)
+        total_ns -= failed_ns
+        count -= failed
+    statistics.succeeded(
+        count, total_ns, total_ns - count * (now_ns - started_ns), count * input_ns, count * infer_ns, count * output_ns
+    )
+    if tickets[0].flow.plan.graph.is_ensemble or count > 1:
+        for ticket in tickets:
+            flow = ticket.flow
+            if flow.plan.graph.is_ensemble:
+                flow.queue_ns += started_ns - ticket.queued_ns
+                flow.compute_input_ns += input_ns
+                flow.compute_infer_ns += infer_ns
+                flow.compute_output_ns += output_ns

@@ -1,0 +1,51 @@
+"""Where the dispatcher meets the loop: one task that wakes when there is something to do, once per turn.
+
+Decided here: when `Dispatcher.pump` is called. A poke makes the task runnable for the next turn of the loop, so that everything that
+arrived in this turn is looked at together; between pokes it sleeps until the dispatcher's own deadline. It knows nothing about batching.
+"""
+
+from __future__ import annotations
+
+import trio
+from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
+
+from flowserve.runtime.clock import ClockNs, trio_deadline
+from flowserve.scheduling.dispatcher import Dispatcher
+
+
+class Pump:
+    """Owns the task; `poke` may be called from anywhere on the loop's thread, any number of times."""
+
+    def __init__(self, dispatcher: Dispatcher, clock: ClockNs) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._task: Task | None = None  # the task while it is parked and nobody woke it yet
+
+    def poke(self) -> None:
+        """There is something to do. Costs one comparison when the task is already awake."""
+        task = self._task
+        if task is not None:
+            self._task = None
+            reschedule(task)
+
+    async def run(self) -> None:
+        """Pump for ever. Ends only by cancellation."""
+        dispatcher = self._dispatcher
+        while True:
+            deadline_ns = dispatcher.next_deadline()
+            if deadline_ns is None:
+                await self._park()
+            else:
+                now_ns = self._clock()
+                with trio.move_on_at(trio_deadline(deadline_ns, now_ns)):
+                    await self._park()
+                dispatcher.wake(self._clock())
+            dispatcher.pump(self._clock())
+
+    async def _park(self) -> None:
+        self._task = current_task()
+        await wait_task_rescheduled(self._abort)
+
+    def _abort(self, _: RaiseCancelT) -> Abort:
+        self._task = None
+        return Abort.SUCCEEDED

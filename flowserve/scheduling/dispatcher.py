@@ -1,0 +1,272 @@
+"""All machines of a server, composed: requests in, batches and answers out.
+
+Decided here: in which order work that became ready is queued, which free instance takes a batch, who is told when a flow is over. It is the only
+class of this room that the runtime talks to, and it is touched from one thread only. Its outputs are the two callables
+it is given: `run` starts a batch, `answered` is told of every flow that is over; both may call straight back in.
+
+Always true between two calls of `pump` (see `check`):
+  (1) every flow that was submitted is answered exactly once;
+  (2) an instance is either free or runs exactly one batch;
+  (3) no ticket waits beside a free instance unless its batcher waits for company;
+  (4) what finished together was queued together, in the order it had in its batch, before any batcher decided.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.graph.types import ModelKey
+from flowserve.scheduling.batcher import Batcher
+from flowserve.scheduling.router import Facts, Flow, Ticket
+
+_by_stamp = attrgetter("stamp")
+
+
+class ModelQueue:
+    """One model version's waiting tickets and the instances that may take them. `key` is what plans name it by."""
+
+    __slots__ = ("batcher", "free", "instances", "is_dirty", "is_pure", "key", "observer", "running")
+
+    def __init__(
+        self, key: ModelKey, batcher: Batcher, instances: Sequence[Any], *, is_pure: bool = False, observer: Any = None
+    ) -> None:
+        self.key = key
+        self.batcher = batcher
+        self.instances = tuple(instances)
+        # Idle longest first, so that work spreads over instances evenly. Free plus running are all instances.
+        self.free: deque[Any] = deque(instances)
+        self.running = 0
+        self.is_pure = is_pure
+        self.observer = observer  # the runtime's statistics of this model; nothing here reads it
+        self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
+
+
+class Batch:
+    """Tickets that run together on one instance. `rows` is their sum."""
+
+    __slots__ = ("instance", "queue", "rows", "started_ns", "tickets")
+
+    def __init__(self, queue: ModelQueue, instance: Any, tickets: list[Ticket], started_ns: int) -> None:
+        self.queue = queue
+        self.instance = instance
+        self.tickets = tickets
+        self.started_ns = started_ns
+        rows = 0
+        for ticket in tickets:
+            rows += ticket.rows
+        self.rows = rows
+
+    def __repr__(self) -> str:
+        return f"Batch({self.queue.key}, {len(self.tickets)} tickets, rows={self.rows})"
+
+
+class Dispatcher:
+    """Composes router, batchers and instances. See the module's text for what is always true."""
+
+    def __init__(self, run: Callable[[Batch], None], answered: Callable[[Flow], None]) -> None:
+        self._run = run
+        self._answered = answered
+        self._queues: dict[ModelKey, ModelQueue] = {}
+        self._arrivals: list[Flow] = []
+        self._dirty: deque[ModelQueue] = deque()
+        self._delayed: list[ModelQueue] = []  # queues whose batcher may wait for company
+        self._halves: deque[tuple[ModelQueue, list[Ticket]]] = deque()
+        self.in_flight = 0  # flows submitted and not yet answered
+
+    def add(self, queue: ModelQueue, *, may_wait: bool = False) -> None:
+        """Serve a model. `may_wait`: its batcher has a queue delay."""
+        self._queues[queue.key] = queue
+        if may_wait:
+            self._delayed.append(queue)
+
+    def submit(self, flow: Flow) -> None:
+        """Take a request. Nothing happens to it before the next `pump`."""
+        self.in_flight += 1
+        self._arrivals.append(flow)
+
+    def cancel(self, flow: Flow) -> None:
+        """Nobody waits for this flow any more: what is queued of it leaves every queue, what runs runs out. Harmless afterwards."""
+        if not flow.done:
+            self._end(flow)
+
+    def batch_done(
+        self,
+        batch: Batch,
+        outputs: Sequence[Sequence[Facts | None]],
+        errors: Mapping[int, FlowserveError],
+        now_ns: int,
+    ) -> None:
+        """A batch ran. `outputs[j][m]` is the model's j-th output for the m-th ticket; `errors[m]` why ticket m failed."""
+        self._set_free(batch)
+        m = -1
+        for ticket in batch.tickets:
+            m += 1
+            flow = ticket.flow
+            if flow.done:
+                continue
+            if errors and m in errors:
+                self._fail(flow, errors[m])
+                continue
+            try:
+                tickets = flow.finish_step(ticket.node, [column[m] for column in outputs])
+            except FlowserveError as error:
+                self._fail(flow, error)
+                continue
+            for following in tickets:
+                self._put(following, now_ns)
+            if not flow.open:
+                self._end(flow)
+                self._answered(flow)
+
+    def batch_failed(self, batch: Batch, error: FlowserveError) -> bool:
+        """A batch raised. Returns whether it is tried again.
+
+        Where the model is pure, halves of the batch are tried again, so that one request does not fail its neighbours.
+        """
+        self._set_free(batch)
+        tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
+        if batch.queue.is_pure and len(batch.tickets) > 1 and tickets:
+            middle = (len(tickets) + 1) // 2
+            for half in (tickets[:middle], tickets[middle:]):
+                if half:
+                    self._halves.append((batch.queue, half))
+            return True
+        for ticket in tickets:
+            if not ticket.flow.done:  # two tickets of a batch may belong to one flow
+                self._fail(ticket.flow, error)
+        return False
+
+    def pump(self, now_ns: int) -> None:
+        """Queue what arrived, in order, then start everything that can start."""
+        if self._arrivals:
+            self._queue_arrivals(now_ns)
+        while self._dirty or self._halves:
+            if self._halves:
+                self._start_halves(now_ns)
+            if self._dirty:
+                self._start(self._dirty.popleft(), now_ns)
+            elif self._halves and not self._can_start_half():
+                return  # their instances are busy; the next `batch_done` comes back here
+
+    def next_deadline(self) -> int | None:
+        """When `pump` should be called even if nothing happens, or None."""
+        soonest: int | None = None
+        for queue in self._delayed:
+            if queue.free:
+                deadline = queue.batcher.deadline()
+                if deadline is not None and (soonest is None or deadline < soonest):
+                    soonest = deadline
+        return soonest
+
+    def wake(self, now_ns: int) -> None:
+        """Look again at queues whose delay is over. Early calls do nothing."""
+        for queue in self._delayed:
+            deadline = queue.batcher.deadline()
+            if deadline is not None and deadline <= now_ns:
+                self._mark(queue)
+
+    def waiting(self) -> dict[ModelKey, int]:
+        """How many tickets wait in each model's queue."""
+        return {key: len(queue.batcher) for key, queue in self._queues.items()}
+
+    def fail_all(self, reason: str) -> None:
+        """Answer every flow that still waits in a queue: the server is going away."""
+        arrivals, self._arrivals = self._arrivals, []
+        for flow in arrivals:
+            if not flow.done:
+                self._fail(flow, Unavailable(reason))
+        for queue in self._queues.values():
+            while tickets := queue.batcher.take(1 << 62):
+                for ticket in tickets:
+                    if not ticket.flow.done:
+                        self._fail(ticket.flow, Unavailable(reason))
+
+    def _queue_arrivals(self, now_ns: int) -> None:
+        arrivals = self._arrivals
+        self._arrivals = []
+        if len(arrivals) > 1:
+            arrivals.sort(key=_by_stamp)
+        for flow in arrivals:
+            if flow.done:
+                continue
+            try:
+                tickets = flow.begin()
+            except FlowserveError as error:
+                self._fail(flow, error)
+                continue
+            for ticket in tickets:
+                self._put(ticket, now_ns)
+
+    def _put(self, ticket: Ticket, now_ns: int) -> None:
+        queue = self._queues[ticket.node.model]
+        ticket.queued_ns = now_ns
+        queue.batcher.put(ticket)
+        if not queue.is_dirty:
+            queue.is_dirty = True
+            self._dirty.append(queue)
+
+    def _start(self, queue: ModelQueue, now_ns: int) -> None:
+        queue.is_dirty = False
+        free = queue.free
+        take = queue.batcher.take
+        while free:
+            tickets = take(now_ns)
+            if tickets is None:
+                return
+            queue.running += 1
+            self._run(Batch(queue, free.popleft(), tickets, now_ns))
+
+    def _can_start_half(self) -> bool:
+        return any(queue.free for queue, _ in self._halves)
+
+    def _start_halves(self, now_ns: int) -> None:
+        for _ in range(len(self._halves)):
+            queue, tickets = self._halves.popleft()
+            tickets = [ticket for ticket in tickets if not ticket.flow.done]
+            if not tickets:
+                continue
+            if not queue.free:
+                self._halves.append((queue, tickets))
+                continue
+            queue.running += 1
+            self._run(Batch(queue, queue.free.popleft(), tickets, now_ns))
+
+    def _set_free(self, batch: Batch) -> None:
+        queue = batch.queue
+        queue.running -= 1
+        queue.free.append(batch.instance)
+        self._mark(queue)
+
+    def _mark(self, queue: ModelQueue) -> None:
+        if not queue.is_dirty:
+            queue.is_dirty = True
+            self._dirty.append(queue)
+
+    def _fail(self, flow: Flow, error: FlowserveError) -> None:
+        flow.error = error
+        self._end(flow)
+        self._answered(flow)
+
+    def _end(self, flow: Flow) -> None:
+        """The flow is over; whatever of it still waits leaves its queue now."""
+        flow.done = True
+        self.in_flight -= 1
+        if flow.open:
+            for node in flow.plan.nodes:
+                if not flow.missing[node.index]:
+                    self._queues[node.model].batcher.withdraw(flow)
+            flow.open = 0
+            flow.tensors = []
+
+    def check(self) -> None:
+        """Assert the numbered promises. For tests and simulation, between two calls of `pump`."""
+        for queue in self._queues.values():
+            queue.batcher.check()
+            assert len(queue.free) + queue.running == len(queue.instances), (
+                f"(2) {queue.key}: an instance is lost or doubled"
+            )
+            assert not queue.is_dirty, f"(3) {queue.key} was left unlooked at"

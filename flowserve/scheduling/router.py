@@ -1,0 +1,215 @@
+"""How one request moves through its graph: readiness by counting, tensors released by counting readers.
+
+Decided here: which steps of a flow are ready, when a tensor has no reader left, when the flow is answered. What lies in a slot is an
+opaque handle with facts (rows, shape); this file never opens it. It does not know queues, batches, instances or clocks.
+
+Always true of a flow that is not done (see `Flow.check`):
+  (1) a slot holds a handle exactly while it was written and still has readers;
+  (2) `missing[n]` is the number of distinct slots node n still waits for; a node at 0 was handed out exactly once;
+  (3) `open` counts the steps handed out and not yet finished; a flow with `open` 0 is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
+
+
+class Facts(Protocol):
+    """What scheduling may know of a tensor: its rows (`start` to `stop`, both 0 and -1 without a batch dimension) and its shape."""
+
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Ticket:
+    """A step as a queue sees it: rows, a key that all members of a batch must share, and when it was queued. No tensor data."""
+
+    __slots__ = ("flow", "key", "node", "queued_ns", "rows")
+
+    def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable) -> None:
+        self.flow = flow
+        self.node = node
+        self.rows = rows
+        self.key = key
+        self.queued_ns = 0
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.node.name}, rows={self.rows})"
+
+
+class Flow:
+    """One traversal of a graph for one request.
+
+    `request`, `wanted` and `waiter` belong to the runtime; nothing here reads them. `queue_ns` and `compute_*_ns` sum what its steps
+    took, for the statistics of the graph.
+    """
+
+    __slots__ = (
+        "arrived_ns",
+        "compute_infer_ns",
+        "compute_input_ns",
+        "compute_output_ns",
+        "done",
+        "error",
+        "missing",
+        "open",
+        "plan",
+        "queue_ns",
+        "readers",
+        "request",
+        "stamp",
+        "tensors",
+        "waiter",
+        "wanted",
+    )
+
+    def __init__(self, plan: Plan, inputs: Sequence[Facts | None], arrived_ns: int, stamp: int, request: Any) -> None:
+        self.plan = plan
+        self.tensors: list[Any] = [*inputs, *plan.blank]
+        self.missing = [*plan.missing]
+        self.readers = [*plan.readers]
+        self.open = 0
+        self.done = False
+        self.error: FlowserveError | None = None
+        self.arrived_ns = arrived_ns
+        self.stamp = stamp
+        self.request = request
+        self.waiter: Any = None
+        self.wanted: tuple[str, ...] = ()
+        self.queue_ns = 0
+        self.compute_input_ns = 0
+        self.compute_infer_ns = 0
+        self.compute_output_ns = 0
+
+    def begin(self) -> list[Ticket]:
+        """The steps that need nothing but the request's own inputs. Raises `Invalid` where a step cannot take them."""
+        plan = self.plan
+        missing = self.missing
+        if len(missing) == 1:
+            self.open = 1
+            missing[0] = 0
+            return [self._ticket(plan.nodes[0])]
+        ready: list[int] = []
+        for slot in range(len(plan.graph.inputs)):
+            for consumer in plan.consumers[slot]:
+                missing[consumer] -= 1
+                if not missing[consumer]:
+                    ready.append(consumer)
+        self.open = len(ready)
+        return [self._ticket(plan.nodes[index]) for index in ready]
+
+    def finish_step(self, node: PlanNode, outputs: Sequence[Facts | None]) -> list[Ticket]:
+        """Store a finished step's outputs (in its model's order) and return the steps that became ready.
+
+        Afterwards `is_complete` tells whether that was the last one. Raises a FlowserveError where the flow cannot go on.
+        """
+        plan = self.plan
+        tensors = self.tensors
+        missing = self.missing
+        readers = self.readers
+        tickets: list[Ticket] = []
+        for slot, handle in zip(node.outputs, outputs, strict=True):
+            if slot == NO_SLOT:
+                continue
+            if handle is None and plan.graph.is_ensemble:
+                raise self._deadlock(node, slot)
+            tensors[slot] = handle
+            for consumer in plan.consumers[slot]:
+                missing[consumer] -= 1
+                if not missing[consumer]:
+                    tickets.append(self._ticket(plan.nodes[consumer]))
+        for slot in node.distinct_inputs:
+            readers[slot] -= 1
+            if not readers[slot]:
+                tensors[slot] = None
+        self.open += len(tickets) - 1
+        return tickets
+
+    def is_last_reader(self, slot: int) -> bool:
+        """Nobody but the asking step will read this slot: not a sibling, not the graph's own output."""
+        return self.readers[slot] == 1
+
+    def _ticket(self, node: PlanNode) -> Ticket:
+        tensors = self.tensors
+        rows = 1
+        if node.max_batch_size:
+            rows = -1
+            for slot in node.inputs:
+                handle = tensors[slot] if slot >= 0 else None
+                if handle is None:
+                    continue
+                here = handle.stop - handle.start
+                if rows == -1:
+                    rows = here
+                elif here != rows:
+                    raise Invalid(
+                        f"step '{node.name}': input batch size does not match other inputs for '{node.model.name}'"
+                    )
+            if rows == -1:
+                rows = 1
+            elif rows > node.max_batch_size:
+                raise Invalid(f"inference request batch-size must be <= {node.max_batch_size} for '{node.model.name}'")
+        if node.checks:
+            self._check_shapes(node)
+        if not node.variable and not node.optional:
+            return Ticket(self, node, rows, None)
+        return Ticket(self, node, rows, self._key(node))
+
+    def _key(self, node: PlanNode) -> Hashable:
+        """What must be equal within a batch: the variable inputs' shapes, and which inputs are there at all."""
+        first = 1 if node.max_batch_size else 0
+        tensors = self.tensors
+        shapes = []
+        for i in node.variable:
+            handle = tensors[node.inputs[i]] if node.inputs[i] >= 0 else None
+            shapes.append(None if handle is None else handle.shape[first:])
+        if not node.optional:
+            return tuple(shapes)
+        present = tuple(slot >= 0 and tensors[slot] is not None for slot in node.inputs)
+        return (tuple(shapes), present)
+
+    def _check_shapes(self, node: PlanNode) -> None:
+        first = 1 if node.max_batch_size else 0
+        for i, dims in node.checks:
+            handle = self.tensors[node.inputs[i]]
+            if handle is None:
+                continue
+            shape = handle.shape[first:]
+            if len(shape) != len(dims) or any(w not in (-1, g) for w, g in zip(dims, shape, strict=True)):
+                name = self.plan.graph.nodes[node.index].inputs[i].name
+                wanted = [-1, *dims] if first else list(dims)
+                raise Invalid(
+                    f"unexpected shape for input '{name}' for model '{node.model.name}'. "
+                    f"Expected {_list(wanted)}, got {_list(handle.shape)}"
+                )
+
+    def _deadlock(self, node: PlanNode, slot: int) -> ModelFailed:
+        output = self.plan.graph.nodes[node.index].outputs[node.outputs.index(slot)].name
+        return ModelFailed(
+            f"unexpected deadlock, at least one output is not set while no more "
+            f"ensemble steps can be made: step '{node.name}' answered without its output '{output}', which the graph needs"
+        )
+
+    def check(self) -> None:
+        """Assert the numbered promises. For tests and simulation."""
+        assert self.done or self.open > 0, f"(3) {self!r} is neither done nor going anywhere"
+        for slot, handle in enumerate(self.tensors):
+            if handle is not None and not self.done:
+                assert self.readers[slot] > 0 or slot < len(self.plan.graph.inputs), (
+                    f"(1) slot {slot} is held for nobody"
+                )
+        assert all(count >= 0 for count in self.missing), "(2) a node became ready twice"
+
+    def __repr__(self) -> str:
+        return f"Flow({self.plan.graph.name}, open={self.open}, done={self.done})"
+
+
+def _list(shape: Sequence[int]) -> str:
+    return "[" + ",".join(str(dim) for dim in shape) + "]"
