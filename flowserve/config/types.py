@@ -1,8 +1,8 @@
 """What a configuration says, as the rest of the program trusts it.
 
 Decided here: the frozen records that come out of config/. They hold checked values only; protobuf stays behind
-`ModelConfig.json`, which is the configuration as the wire shows it. Places of fields live in `SourceMap`, so that a rule
-in any room can still point at the user's line. Nothing here reads files.
+`ModelConfig.json`, which is the configuration as the wire shows it. Places of fields live in `SourceMap`, so that a
+rule in any room can still point at the user's line. Nothing here reads files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class SourceMap:
 
 @dataclass(frozen=True, slots=True)
 class DynamicBatching:
-    """Triton's ModelDynamicBatching. `preferred_batch_sizes` is never empty on a batching model (default: the maximum)."""
+    """Triton's ModelDynamicBatching. `preferred_batch_sizes` is never empty on a batching model (default: the
+    maximum).
+    """
 
     preferred_batch_sizes: tuple[int, ...] = ()
     max_queue_delay_us: int = 0

@@ -1,0 +1,282 @@
+"""Gives a tree its meaning: fills a message of the schema, notes where every field was written, collects every mistake.
+
+Decided here: which spellings of a value count as what, in either notation, and that a field given twice is a mistake.
+It knows types, not rules: whether `max_batch_size: -1` makes sense is decided in rules/.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Final, Literal
+
+from google.protobuf.message import Message as ProtoMessage
+
+from flowserve.config.schema import ENUMS, MESSAGES, RANGES, Field, Message
+from flowserve.config.source import Block, Entry, Items, Scalar, Text, Value
+from flowserve.config.suggest import did_you_mean
+from flowserve.errors import Place, Problem, Problems
+
+Format = Literal["pbtxt", "json"]
+Plain = str | int | float | bool
+
+# More than anybody reads; a file of a million mistakes is not a configuration.
+PROBLEMS_MAX: Final = 100
+TRUE: Final = frozenset({"true", "True", "t", "1"})
+FALSE: Final = frozenset({"false", "False", "f", "0"})
+INTEGER: Final = re.compile(r"-?(0[xX][0-9a-fA-F]+|[0-9]+)")
+INFINITE: Final = re.compile(r"-?(inf|infinity|nan)", re.IGNORECASE)
+
+
+class WrongValue(Exception):
+    """A value that its field cannot take; the text says what was wanted."""
+
+
+class Builder:
+    """Fills messages from trees. `places` and `problems` grow as it goes; a field with a problem stays unset."""
+
+    def __init__(self, text: Text, notation: Format) -> None:
+        self.places: dict[str, Place] = {}
+        self.problems: list[Problem] = []
+        self._text = text
+        self._is_json = notation == "json"
+
+    def fill(self, message: ProtoMessage, schema: Message, block: Block, prefix: str = "") -> None:
+        """Everything `block` says, into `message`. `prefix` is the path of the message, with its dot."""
+        seen: dict[str, Entry] = {}
+        for entry in block.entries:
+            field = self._field(schema, entry)
+            if field is None or self._is_null(entry.value):
+                continue
+            if not self._is_clash(field, entry, seen):
+                self._set(message, field, entry, prefix + field.name)
+
+    def _field(self, schema: Message, entry: Entry) -> Field | None:
+        field = schema.fields.get(entry.name)
+        if field is None and self._is_json:
+            field = schema.by_json_name.get(entry.name)
+        if field is None:
+            text = f'Message type "{schema.name}" has no field named "{entry.name}"'
+            self._problem(entry.at, text, did_you_mean(entry.name, schema.fields))
+        return field
+
+    def _is_null(self, value: Value) -> bool:
+        return self._is_json and isinstance(value, Scalar) and value.kind == "word" and value.text == "null"
+
+    def _is_clash(self, field: Field, entry: Entry, seen: dict[str, Entry]) -> bool:
+        """True, with a problem noted, where the field or another member of its oneof was given before."""
+        if field.is_repeated and not self._is_json:
+            return False
+        first = seen.setdefault(field.oneof or field.name, entry)
+        if first is entry:
+            return False
+        where = f"the first is at {self._text.place(first.at)}"
+        if first.name == entry.name:
+            self._problem(entry.at, f'Non-repeated field "{field.name}" is specified multiple times', where)
+        else:
+            text = f'Field "{field.name}" is specified along with field "{first.name}", another member of oneof'
+            self._problem(entry.at, f'{text} "{field.oneof}"', f"keep one of them; {where}")
+        return True
+
+    def _set(self, message: ProtoMessage, field: Field, entry: Entry, path: str) -> None:
+        self.places.setdefault(path, self._text.place(entry.at))
+        if field.is_map:
+            self._set_map(message, field, entry, path)
+        elif field.is_repeated:
+            self._append(message, field, entry, path)
+        elif isinstance(entry.value, Items):
+            self._problem(entry.value.at, f'field "{field.name}" takes one value, not a list')
+        elif field.kind == "message":
+            child = getattr(message, field.name)
+            child.SetInParent()
+            self._fill_child(child, field, entry.value, path)
+        else:
+            plain = self._plain(field, entry.value)
+            if plain is not None:
+                setattr(message, field.name, plain)
+
+    def _append(self, message: ProtoMessage, field: Field, entry: Entry, path: str) -> None:
+        if self._is_json and not isinstance(entry.value, Items):
+            self._problem(entry.value.at, f'field "{field.name}" takes a list')
+            return
+        target = getattr(message, field.name)
+        for at, value in _each(entry):
+            item_path = f"{path}[{len(target)}]"
+            self.places[item_path] = self._text.place(at)
+            if field.kind == "message":
+                self._fill_child(target.add(), field, value, item_path)
+            elif (plain := self._plain(field, value)) is not None:
+                target.append(plain)
+
+    def _fill_child(self, child: ProtoMessage, field: Field, value: Value, path: str) -> None:
+        if isinstance(value, Block):
+            self.fill(child, MESSAGES[field.type], value, path + ".")
+        else:
+            self._problem(value.at, f'field "{field.name}" takes a block: {field.name} {{ ... }}')
+
+    def _set_map(self, message: ProtoMessage, field: Field, entry: Entry, path: str) -> None:
+        key_field, value_field = (MESSAGES[field.type].fields[name] for name in ("key", "value"))
+        target = getattr(message, field.name)
+        for at, key, value in self._pairs(field, entry):
+            plain_key = self._plain(key_field, key, is_key=True)
+            if plain_key is None:
+                continue
+            item_path = f"{path}[{plain_key}]"
+            if item_path in self.places:
+                where = f"the first is at {self.places[item_path]}"
+                self._problem(at, f'key "{plain_key}" is given twice in "{field.name}"', where)
+                continue
+            self.places[item_path] = self._text.place(at)
+            if value_field.kind == "message":
+                child = target[plain_key]
+                if value is not None:
+                    self._fill_child(child, value_field, value, item_path)
+                continue
+            plain = "" if value is None else self._plain(value_field, value)
+            if plain is not None:
+                target[plain_key] = plain
+
+    def _pairs(self, field: Field, entry: Entry) -> Iterator[tuple[int, Value, Value | None]]:
+        """(offset of the key, key, value) of each entry: a JSON object, or in text format blocks of key and value."""
+        if self._is_json:
+            if isinstance(entry.value, Block):
+                for pair in entry.value.entries:
+                    yield pair.at, Scalar(pair.at, "string", pair.name), pair.value
+            else:
+                self._problem(entry.value.at, f'field "{field.name}" takes an object')
+            return
+        schema = MESSAGES[field.type]
+        for at, value in _each(entry):
+            if not isinstance(value, Block):
+                self._problem(value.at, f'field "{field.name}" takes a block: {field.name} {{ key: ... value: ... }}')
+                continue
+            given: dict[str, Entry] = {}
+            for pair in value.entries:
+                member = self._field(schema, pair)
+                if member is not None and not self._is_clash(member, pair, given):
+                    given[member.name] = pair
+            key = given.get("key")
+            value_entry = given.get("value")
+            empty = Scalar(at, "string", "") if schema.fields["key"].kind == "string" else Scalar(at, "number", "0")
+            yield (key.at if key else at), (key.value if key else empty), (value_entry.value if value_entry else None)
+
+    def _plain(self, field: Field, value: Value, *, is_key: bool = False) -> Plain | None:
+        """The value as Python wants it, or None with a problem noted."""
+        if not isinstance(value, Scalar):
+            self._problem(value.at, f'field "{field.name}" takes a plain value, not a {_noun(value)}')
+            return None
+        try:
+            if field.kind == "string":
+                return self._string(value)
+            if field.kind == "bool":
+                return self._bool(value)
+            if field.kind == "float":
+                return self._float(value)
+            if field.kind == "enum":
+                return self._enum(field, value)
+            return self._integer(field.kind, value, is_key)
+        except WrongValue as wrong:
+            self._problem(value.at, f'field "{field.name}": {wrong}')
+            return None
+
+    def _string(self, value: Scalar) -> str:
+        if value.kind != "string":
+            raise WrongValue(f'Expected string, found {value.text} (did you mean "{value.text}", in quotes?)')
+        try:
+            value.text.encode()
+        except UnicodeEncodeError:
+            raise WrongValue("the string holds half of a surrogate pair") from None
+        return value.text
+
+    def _bool(self, value: Scalar) -> bool:
+        if value.kind == "word" or (value.kind == "number" and not self._is_json):
+            if value.text in TRUE:
+                return True
+            if value.text in FALSE:
+                return False
+        raise WrongValue(f"Expected true or false, found {_shown(value)}")
+
+    def _float(self, value: Scalar) -> float:
+        if value.kind != "string" or self._is_json:
+            if INFINITE.fullmatch(value.text):
+                return float(value.text)
+            try:
+                return float(value.text.rstrip("fF"))
+            except ValueError:
+                pass
+        raise WrongValue(f"Expected a number, found {_shown(value)}")
+
+    def _integer(self, kind: str, value: Scalar, is_key: bool) -> int:
+        number: int | None = None
+        if value.kind == "number" or (value.kind == "string" and self._is_json):
+            number = _json_integer(value.text) if self._is_json else _text_integer(value.text)
+        if number is None:
+            raise WrongValue(f"Expected integer, found {_shown(value)}")
+        low, high = RANGES[kind]
+        if not low <= number <= high:
+            raise WrongValue(f"Integer out of range ({value.text}); {kind} holds {low} to {high}")
+        return number
+
+    def _enum(self, field: Field, value: Scalar) -> int:
+        members = ENUMS[field.type]
+        short = field.type.rpartition(".")[2]
+        if value.kind == "number":
+            number = _text_integer(value.text)
+            if number is not None and number in members.values():
+                return number
+            raise WrongValue(f'Unknown enumeration value of "{value.text}" for {short}; known are {", ".join(members)}')
+        if value.kind == "word" or self._is_json:
+            name = value.text.upper() if self._is_json else value.text
+            if name in members:
+                return members[name]
+            hint = did_you_mean(value.text.upper(), members) or did_you_mean(f"TYPE_{value.text.upper()}", members)
+            hint = hint or f"known are {', '.join(members)}"
+            raise WrongValue(f'Unknown enumeration value of "{value.text}" for {short}; {hint}')
+        raise WrongValue(f"Expected one of {', '.join(members)} without quotes, found {_shown(value)}")
+
+    def _problem(self, at: int, message: str, hint: str = "") -> None:
+        self.problems.append(Problem(message, self._text.place(at), hint=hint))
+        if len(self.problems) == PROBLEMS_MAX:
+            raise Problems([*self.problems, Problem("more mistakes follow", self._text.place(at))])
+
+
+def _each(entry: Entry) -> Iterator[tuple[int, Value]]:
+    """The values of a repeated field, each with the offset it is known by: the field's name, or its own in a list."""
+    if isinstance(entry.value, Items):
+        for value in entry.value.values:
+            yield value.at, value
+    else:
+        yield entry.at, entry.value
+
+
+def _text_integer(text: str) -> int | None:
+    if not INTEGER.fullmatch(text):
+        return None
+    digits = text.lstrip("-")
+    base = 16 if digits[:2] in ("0x", "0X") else 8 if digits.startswith("0") and len(digits) > 1 else 10
+    try:
+        return int(text, base)
+    except ValueError:  # 089, or more digits than Python converts
+        return None
+
+
+def _json_integer(text: str) -> int | None:
+    """JSON writes integers as 1, "1", 1.0 or 1e0."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return int(number) if math.isfinite(number) and number.is_integer() else None
+
+
+def _noun(value: Block | Items) -> str:
+    return "block" if isinstance(value, Block) else "list"
+
+
+def _shown(value: Scalar) -> str:
+    return f'"{value.text}"' if value.kind == "string" else value.text

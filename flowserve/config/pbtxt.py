@@ -1,0 +1,186 @@
+"""Reads protobuf text format into a tree of places.
+
+Decided here: the grammar of config.pbtxt, which is that of protobuf's own text format as far as configurations use it:
+comments, `,` and `;` after a field, `field { }`, `field: { }`, `field < >`, lists, adjacent strings, all escapes and
+number notations. Extensions and Any values are not part of a configuration and are refused. Why not protobuf's own
+parser: it forgets where each field stood, and stops at the first unknown one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NoReturn
+
+from flowserve.config.source import DEPTH_MAX, Block, Entry, Items, Scalar, Text, Value
+
+TOKEN: Final = re.compile(
+    r"""
+      (?P<space> (?: [ \t\r\n\f\v]++ | \#[^\n]*+ )++ )
+    | (?P<word> [A-Za-z_][A-Za-z0-9_]*+ )
+    | (?P<number> 0[xX][0-9a-fA-F]++ | (?: [0-9]++ (?: \. [0-9]*+ )?+ | \. [0-9]++ ) (?: [eE][+-]?[0-9]++ )?+ [fF]?+ )
+    | (?P<string> "(?: [^"\\\n]++ | \\[^\n] )*+" | '(?: [^'\\\n]++ | \\[^\n] )*+' )
+    | (?P<symbol> [:{}<>\[\],;-] )
+    """,
+    re.VERBOSE,
+)
+ESCAPE: Final = re.compile(
+    r"\\(?:(?P<octal>[0-7]{1,3})|[xX](?P<hex>[0-9a-fA-F]{1,2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})|(?P<one>.))"
+)
+ESCAPES: Final = dict(zip("abfnrtv\\'\"?", "\a\b\f\n\r\t\v\\'\"?", strict=True))
+CLOSING: Final = {"{": "}", "<": ">"}
+END: Final = "end"
+
+
+def parse_pbtxt(text: Text) -> Block:
+    """The tree of a whole file. Raises `Problems` with the place where it stops being text format."""
+    return _Parser(text).file()
+
+
+class _Parser:
+    """One token ahead: `_kind` is a group of TOKEN, the symbol itself, or END; `_value` its text; `_at` its offset."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._next_at = 0
+        self._depth = 0
+        self._advance()
+
+    def file(self) -> Block:
+        return Block(0, self._entries(END))
+
+    def _advance(self) -> None:
+        source, at = self._text.text, self._next_at
+        match = TOKEN.match(source, at)
+        if match and match.lastgroup == "space":
+            at = match.end()
+            match = TOKEN.match(source, at)
+        self._at = at
+        if match is None:
+            if at < len(source):
+                self._fail_at_junk(source[at])
+            self._kind = self._value = END
+            return
+        self._kind = match.lastgroup or END
+        self._value = match.group()
+        self._next_at = match.end()
+        if self._kind == "symbol":
+            self._kind = self._value
+        elif self._kind == "number" and source[self._next_at : self._next_at + 1].isalnum():
+            self._text.fail(at, f"Invalid number: {self._value}{source[self._next_at]}")
+
+    def _fail_at_junk(self, character: str) -> None:
+        if character in "\"'":
+            self._text.fail(self._at, "String literals cannot cross line boundaries", "is the closing quote missing?")
+        self._text.fail(self._at, f"unexpected character {character!r}", "is this a text-format file?")
+
+    def _accept(self, kind: str) -> bool:
+        if self._kind != kind:
+            return False
+        self._advance()
+        return True
+
+    def _expected(self, what: str) -> NoReturn:
+        found = "the end of the file" if self._kind == END else self._value
+        self._text.fail(self._at, f"Expected {what}, found {found}")
+
+    def _entries(self, closing: str) -> tuple[Entry, ...]:
+        entries = []
+        while not self._accept(closing) if closing != END else self._kind != END:
+            entries.append(self._entry(closing))
+        return tuple(entries)
+
+    def _entry(self, closing: str) -> Entry:
+        at, name = self._at, self._value
+        if self._kind == "[":
+            self._text.fail(at, "extensions and Any values are not part of a model configuration")
+        if self._kind != "word":
+            self._expected("a field name" if closing == END else f'a field name or "{closing}"')
+        self._advance()
+        has_colon = self._accept(":")
+        if self._kind in CLOSING:
+            value: Value = self._block()
+        elif self._kind == "[":
+            value = self._items(has_colon)
+        elif has_colon:
+            value = self._scalar()
+        else:
+            self._expected('":"')
+        if not self._accept(","):
+            self._accept(";")
+        return Entry(at, name, value)
+
+    def _block(self) -> Block:
+        at, closing = self._at, CLOSING[self._kind]
+        self._depth += 1
+        if self._depth > DEPTH_MAX:
+            self._text.too_deep(at)
+        self._advance()
+        entries = self._entries(closing)
+        self._depth -= 1
+        return Block(at, entries)
+
+    def _items(self, has_colon: bool) -> Items:
+        at = self._at
+        self._advance()
+        values: list[Value] = []
+        while not self._accept("]"):
+            if values and not self._accept(","):
+                self._expected('"," or "]"')
+            if self._kind in CLOSING:
+                values.append(self._block())
+            elif has_colon:
+                values.append(self._scalar())
+            else:
+                self._expected('"{" (a list of plain values wants ":" before its "[")')
+        return Items(at, tuple(values))
+
+    def _scalar(self) -> Scalar:
+        at = self._at
+        if self._kind == "string":
+            return Scalar(at, "string", self._strings())
+        sign = "-" if self._accept("-") else ""
+        if self._kind not in ("number", "word"):
+            self._expected("a value")
+        kind, text = self._kind, sign + self._value
+        self._advance()
+        return Scalar(at, "number" if kind == "number" else "word", text)
+
+    def _strings(self) -> str:
+        """Adjacent strings are one; escapes may together spell UTF-8 bytes."""
+        at, raw = self._at, bytearray()
+        while self._kind == "string":
+            raw += self._unescaped(self._value[1:-1])
+            self._advance()
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            self._text.fail(at, "string is not valid UTF-8 after its escapes are resolved")
+
+    def _unescaped(self, body: str) -> bytes:
+        if "\\" not in body:
+            return self._utf8(body)
+        raw, end = bytearray(), 0
+        for match in ESCAPE.finditer(body):
+            raw += self._utf8(body[end : match.start()])
+            raw += self._escape(match)
+            end = match.end()
+        return bytes(raw + self._utf8(body[end:]))
+
+    def _escape(self, match: re.Match[str]) -> bytes:
+        kind, digits = match.lastgroup, match.group(match.lastgroup or 0)
+        if kind == "one":
+            if digits not in ESCAPES:
+                self._text.fail(self._at, f"Invalid escape sequence \\{digits} in a string")
+            return ESCAPES[digits].encode()
+        code = int(digits, 8 if kind == "octal" else 16)
+        if kind in ("octal", "hex"):
+            return bytes([code & 0xFF])
+        if code > 0x10FFFF:
+            self._text.fail(self._at, f"\\U{digits} is not a Unicode character")
+        return self._utf8(chr(code))
+
+    def _utf8(self, text: str) -> bytes:
+        try:
+            return text.encode()
+        except UnicodeEncodeError:
+            self._text.fail(self._at, "a string holds half of a surrogate pair")
