@@ -61,8 +61,8 @@ BY_NUMPY: Final[Mapping[np.dtype[Any], DType]] = {dtype.numpy: dtype for dtype i
 class TensorSpec:
     """What a model or graph promises about one of its inputs or outputs.
 
-    `dims` leaves out the batch dimension; -1 is a dimension that varies. `reshape`, where given, is the shape the backend
-    sees instead of `dims`. `labels` is a label file's path relative to the model's folder, "" for none.
+    `dims` leaves out the batch dimension; -1 is a dimension that varies. `reshape`, where given, is the shape the
+    backend sees instead of `dims`. `labels` is a label file's path relative to the model's folder, "" for none.
     """
 
     name: str

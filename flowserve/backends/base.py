@@ -1,17 +1,18 @@
 """What a backend is, and what each side may assume.
 
-A `Backend` knows a kind of model file. `load` gives a `LoadedModel` (one per model version: the file, read once), and that gives one
-`Instance` per copy that may run at the same time. The runtime drives them so:
+A `Backend` knows a kind of model file. `load` gives a `LoadedModel` (one per model version: the file, read once), and
+that gives one `Instance` per copy that may run at the same time. The runtime drives them so:
 
 * `complete` and `load` are called on a worker thread, may block, and raise `Invalid` (or `Unsupported`) with a text that names both sides.
 * an instance's `open`, `run` and `close` are never called at the same time, `open` first, `close` last; `run` may
-  happen on the event loop (inline) or on the instance's own thread, whichever the runtime measured cheaper. So `run` never awaits
-  and never touches trio.
-* `run` gets tensors it may keep only until it returns, and whose arrays it must not write to unless `Work.may_write` says so. What it
-  returns is owned by the runtime: arrays it does not write to again.
+  happen on the event loop (inline) or on the instance's own thread, whichever the runtime measured cheaper. So `run`
+  never awaits and never touches trio.
+* `run` gets tensors it may keep only until it returns, and whose arrays it must not write to unless `Work.may_write`
+  says so. What it returns is owned by the runtime: arrays it does not write to again.
 * a failure of the whole batch is raised; a failure of one member is put in `Results.errors`.
 
-Backends do not know graphs, queues or clocks: `run` reports the two moments the statistics need through the clock it is given.
+Backends do not know graphs, queues or clocks: `run` reports the two moments the statistics need through the clock it
+is given.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class ModelFiles:
 class Work:
     """One batch, as an instance sees it.
 
-    `inputs[i][m]` is the model's i-th input for member m, None where an optional input was not given. `rows[m]` is the member's row count
-    (1 for a model without batching). `requests[m]` is the client's request the member belongs to. `wanted[m]` names the
-    outputs asked of it. `may_write[i][m]` tells whether the member is the last reader of that input.
+    `inputs[i][m]` is the model's i-th input for member m, None where an optional input was not given. `rows[m]` is
+    the member's row count (1 for a model without batching). `requests[m]` is the client's request the member belongs
+    to. `wanted[m]` names the outputs asked of it. `may_write[i][m]` tells whether the member is the last reader of
+    that input.
     """
 
     inputs: list[list[Tensor | None]]
@@ -60,7 +62,8 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Results:
-    """`outputs[j][m]` is the model's j-th output for member m, None where it made none. `errors[m]`, where given, is why member m failed.
+    """`outputs[j][m]` is the model's j-th output for member m, None where it made none. `errors[m]`, where given, is
+    why member m failed.
 
     `gathered_ns` and `computed_ns`: when the inputs were in place, and when the computation was over.
     `copied_bytes`: input bytes that had to be copied together because they did not lie side by side.

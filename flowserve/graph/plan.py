@@ -1,7 +1,8 @@
 """What the hot path reads of a graph: integers and tuples, worked out once at load.
 
-Decided here: every tensor of a graph gets a *slot* (graph inputs first, in order, then node outputs), every node knows its slots, every slot
-its consumers. A flow is then two lists of that length and no dictionary. Nothing here knows what lies in a slot.
+Decided here: every tensor of a graph gets a *slot* (graph inputs first, in order, then node outputs), every node
+knows its slots, every slot its consumers. A flow is then two lists of that length and no dictionary. Nothing here
+knows what lies in a slot.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ class PlanNode:
 
     `variable` lists the input indices whose shapes must agree within a batch (some dimension is -1, not ragged).
     `optional` tells that some input may be absent: then all members of a batch must carry the same set.
-    `checks` are the inputs whose shape is known only when the tensor is there: (input index, dims the model wants), because the
-    producer left open what the consumer fixes. `wanted` are the names of the outputs this node is asked for.
+    `checks` are the inputs whose shape is known only when the tensor is there: (input index, dims the model wants),
+    because the producer left open what the consumer fixes. `wanted` are the names of the outputs this node is asked
+    for.
     """
 
     index: int
@@ -41,7 +43,8 @@ class PlanNode:
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """`missing[n]`: how many distinct slots node n waits for. `consumers[s]`: the nodes that read slot s.
-    `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a flow's slots after its inputs begin as.
+    `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a flow's slots after its
+    inputs begin as.
     """
 
     graph: Graph

@@ -1,8 +1,8 @@
 """What a deployment means: one frozen, numbered graph of model calls joined by tensors.
 
 Decided here: the records Graph, Node, Edge and the integers they are numbered by. A plain model is a graph of one node.
-Nested ensembles are already folded in: a node's `path` names the ensembles it came through. Nothing here computes; compile.py makes
-these records, rules.py judges them, plan.py turns them into what the hot path reads.
+Nested ensembles are already folded in: a node's `path` names the ensembles it came through. Nothing here computes;
+compile.py makes these records, rules.py judges them, plan.py turns them into what the hot path reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Node:
     """One model call. `index` is its number in the graph, in topological order, ties by place in the file.
 
     `inputs` and `outputs` are the model's own specs, in its configuration's order; an edge's ports index into them.
-    `name` is unique in its graph: the model's name, "name#2" for its second step, "outer/name" inside a nested ensemble `outer`.
+    `name` is unique in its graph: the model's name, "name#2" for its second step, "outer/name" inside a nested
+    ensemble `outer`.
     """
 
     index: int
@@ -53,8 +54,8 @@ class Node:
 class Edge:
     """One tensor from its producer to one consumer.
 
-    `producer` is a node's index, or GRAPH with `output` an index into the graph's inputs. `consumer` is a node's index, or GRAPH with
-    `input` an index into the graph's outputs. `tensor` is the ensemble tensor's name.
+    `producer` is a node's index, or GRAPH with `output` an index into the graph's inputs. `consumer` is a node's
+    index, or GRAPH with `input` an index into the graph's outputs. `tensor` is the ensemble tensor's name.
     """
 
     tensor: str
@@ -66,7 +67,8 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A compiled deployment. Every edge's dtype and shape agree at both ends, every tensor has a producer and a reader, no cycles.
+    """A compiled deployment. Every edge's dtype and shape agree at both ends, every tensor has a producer and a
+    reader, no cycles.
 
     `max_batch_size` is what a request to this deployment may carry; 0 where it has no batch dimension.
     """

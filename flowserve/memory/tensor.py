@@ -1,8 +1,8 @@
 """A tensor on the host: rows of a block.
 
-Decided here: what lies between two steps is never an array of its own but a range of rows of the block it was computed in, so that a
-batch which stays together can be handed on as that block. Slicing is put off until somebody needs the rows alone.
-This file does not know graphs, requests or backends.
+Decided here: what lies between two steps is never an array of its own but a range of rows of the block it was
+computed in, so that a batch which stays together can be handed on as that block. Slicing is put off until somebody
+needs the rows alone. This file does not know graphs, requests or backends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one deployment has done so far: counts and summed durations, as Triton's statistics extension defines them.
 
-Decided here: what is counted, and the JSON rows. Written from the loop's thread only, once per batch. It does not know who reads it, and
-no clock: moments come in as nanoseconds.
+Decided here: what is counted, and the JSON rows. Written from the loop's thread only, once per batch. It does not
+know who reads it, and no clock: moments come in as nanoseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class BatchSizeStatistics:
 
 @dataclass(slots=True)
 class Statistics:
-    """One deployment's counters. Durations are nanoseconds, summed over requests (a batch's whole time counts for each of its requests).
+    """One deployment's counters. Durations are nanoseconds, summed over requests (a batch's whole time counts for
+    each of its requests).
 
     `inference_count` counts rows (at least 1 a request), `execution_count` counts batches.
     """

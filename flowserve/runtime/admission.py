@@ -1,8 +1,8 @@
 """May this request enter that graph? Checks at the door, once, so that everything inside can trust.
 
-Decided here: the order and the texts of the checks (Triton's), and how named arrays become the first slots of a flow. The fast path is one
-pass without a message in sight; only a request that fails it is looked at again, slowly, to say what is wrong.
-It does not know scheduling.
+Decided here: the order and the texts of the checks (Triton's), and how named arrays become the first slots of a flow.
+The fast path is one pass without a message in sight; only a request that fails it is looked at again, slowly, to say
+what is wrong. It does not know scheduling.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Admission:
         ]
 
     def admit(self, request: Request) -> list[Tensor | None]:
-        """The request's inputs in the graph's order, None for an optional one left out. Raises `Invalid` with Triton's text."""
+        """The request's inputs in the graph's order, None for an optional one left out. Raises `Invalid` with
+        Triton's text.
+        """
         inputs = request.inputs
         index = self._index
         max_rows = self._graph.max_batch_size
@@ -70,7 +72,7 @@ class Admission:
 
     def wanted(self, request: Request) -> tuple[str, ...]:
         """The outputs the request asks for, in its own order; all of them where it names none."""
-        return request.outputs if request.outputs else self._all_outputs
+        return request.outputs or self._all_outputs
 
     def _explain(self, request: Request) -> NoReturn:
         """Triton's order: outputs, number of inputs, names, batch, type, shape."""

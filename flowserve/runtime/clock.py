@@ -1,7 +1,8 @@
 """The one place that reads a clock and speaks nanoseconds.
 
-Decided here: server time is integer nanoseconds on the clock trio sleeps by, and the only conversion between the two, by rounding (truncation
-turns a deadline into "one nanosecond early", which under a jumping test clock never arrives). Wall-clock time is for people only.
+Decided here: server time is integer nanoseconds on the clock trio sleeps by, and the only conversion between the two,
+by rounding (truncation turns a deadline into "one nanosecond early", which under a jumping test clock never arrives).
+Wall-clock time is for people only.
 """
 
 from __future__ import annotations

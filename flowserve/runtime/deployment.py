@@ -1,6 +1,7 @@
 """One servable version of one name: its configuration, its graph, its door and its counters.
 
-Decided here: what belongs to a deployment, and what state a name is in. It does not know how it was loaded (loader.py) nor who calls it.
+Decided here: what belongs to a deployment, and what state a name is in. It does not know how it was loaded
+(loader.py) nor who calls it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The engine: deployments by name, requests in, responses out.
 
-Decided here: how a request finds its deployment, what a caller who leaves means, and the order in which the engine ends. Scheduling is the dispatcher's,
-loading is loader.py's, computing is the hosts'. It does not know HTTP.
+Decided here: how a request finds its deployment, what a caller who leaves means, and the order in which the engine
+ends. Scheduling is the dispatcher's, loading is loader.py's, computing is the hosts'. It does not know HTTP.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -17,14 +17,16 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import Results
+from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
-from flowserve.graph.types import ModelKey
+from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import Statistics, rows_as_json
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.deployment import Deployment, Entry
 from flowserve.runtime.instance import Completions, Host, Outcome, record
 from flowserve.runtime.pump import Pump
-from flowserve.scheduling.dispatcher import Batch, Dispatcher
+from flowserve.scheduling.batcher import Batcher
+from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
 from flowserve.scheduling.router import Flow
 from flowserve.values import Request, Response
 
@@ -50,8 +52,8 @@ class Engine:
         self.clock = running_clock()
         self.dispatcher = Dispatcher(self._start, self._answered)
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
-        self.hosts: list[Host] = []
-        self.statistics_of_models: list[Statistics] = []
+        self._hosts: list[Host] = []
+        self._statistics: dict[ModelKey, Statistics] = {}
         self._pump = Pump(self.dispatcher, self.clock)
         self._stamps = count(1)
         self._is_loaded = False
@@ -78,7 +80,8 @@ class Engine:
     def find(self, name: str, version: str = "") -> Deployment:
         """The deployment of that name, its latest version where none is asked for.
 
-        Raises NotFound for an unknown name or version, Unavailable for one that is not ready, Invalid for a version that is no number.
+        Raises NotFound for an unknown name or version, Unavailable for one that is not ready, Invalid for a version
+        that is no number.
         """
         entry = self.entries.get(name)
         if entry is not None and not version:
@@ -116,7 +119,7 @@ class Engine:
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
         """Rows of the statistics extension: of one name, one version, or of everything that is ready."""
         if not name:
-            return rows_as_json(self.statistics_of_models)
+            return rows_as_json(list(self._statistics.values()))
         entry = self.entries.get(name)
         if entry is None or not entry.ready:
             raise Invalid(f"requested model '{name}' is not available")
@@ -135,8 +138,8 @@ class Engine:
     async def infer(self, deployment: Deployment, request: Request) -> Response:
         """Run one request. Arrays of the answer include the batch dimension where the deployment batches.
 
-        Raises Invalid for a request that does not fit the deployment, and whatever its steps failed with. A caller who is
-        cancelled leaves: what is still queued for it is withdrawn, what runs runs out.
+        Raises Invalid for a request that does not fit the deployment, and whatever its steps failed with. A caller
+        who is cancelled leaves: what is still queued for it is withdrawn, what runs runs out.
         """
         admission = deployment.admission
         if self._is_draining:
@@ -204,6 +207,21 @@ class Engine:
 
     # ------------------------------------------------------------------ beginning and ending
 
+    def add_model(self, key: ModelKey, batcher: Batcher, hosts: Sequence[Host], *, is_pure: bool) -> None:
+        """Give a model version its queue; plans refer to it by `key`."""
+        statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
+        self._hosts += hosts
+        self.dispatcher.add(ModelQueue(key, batcher, hosts, is_pure=is_pure, observer=statistics))
+
+    def announce(self, config: ModelConfig, graph: Graph) -> None:
+        """From now on requests for this deployment are taken. The models it needs were added before."""
+        key = ModelKey(graph.name, graph.version)
+        entry = self.entries.setdefault(graph.name, Entry(graph.name))
+        statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
+        entry.versions[:] = sorted({*entry.versions, graph.version})
+        entry.ready[graph.version] = Deployment(config, graph, statistics, entry.versions)
+        entry.state, entry.reason = "READY", ""
+
     def loaded(self) -> None:
         """Loading is over; from now on the state of each entry decides readiness."""
         self._is_loaded = True
@@ -218,15 +236,18 @@ class Engine:
         """
         self._is_draining = True
         with trio.move_on_at(deadline):
-            while self.dispatcher.in_flight:
+            # Polled, because the hot path should pay for no "last one left" event and this happens once in a life.
+            while self.dispatcher.in_flight:  # noqa: ASYNC110
                 await trio.sleep(0.01)
-        return [host.name for host in self.hosts if host.running is not None]
+        return [host.name for host in self._hosts if host.running is not None]
 
     async def close(self, deadline: float) -> list[str]:
-        """Close every instance, those that still run last and only until `deadline`. Returns the ones that did not close."""
+        """Close every instance, those that still run last and only until `deadline`. Returns the ones that did not
+        close.
+        """
         self._is_draining = True
         self.dispatcher.fail_all("Server is stopping, scheduler for model has stopped accepting new inference requests")
-        open_hosts = {host.name for host in self.hosts}
+        open_hosts = {host.name for host in self._hosts}
 
         async def close_one(host: Host) -> None:
             await trio.to_thread.run_sync(host.close, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
@@ -234,7 +255,7 @@ class Engine:
 
         with trio.move_on_at(deadline):
             async with trio.open_nursery() as nursery:
-                for host in self.hosts:
+                for host in self._hosts:
                     nursery.start_soon(close_one, host, name=f"close {host.name}")
         return sorted(open_hosts)
 

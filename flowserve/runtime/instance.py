@@ -1,8 +1,9 @@
 """Where a batch meets a model: one host per instance, on the loop or on a thread of its own.
 
-Decided here: how tickets become an instance's `Work`, how a run's outcome returns to the loop, what is written into the statistics. One worker thread
-per instance, fed by a queue; it answers through `TrioToken.run_sync_soon`, coalesced, so that a hop costs no task, channel or
-lock per request. Policy is elsewhere: which batch (scheduling/), which place (placement.py), how to compute (backends/).
+Decided here: how tickets become an instance's `Work`, how a run's outcome returns to the loop, what is written into
+the statistics. One worker thread per instance, fed by a queue; it answers through `TrioToken.run_sync_soon`,
+coalesced, so that a hop costs no task, channel or lock per request. Policy is elsewhere: which batch (scheduling/),
+which place (placement.py), how to compute (backends/).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-
 
 import trio
 

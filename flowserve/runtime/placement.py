@@ -1,8 +1,8 @@
 """On the loop or on a thread: where an instance runs its next batch, by measurement.
 
-Decided here: a batch whose size class is measured to cost less than the hop to a thread (and no more than the loop can spare) runs inline;
-one that turns out slow goes back to the thread. Pure: durations come in as nanoseconds.
-A hop to a thread costs 50 to 80 us when nothing else is in flight, and the loop hands the interpreter over twice.
+Decided here: a batch whose size class is measured to cost less than the hop to a thread (and no more than the loop
+can spare) runs inline; one that turns out slow goes back to the thread. Pure: durations come in as nanoseconds. A hop
+to a thread costs 50 to 80 us when nothing else is in flight, and the loop hands the interpreter over twice.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ class BatchPolicy:
 
 
 class Batcher(Protocol):
-    """What a model's queue does, whichever scheduler the model asked for."""
+    """What a model's queue does, whichever scheduler the model asked for. `may_wait`: it has deadlines at all."""
+
+    may_wait: bool
 
     def put(self, ticket: Ticket) -> None:
         """Queue a ticket; its `queued_ns` is set."""
@@ -55,6 +57,7 @@ class OneByOne:
     """Triton's default scheduler: every request is an execution of its own, first come first served."""
 
     __slots__ = ("_waiting",)
+    may_wait = False
 
     def __init__(self) -> None:
         self._waiting: deque[Ticket] = deque()
@@ -86,13 +89,14 @@ class DynamicBatcher:
     over (or there is none), everything leaves, up to the maximum.
     """
 
-    __slots__ = ("_delay_ns", "_largest", "_max", "_preferred", "_waiting")
+    __slots__ = ("_delay_ns", "_largest", "_max", "_preferred", "_waiting", "may_wait")
 
     def __init__(self, policy: BatchPolicy) -> None:
         self._max = policy.max_batch_size
         self._preferred = frozenset(policy.preferred)
         self._largest = max(policy.preferred)
         self._delay_ns = policy.max_queue_delay_ns
+        self.may_wait = policy.max_queue_delay_ns > 0
         self._waiting: deque[Ticket] = deque()
 
     def put(self, ticket: Ticket) -> None:

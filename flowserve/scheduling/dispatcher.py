@@ -77,10 +77,10 @@ class Dispatcher:
         self._halves: deque[tuple[ModelQueue, list[Ticket]]] = deque()
         self.in_flight = 0  # flows submitted and not yet answered
 
-    def add(self, queue: ModelQueue, *, may_wait: bool = False) -> None:
-        """Serve a model. `may_wait`: its batcher has a queue delay."""
+    def add(self, queue: ModelQueue) -> None:
+        """Serve a model."""
         self._queues[queue.key] = queue
-        if may_wait:
+        if queue.batcher.may_wait:
             self._delayed.append(queue)
 
     def submit(self, flow: Flow) -> None:

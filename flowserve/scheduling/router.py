@@ -146,6 +146,8 @@ class Flow:
                 if handle is None:
                     continue
                 here = handle.stop - handle.start
+                if here < 0:  # made by a model without a batch dimension whose full shape meets this one's
+                    here = handle.shape[0]
                 if rows == -1:
                     rows = here
                 elif here != rows:
