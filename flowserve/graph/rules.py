@@ -1,0 +1,330 @@
+"""What makes an ensemble well formed: one small function per numbered rule.
+
+Decided here: every mistake that can be seen without running anything, its text (Triton's own where it has one, so
+that clients which match on it still do), its place in the user's file and a hint. Every rule always runs; a rule
+skips what another rule already refuses. How a good ensemble becomes a Graph is compile.py's matter.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+import networkx as nx
+
+from flowserve.errors import Place, Problem
+from flowserve.graph.facts import (
+    both_ends,
+    circles,
+    circles_below,
+    did_you_mean,
+    differ_by_batch,
+    disagreements,
+    feeds_required_input,
+    first_steps,
+    known,
+    listing,
+    not_written,
+    shape_text,
+    shapes_meet,
+    step_text,
+    steps_that_reach_an_output,
+    unreachable,
+)
+from flowserve.graph.types import GRAPH
+from flowserve.graph.wiring import LATEST, End, Step, Wiring, ensembles_below, wire
+
+Rule = Callable[[Wiring], Iterator[Problem]]
+
+
+def find_problems(wiring: Wiring) -> list[Problem]:
+    """Every violation of every rule, in the order of the file."""
+    found = [replace(problem, rule=number) for number, rule in RULES.items() for problem in rule(wiring)]
+    return sorted(found, key=lambda problem: problem.place or Place(""))
+
+
+# Models and versions
+
+
+def _no_ensemble_contains_itself(w: Wiring) -> Iterator[Problem]:
+    below = ensembles_below(w.config, w.available)
+    for inner in below.successors(w.name):
+        if nx.has_path(below, inner, w.name):
+            circle = [w.name, *nx.shortest_path(below, inner, w.name)]
+            yield Problem(
+                f"circular dependency between ensembles: {' -> '.join(circle)}",
+                w.place(below.edges[w.name, inner]["step"]),
+                hint="an ensemble cannot contain itself, not even through others",
+            )
+
+
+def _every_model_exists(w: Wiring) -> Iterator[Problem]:
+    for name, step in first_steps(w):
+        if name in w.available or name in w.failed or name == w.name:
+            continue
+        yield Problem(
+            f"ensemble {w.name} contains models that are not available or ambiguous: {name}",
+            w.place(f"{step.written.path}.model_name"),
+            hint=did_you_mean(name, [*w.available, *w.failed]),
+        )
+
+
+def _every_model_is_valid(w: Wiring) -> Iterator[Problem]:
+    circles = circles_below(w)
+    for name, step in first_steps(w):
+        reason = w.failed.get(name) or circles.get(name) or _first_problem_inside(w, step)
+        if reason:
+            yield Problem(
+                f"ensemble '{w.name}' depends on '{name}' which is not valid. Model '{name}' failed with error:"
+                f" {reason}",
+                w.place(f"{step.written.path}.model_name"),
+            )
+
+
+def _every_version_exists(w: Wiring) -> Iterator[Problem]:
+    for step in w.steps:
+        name, wanted = step.written.model, step.written.version
+        if step.version is not None or name not in w.available or name == w.name:
+            continue
+        versions = sorted(w.available[name])
+        place = w.place(f"{step.written.path}.model_version")
+        if not versions:
+            yield Problem(f"ensemble '{w.name}' depends on '{name}' which has no loaded version", place)
+            continue
+        hint = f"'{name}' has version{'s' if len(versions) > 1 else ''} {', '.join(map(str, versions))}"
+        if wanted == 0:
+            hint = "a step that does not say model_version asks for version 0; write `model_version: -1` for the latest"
+        elif wanted < LATEST:
+            hint += "; -1 means the latest"
+        yield Problem(
+            f"ensemble '{w.name}' depends on '{name}' whose required version {wanted} is not loaded.", place, hint=hint
+        )
+
+
+# Mappings
+
+
+def _every_mapped_input_exists(w: Wiring) -> Iterator[Problem]:
+    for step, model in known(w):
+        names = [spec.name for spec in model.inputs]
+        for port, tensor in step.written.input_map.items():
+            if port not in names:
+                yield Problem(
+                    f"in ensemble {w.name}, ensemble tensor {tensor} is mapping to non-existing input {port} in model"
+                    f" {model.name}",
+                    w.place_of_reader(End(step.index, port)),
+                    hint=did_you_mean(port, names) or listing("its inputs are", names),
+                )
+
+
+def _every_mapped_output_exists(w: Wiring) -> Iterator[Problem]:
+    for step, model in known(w):
+        names = [spec.name for spec in model.outputs]
+        for port, tensor in step.written.output_map.items():
+            if port not in names:
+                yield Problem(
+                    f"in ensemble {w.name}, ensemble tensor {tensor} is mapped from non-existing output {port} in model"
+                    f" {model.name}",
+                    w.place_of_writer(End(step.index, port)),
+                    hint=did_you_mean(port, names) or listing("its outputs are", names),
+                )
+
+
+def _every_required_input_is_mapped(w: Wiring) -> Iterator[Problem]:
+    for step, model in known(w):
+        unmapped = [spec for spec in model.inputs if spec.name not in step.written.input_map]
+        for spec in unmapped:
+            if spec.optional and not feeds_required_input(w, model, spec.name):
+                continue
+            why = "it is optional there, but a step inside that ensemble needs it" if spec.optional else ""
+            strays = [port for port in step.written.input_map if port not in {known.name for known in model.inputs}]
+            close = difflib.get_close_matches(spec.name, strays, n=1)
+            yield Problem(
+                f"in ensemble {w.name}, input {spec.name} in model {model.name} is not mapped to any ensemble tensors",
+                w.place(f"{step.written.path}.input_map"),
+                hint=why or (f"is '{close[0]}' meant to be it?" if close else ""),
+            )
+
+
+# Tensors and their ends
+
+
+def _every_tensor_has_one_writer(w: Wiring) -> Iterator[Problem]:
+    for tensor, (first, *others) in w.writers.items():
+        for writer in others:
+            by = (
+                "is an input of the ensemble"
+                if first.step == GRAPH
+                else f"is already written by {step_text(w, first.step)}"
+            )
+            where = f"step {writer.step}" if writer.step != GRAPH else "input"
+            yield Problem(
+                f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble '{w.name}' {where}:"
+                f" it {by}",
+                w.place_of_writer(writer),
+            )
+
+
+def _every_input_is_read(w: Wiring) -> Iterator[Problem]:
+    for index, spec in enumerate(w.config.inputs):
+        if spec.name not in w.readers:
+            orphans = [tensor for tensor in w.readers if tensor not in w.writers]
+            yield Problem(
+                f"ensemble input '{spec.name}' for ensemble {w.name}' is not used",
+                w.place(f"input[{index}]"),
+                hint=did_you_mean(spec.name, orphans),
+            )
+
+
+def _every_tensor_that_is_read_is_written(w: Wiring) -> Iterator[Problem]:
+    for tensor, readers in w.readers.items():
+        if tensor in w.writers:
+            continue
+        spare = [name for name in w.writers if name not in w.readers]
+        hint = did_you_mean(tensor, spare) or did_you_mean(tensor, w.writers)
+        yield Problem(not_written(w, tensor, readers), w.place_of_reader(readers[0]), hint=hint)
+
+
+def _no_cycle(w: Wiring) -> Iterator[Problem]:
+    joined = w.step_graph()
+    for members in circles(joined):
+        path = nx.find_cycle(joined.subgraph(members), members[0])
+        texts = [f"{step_text(w, a)} writes '{joined.edges[a, b]['tensor']}'" for a, b in path]
+        tensor = joined.edges[path[-1]]["tensor"]
+        reader = next(end for end in w.readers[tensor] if end.step == path[0][0])
+        yield Problem(
+            f"{unreachable(w, tensor, {reader.step})}: cycle: {', '.join(texts)}, which"
+            f" {step_text(w, path[0][0])} reads",
+            w.place_of_reader(reader),
+            hint="a graph runs forward only; break the circle at one of these tensors",
+        )
+
+
+def _every_tensor_is_read(w: Wiring) -> Iterator[Problem]:
+    alive = steps_that_reach_an_output(w)
+    for tensor, writers in w.writers.items():
+        if tensor in w.readers or writers[0].step == GRAPH or writers[0].step not in alive:
+            continue
+        wanted = [name for name in w.readers if name not in w.writers]
+        yield Problem(
+            f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}'",
+            w.place_of_writer(writers[0]),
+            hint=did_you_mean(tensor, wanted) or "nobody reads it; leave it out of the output_map",
+        )
+
+
+def _every_step_leads_to_an_output(w: Wiring) -> Iterator[Problem]:
+    spared = steps_that_reach_an_output(w).union(*circles(w.step_graph()))
+    for step in w.steps:
+        if step.index in spared or not step.written.output_map:
+            continue
+        tensor = next(iter(step.written.output_map.values()))
+        wanted = [name for name in w.readers if name not in w.writers]
+        yield Problem(
+            f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}': {step_text(w, step.index)} leads to no"
+            " output of the ensemble",
+            w.place(step.written.path),
+            hint=did_you_mean(tensor, wanted),
+        )
+
+
+# What the two ends say about a tensor
+
+
+def _data_types_agree(w: Wiring) -> Iterator[Problem]:
+    for tensor, first, second, place in disagreements(w, lambda a, b: a.dtype is b.dtype):
+        yield Problem(
+            f"in ensemble {w.name}, ensemble tensor {tensor}: inconsistent data type: {first.dtype.config_name}"
+            " is inferred from model"
+            f" {first.owner} while {second.dtype.config_name} is inferred from model {second.owner}",
+            place,
+            hint=both_ends(first, second),
+        )
+
+
+def _shapes_agree(w: Wiring) -> Iterator[Problem]:
+    for tensor, first, second, place in disagreements(w, lambda a, b: shapes_meet(a, b) or differ_by_batch(a, b)):
+        yield Problem(
+            f"in ensemble {w.name}, ensemble tensor {tensor}: inconsistent shape: {shape_text(first)} is inferred"
+            " from model"
+            f" {first.owner} while {shape_text(second)} is inferred from model {second.owner}",
+            place,
+            hint=both_ends(first, second),
+        )
+
+
+def _batch_dimensions_agree(w: Wiring) -> Iterator[Problem]:
+    for tensor, first, second, place in disagreements(w, lambda a, b: shapes_meet(a, b) or not differ_by_batch(a, b)):
+        batching, single = (first, second) if first.batches else (second, first)
+        dims = ", ".join(map(str, batching.full))
+        yield Problem(
+            f"in ensemble {w.name}, ensemble tensor {tensor}: '{batching.owner}' batches and '{single.owner}' does not;"
+            " adding or removing a batch dimension between steps is not supported yet",
+            place,
+            hint=f"give '{single.port}' of '{single.owner}' dims: [{dims}], or '{single.owner}' a max_batch_size",
+        )
+
+
+def _batch_sizes_fit(w: Wiring) -> Iterator[Problem]:
+    for step, model in known(w):
+        if 0 < model.max_batch_size < w.config.max_batch_size:
+            yield Problem(
+                f"ensemble {w.name} allows maximum batch size {w.config.max_batch_size}, but it contains model"
+                f" {model.name}"
+                f" which only allows maximum batch size to be {model.max_batch_size}",
+                w.place("max_batch_size"),
+                hint=f"lower it to {model.max_batch_size}, or raise it in '{model.name}' (step {step.index})",
+            )
+
+
+def _ensembles_do_not_reshape(w: Wiring) -> Iterator[Problem]:
+    for field, specs in (("input", w.config.inputs), ("output", w.config.outputs)):
+        for index, spec in enumerate(specs):
+            if spec.reshape is not None:
+                yield Problem(
+                    f"ensemble '{w.name}': reshape of {field} '{spec.name}' is not supported yet for ensembles",
+                    w.place(f"{field}[{index}].reshape"),
+                    hint="put the reshape into the model that reads or writes the tensor",
+                )
+
+
+def _first_problem_inside(w: Wiring, step: Step) -> str:
+    """Why a nested ensemble, or one inside it, is not well formed; "" where all are.
+
+    Circles are told by other means.
+    """
+    if step.model is None or not step.model.is_ensemble:
+        return ""
+    below = ensembles_below(step.model, w.available)
+    if not nx.is_directed_acyclic_graph(below):
+        return ""
+    for name in reversed(list(nx.lexicographical_topological_sort(below))):
+        inside = wire(below.nodes[name]["config"], w.available, w.failed)
+        for number, rule in RULES.items():
+            for problem in () if number == "G3" else rule(inside):
+                return str(replace(problem, rule=number))
+    return ""
+
+
+RULES: Final[Mapping[str, Rule]] = {
+    "G1": _no_ensemble_contains_itself,
+    "G2": _every_model_exists,
+    "G3": _every_model_is_valid,
+    "G4": _every_version_exists,
+    "G5": _every_mapped_input_exists,
+    "G6": _every_mapped_output_exists,
+    "G7": _every_required_input_is_mapped,
+    "G8": _every_tensor_has_one_writer,
+    "G9": _every_input_is_read,
+    "G10": _every_tensor_that_is_read_is_written,
+    "G11": _no_cycle,
+    "G12": _every_tensor_is_read,
+    "G13": _every_step_leads_to_an_output,
+    "G14": _data_types_agree,
+    "G15": _shapes_agree,
+    "G16": _batch_dimensions_agree,
+    "G17": _batch_sizes_fit,
+    "G18": _ensembles_do_not_reshape,
+}
