@@ -1,0 +1,89 @@
+"""The two ONNX networks that are measured, built from seeded weights so that no large file lies in the repository.
+
+Decided here: their layers. Both read X and write Y (10 logits), FP32, with the batch as the first dimension.
+They are untrained: what they cost matters here, and that different inputs give visibly different answers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+# Old enough for every onnxruntime that may read the files: the one beside Triton is not the one of this environment.
+OPSET = 17
+IR_VERSION = 8
+
+IMAGE = (3, 224, 224)
+FEATURES = 256
+CLASSES = 10
+
+
+def _weights(generator: np.random.Generator, name: str, *shape: int) -> onnx.TensorProto:
+    """He-scaled normal weights of that shape: signals neither vanish nor explode through the layers."""
+    scale = np.sqrt(2.0 / np.prod(shape[1:], dtype=np.float64)) if len(shape) > 1 else 0.05
+    values: npt.NDArray[np.float32] = (generator.standard_normal(shape) * scale).astype(np.float32)
+    return numpy_helper.from_array(values, name)
+
+
+def _model(name: str, dims: tuple[int, ...], nodes: list[onnx.NodeProto], weights: list[onnx.TensorProto]) -> bytes:
+    graph = helper.make_graph(
+        nodes,
+        name,
+        [helper.make_tensor_value_info("X", TensorProto.FLOAT, ["N", *dims])],
+        [helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["N", CLASSES])],
+        weights,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    onnx.checker.check_model(model)
+    return model.SerializeToString()
+
+
+@functools.cache
+def perceptron() -> bytes:
+    """256 -> 256 -> 64 -> 10 with ReLU between: cheap, and several times cheaper per row in a batch."""
+    generator = np.random.default_rng(1)
+    widths = (FEATURES, 256, 64, CLASSES)
+    nodes, weights, source = [], [], "X"
+    for layer, (width_in, width_out) in enumerate(zip(widths, widths[1:], strict=False)):
+        last = layer == len(widths) - 2
+        target = "Y" if last else f"sum{layer}"
+        weights += [
+            _weights(generator, f"w{layer}", width_out, width_in),
+            _weights(generator, f"b{layer}", width_out),
+        ]
+        nodes.append(helper.make_node("Gemm", [source, f"w{layer}", f"b{layer}"], [target], transB=1))
+        if not last:
+            nodes.append(helper.make_node("Relu", [target], [f"active{layer}"]))
+        source = f"active{layer}"
+    return _model("perceptron", (FEATURES,), nodes, weights)
+
+
+@functools.cache
+def convolutions() -> bytes:
+    """Three strided convolutions over 3x224x224, a global mean and one dense layer: about 58 million multiplications."""
+    generator = np.random.default_rng(2)
+    nodes, weights, source = [], [], "X"
+    for layer, (channels_in, channels_out, kernel) in enumerate(((3, 16, 7), (16, 32, 3), (32, 64, 3))):
+        pad = kernel // 2
+        weights += [
+            _weights(generator, f"w{layer}", channels_out, channels_in, kernel, kernel),
+            _weights(generator, f"b{layer}", channels_out),
+        ]
+        nodes += [
+            helper.make_node(
+                "Conv", [source, f"w{layer}", f"b{layer}"], [f"sum{layer}"], strides=[2, 2], pads=[pad, pad, pad, pad]
+            ),
+            helper.make_node("Relu", [f"sum{layer}"], [f"active{layer}"]),
+        ]
+        source = f"active{layer}"
+    weights += [_weights(generator, "dense", CLASSES, 64), _weights(generator, "bias", CLASSES)]
+    nodes += [
+        helper.make_node("GlobalAveragePool", [source], ["mean"]),
+        helper.make_node("Flatten", ["mean"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "dense", "bias"], ["Y"], transB=1),
+    ]
+    return _model("convolutions", IMAGE, nodes, weights)

@@ -1,0 +1,145 @@
+"""A work as a model repository on disk, in Triton's layout.
+
+Decided here: the files. Every model.py is written for `triton_python_backend_utils` and is the same for both servers.
+The one difference: the Triton we can have beside us has no onnxruntime backend, so there the ONNX file is run by a
+model.py of its own, which batches what it is given as its author would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+from bench.works import BATCH_MAX, Onnx, Python, Step, Work
+
+
+class Onnxruntime(Enum):
+    """How an ONNX step is served: as a node of the server's own, or inside a model.py."""
+
+    BACKEND = "backend"
+    MODEL_PY = "model.py"
+
+
+_PYTHON_MODEL = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+{reads}
+            y = {expression}
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)]))
+        return responses
+"""
+
+_READ = '            {name} = pb_utils.get_input_tensor_by_name(request, "{name}").as_numpy()'
+
+# Threads as the direct calls have them, and no spinning: it would take the cores from the other steps.
+_ONNX_IN_PYTHON = """\
+import os
+
+import numpy as np
+import onnxruntime
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        path = os.path.join(args["model_repository"], args["model_version"], "model.onnx")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = os.cpu_count()
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def execute(self, requests):
+        parts = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy() for request in requests]
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        answer = self.session.run(["Y"], {"X": rows})[0]
+        responses, first = [], 0
+        for part in parts:
+            tensor = pb_utils.Tensor("Y", answer[first : first + len(part)])
+            responses.append(pb_utils.InferenceResponse([tensor]))
+            first += len(part)
+        return responses
+"""
+
+
+def write_repository(work: Work, folder: Path, onnx_steps: Onnxruntime) -> None:
+    """Write the models of `work`, and its ensemble where it has several steps, as folders under `folder`."""
+    for step in work.steps:
+        # A lone step is served under the work's own name: there is no ensemble around it.
+        _write_model(folder, step.model if work.is_ensemble else work.name, step, onnx_steps)
+    if work.is_ensemble:
+        (folder / work.name / "1").mkdir(parents=True)
+        (folder / work.name / "config.pbtxt").write_text(_ensemble_config(work))
+
+
+def served_models(work: Work) -> tuple[str, ...]:
+    """The names whose statistics tell how `work` was batched, in the order of its steps."""
+    return tuple(step.model for step in work.steps) if work.is_ensemble else (work.name,)
+
+
+def _write_model(folder: Path, name: str, step: Step, onnx_steps: Onnxruntime) -> None:
+    version = folder / name / "1"
+    version.mkdir(parents=True)
+    backend = "python"
+    match step.kind:
+        case Python(expression):
+            reads = "\n".join(_READ.format(name=tensor) for tensor in step.inputs)
+            (version / "model.py").write_text(_PYTHON_MODEL.format(reads=reads, expression=expression))
+        case Onnx(build):
+            (version / "model.onnx").write_bytes(build())
+            if onnx_steps is Onnxruntime.BACKEND:
+                backend = "onnxruntime"
+            else:
+                (version / "model.py").write_text(_ONNX_IN_PYTHON)
+    (version.parent / "config.pbtxt").write_text(_model_config(name, backend, step))
+
+
+def _model_config(name: str, backend: str, step: Step) -> str:
+    return "\n".join(
+        [
+            f'name: "{name}"',
+            f'backend: "{backend}"',
+            f"max_batch_size: {BATCH_MAX}",
+            *(_tensor("input", tensor, step.dims) for tensor in step.inputs),
+            _tensor("output", "Y", step.dims_out),
+            "instance_group [ { count: 1, kind: KIND_CPU } ]",
+            "dynamic_batching { }",
+            "",
+        ]
+    )
+
+
+def _ensemble_config(work: Work) -> str:
+    return "\n".join(
+        [
+            f'name: "{work.name}"',
+            'platform: "ensemble"',
+            f"max_batch_size: {BATCH_MAX}",
+            _tensor("input", "X", work.dims),
+            _tensor("output", "Y", work.steps[-1].dims_out),
+            "ensemble_scheduling {",
+            *(_step(step) for step in work.steps),
+            "}",
+            "",
+        ]
+    )
+
+
+def _step(step: Step) -> str:
+    inputs = " ".join(_map("input_map", step.inputs))
+    outputs = " ".join(_map("output_map", {"Y": step.output}))
+    return f'  step {{ model_name: "{step.model}" model_version: -1 {inputs} {outputs} }}'
+
+
+def _map(field: str, entries: Mapping[str, str]) -> list[str]:
+    return [f'{field} {{ key: "{key}" value: "{value}" }}' for key, value in entries.items()]
+
+
+def _tensor(field: str, name: str, dims: tuple[int, ...]) -> str:
+    return f'{field} [ {{ name: "{name}", data_type: TYPE_FP32, dims: [ {", ".join(map(str, dims))} ] }} ]'

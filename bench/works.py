@@ -1,0 +1,184 @@
+"""What is measured: six small deployments, what goes into them and what must come out.
+
+Decided here: the steps of each work, its inputs, its answers and the same work done by direct calls.
+Knows neither the files of a repository (repositories) nor HTTP (load, servers).
+
+Every tensor is FP32; a step reads one or more inputs and writes Y. All steps batch, up to BATCH_MAX rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from bench import networks
+
+Array = npt.NDArray[np.float32]
+
+BATCH_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """A `model.py` that answers request by request with one numpy expression over its inputs' names."""
+
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class Onnx:
+    """An ONNX file with input X and output Y."""
+
+    build: Callable[[], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node of the graph. `inputs`: the model's input names and the ensemble tensors they read; `output`: the
+    ensemble tensor that its Y becomes. `dims` and `dims_out` are without the batch; all inputs have the same."""
+
+    model: str
+    inputs: Mapping[str, str]
+    output: str
+    dims: tuple[int, ...]
+    dims_out: tuple[int, ...]
+    kind: Python | Onnx
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One deployment, named `name`, that reads X and writes Y. A single step is served as a plain model.
+
+    `environment` is given to every server measured on it, ours and the peer's alike.
+    """
+
+    name: str
+    about: str
+    steps: tuple[Step, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return self.steps[0].dims
+
+    @property
+    def is_ensemble(self) -> bool:
+        return len(self.steps) > 1
+
+    def rows(self, count: int) -> Array:
+        """`count` inputs [count, *dims], all different, so that an answer given to the wrong caller is noticed."""
+        generator = np.random.default_rng(7)
+        if any(isinstance(step.kind, Onnx) for step in self.steps):
+            # Each row leans its own way, else the means in a network would make all answers nearly the same.
+            lean = generator.uniform(-1.0, 1.0, (count, self.dims[0], *(1 for _ in self.dims[1:])))
+            noise = generator.standard_normal((count, *self.dims), dtype=np.float32)
+            return (noise * 0.25 + lean).astype(np.float32)
+        # Small whole numbers: the answers are exact, whatever the order of the arithmetic.
+        return generator.integers(-1000, 1000, (count, *self.dims)).astype(np.float32)
+
+    def direct(self) -> Callable[[Array], Array]:
+        """The whole work as plain calls of numpy and onnxruntime on [rows, *dims]: the limit no server can pass."""
+        functions = [(step, _function(step)) for step in self.steps]
+
+        def call(rows: Array) -> Array:
+            tensors = {"X": rows}
+            for step, function in functions:
+                tensors[step.output] = function(*(tensors[name] for name in step.inputs.values()))
+            return tensors["Y"]
+
+        return call
+
+
+def _function(step: Step) -> Callable[..., Array]:
+    match step.kind:
+        case Python(expression):
+            # The text that the served model.py holds, so that both sides compute the same thing.
+            function: Callable[..., Array] = eval(f"lambda {', '.join(step.inputs)}: {expression}", {"np": np})
+            return function
+        case Onnx(build):
+            return _session(build())
+
+
+def _session(model: bytes) -> Callable[[Array], Array]:
+    import onnxruntime  # here, because most works do without it and it takes long to import
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = os.cpu_count() or 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+    def run(rows: Array) -> Array:
+        answer: Array = session.run(["Y"], {"X": rows})[0]
+        return answer
+
+    return run
+
+
+def _line(prefix: str, dims: tuple[int, ...], *stages: tuple[str, Python | Onnx, tuple[int, ...]]) -> tuple[Step, ...]:
+    """Steps in a row, each reading what the one before it wrote; a stage is (name, kind, dims of its output)."""
+    steps, source = [], "X"
+    for name, kind, dims_out in stages:
+        target = "Y" if name == stages[-1][0] else name
+        steps.append(Step(f"{prefix}_{name}", {"X": source}, target, dims, dims_out, kind))
+        source, dims = target, dims_out
+    return tuple(steps)
+
+
+def _chain(name: str, dims: tuple[int, ...]) -> tuple[Step, ...]:
+    stages = (("double", "X * 2"), ("add", "X + 1"), ("subtract", "X - 3"))
+    return _line(name, dims, *((stage, Python(expression), dims) for stage, expression in stages))
+
+
+def _diamond(dims: tuple[int, ...]) -> tuple[Step, ...]:
+    return (
+        Step("diamond_a", {"X": "X"}, "top", dims, dims, Python("X * 2")),
+        Step("diamond_b", {"X": "top"}, "left", dims, dims, Python("X + 1")),
+        Step("diamond_c", {"X": "top"}, "right", dims, dims, Python("X - 3")),
+        Step("diamond_d", {"LEFT": "left", "RIGHT": "right"}, "Y", dims, dims, Python("LEFT + RIGHT")),
+    )
+
+
+_SOFTMAX = Python("(e := np.exp(X)) / e.sum(axis=-1, keepdims=True)")
+_SMALL = (64,)
+_CLASSES = (networks.CLASSES,)
+# glibc gives large blocks back to the system and fetches them again, page by page, unless told otherwise.
+_MALLOC_TUNED = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "268435456"}
+
+WORKS: Final[Mapping[str, Work]] = {
+    work.name: work
+    for work in (
+        Work("identity", "one Python model, 64 floats", _line("identity", _SMALL, ("only", Python("X"), _SMALL)), {}),
+        Work("chain", "three Python steps, 64 floats", _chain("chain", _SMALL), {}),
+        Work("diamond", "four Python steps, a branch that joins, 64 floats", _diamond(_SMALL), {}),
+        Work("chain_big", "three Python steps, 600 KB", _chain("chain_big", networks.IMAGE), _MALLOC_TUNED),
+        Work(
+            "mlp",
+            "Python, perceptron, Python; 256 floats",
+            _line(
+                "mlp",
+                (networks.FEATURES,),
+                ("pre", Python("X * 2 - 0.5"), (networks.FEATURES,)),
+                ("net", Onnx(networks.perceptron), _CLASSES),
+                ("post", _SOFTMAX, _CLASSES),
+            ),
+            {},
+        ),
+        Work(
+            "cnn",
+            "Python, convolutions, Python; 3x224x224",
+            _line(
+                "cnn",
+                networks.IMAGE,
+                ("pre", Python("X * 2 - 0.5"), networks.IMAGE),
+                ("net", Onnx(networks.convolutions), _CLASSES),
+                ("post", _SOFTMAX, _CLASSES),
+            ),
+            {},
+        ),
+    )
+}
