@@ -14,18 +14,27 @@ from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import Graph
 from flowserve.observe.statistics import Statistics
 from flowserve.runtime.admission import Admission
+from flowserve.scheduling.dispatcher import ModelQueue
 from flowserve.values import TensorSpec
 
 
 class Deployment:
     """A version that answers. `inputs` and `outputs` are its specs by name, in the configuration's order."""
 
-    def __init__(self, config: ModelConfig, graph: Graph, statistics: Statistics, versions: list[int]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        graph: Graph,
+        statistics: Statistics,
+        versions: list[int],
+        route: tuple[ModelQueue, ...],
+    ) -> None:
         self.name = graph.name
         self.version = graph.version
         self.config = config
         self.graph = graph
         self.plan: Plan = make_plan(graph)
+        self.route = route  # the queue of each node's model
         self.admission = Admission(graph)
         self.statistics = statistics
         self.platform = config.platform or config.backend

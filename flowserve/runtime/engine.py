@@ -53,6 +53,7 @@ class Engine:
         self.dispatcher = Dispatcher(self._start, self._answered)
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
         self._hosts: list[Host] = []
+        self._queues: dict[ModelKey, ModelQueue] = {}
         self._statistics: dict[ModelKey, Statistics] = {}
         self._pump = Pump(self.dispatcher, self.clock)
         self._stamps = count(1)
@@ -144,7 +145,8 @@ class Engine:
         admission = deployment.admission
         if self._is_draining:
             raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
-        flow = Flow(deployment.plan, admission.admit(request), self.clock(), request.stamp, request)
+        tensors = admission.admit(request)
+        flow = Flow(deployment.plan, deployment.route, tensors, self.clock(), request.stamp, request, deployment)
         flow.wanted = admission.wanted(request)
         flow.waiter = current_task()
         self.dispatcher.submit(flow)
@@ -159,10 +161,10 @@ class Engine:
         await wait_task_rescheduled(leave)
         if flow.error is not None:
             raise _own(flow.error, deployment)
-        tensors = flow.tensors
+        slots = flow.tensors
         outputs = {}
         for name in flow.wanted:
-            tensor = tensors[deployment.output_slot[name]]
+            tensor = slots[deployment.output_slot[name]]
             if tensor is not None:
                 outputs[name] = tensor.array
         return Response(deployment.name, deployment.version, outputs, request.id)
@@ -186,21 +188,19 @@ class Engine:
             record(batch.queue.observer, batch, outcome, now_ns)
 
     def _answered(self, flow: Flow) -> None:
-        graph = flow.plan.graph
-        if graph.is_ensemble:
+        if flow.plan.graph.is_ensemble:
             self._count_ensemble(flow)
         if flow.waiter is not None:
             waiter, flow.waiter = flow.waiter, None
             reschedule(waiter)
 
     def _count_ensemble(self, flow: Flow) -> None:
-        graph = flow.plan.graph
-        statistics = self.entries[graph.name].ready[graph.version].statistics
+        statistics: Statistics = flow.owner.statistics
         now_ns = self.clock()
         if flow.error is not None:
             statistics.failed(1, now_ns - flow.arrived_ns)
             return
-        rows = len(next(iter(flow.request.inputs.values()))) if graph.max_batch_size else 1
+        rows = len(next(iter(flow.request.inputs.values()))) if flow.plan.graph.max_batch_size else 1
         durations = (flow.compute_input_ns, flow.compute_infer_ns, flow.compute_output_ns)
         statistics.executed(max(rows, 1), *durations, now_ms=wall_clock_ms())
         statistics.succeeded(1, now_ns - flow.arrived_ns, flow.queue_ns, *durations)
@@ -211,15 +211,18 @@ class Engine:
         """Give a model version its queue; plans refer to it by `key`."""
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
         self._hosts += hosts
-        self.dispatcher.add(ModelQueue(key, batcher, hosts, is_pure=is_pure, observer=statistics))
+        queue = ModelQueue(key, batcher, hosts, is_pure=is_pure, observer=statistics)
+        self._queues[key] = queue
+        self.dispatcher.add(queue)
 
     def announce(self, config: ModelConfig, graph: Graph) -> None:
         """From now on requests for this deployment are taken. The models it needs were added before."""
         key = ModelKey(graph.name, graph.version)
         entry = self.entries.setdefault(graph.name, Entry(graph.name))
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
+        route = tuple(self._queues[node.model] for node in graph.nodes)
         entry.versions[:] = sorted({*entry.versions, graph.version})
-        entry.ready[graph.version] = Deployment(config, graph, statistics, entry.versions)
+        entry.ready[graph.version] = Deployment(config, graph, statistics, entry.versions, route)
         entry.state, entry.reason = "READY", ""
 
     def loaded(self) -> None:

@@ -70,7 +70,7 @@ class Dispatcher:
     def __init__(self, run: Callable[[Batch], None], answered: Callable[[Flow], None]) -> None:
         self._run = run
         self._answered = answered
-        self._queues: dict[ModelKey, ModelQueue] = {}
+        self._queues: list[ModelQueue] = []
         self._arrivals: list[Flow] = []
         self._dirty: deque[ModelQueue] = deque()
         self._delayed: list[ModelQueue] = []  # queues whose batcher may wait for company
@@ -78,8 +78,8 @@ class Dispatcher:
         self.in_flight = 0  # flows submitted and not yet answered
 
     def add(self, queue: ModelQueue) -> None:
-        """Serve a model."""
-        self._queues[queue.key] = queue
+        """Serve a model: flows may have this queue on their route from now on."""
+        self._queues.append(queue)
         if queue.batcher.may_wait:
             self._delayed.append(queue)
 
@@ -171,7 +171,7 @@ class Dispatcher:
 
     def waiting(self) -> dict[ModelKey, int]:
         """How many tickets wait in each model's queue."""
-        return {key: len(queue.batcher) for key, queue in self._queues.items()}
+        return {queue.key: len(queue.batcher) for queue in self._queues}
 
     def fail_all(self, reason: str) -> None:
         """Answer every flow that still waits in a queue: the server is going away."""
@@ -179,7 +179,7 @@ class Dispatcher:
         for flow in arrivals:
             if not flow.done:
                 self._fail(flow, Unavailable(reason))
-        for queue in self._queues.values():
+        for queue in self._queues:
             while tickets := queue.batcher.take(1 << 62):
                 for ticket in tickets:
                     if not ticket.flow.done:
@@ -202,7 +202,7 @@ class Dispatcher:
                 self._put(ticket, now_ns)
 
     def _put(self, ticket: Ticket, now_ns: int) -> None:
-        queue = self._queues[ticket.node.model]
+        queue: ModelQueue = ticket.flow.route[ticket.node.index]
         ticket.queued_ns = now_ns
         queue.batcher.put(ticket)
         if not queue.is_dirty:
@@ -258,13 +258,13 @@ class Dispatcher:
         if flow.open:
             for node in flow.plan.nodes:
                 if not flow.missing[node.index]:
-                    self._queues[node.model].batcher.withdraw(flow)
+                    flow.route[node.index].batcher.withdraw(flow)
             flow.open = 0
             flow.tensors = []
 
     def check(self) -> None:
         """Assert the numbered promises. For tests and simulation, between two calls of `pump`."""
-        for queue in self._queues.values():
+        for queue in self._queues:
             queue.batcher.check()
             assert len(queue.free) + queue.running == len(queue.instances), (
                 f"(2) {queue.key}: an instance is lost or doubled"

@@ -47,7 +47,8 @@ class Ticket:
 class Flow:
     """One traversal of a graph for one request.
 
-    `request`, `wanted` and `waiter` belong to the runtime; nothing here reads them. `queue_ns` and `compute_*_ns` sum what its steps
+    `route[n]` is the queue of node n's model, which pins the flow to what its graph was loaded with.
+    `request`, `owner`, `wanted` and `waiter` belong to the runtime; nothing here reads them. `queue_ns` and `compute_*_ns` sum what its steps
     took, for the statistics of the graph.
     """
 
@@ -60,18 +61,31 @@ class Flow:
         "error",
         "missing",
         "open",
+        "owner",
         "plan",
         "queue_ns",
         "readers",
         "request",
+        "route",
         "stamp",
         "tensors",
         "waiter",
         "wanted",
     )
 
-    def __init__(self, plan: Plan, inputs: Sequence[Facts | None], arrived_ns: int, stamp: int, request: Any) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        route: Sequence[Any],
+        inputs: Sequence[Facts | None],
+        arrived_ns: int,
+        stamp: int = 0,
+        request: Any = None,
+        owner: Any = None,
+    ) -> None:
         self.plan = plan
+        self.route = route
+        self.owner = owner
         self.tensors: list[Any] = [*inputs, *plan.blank]
         self.missing = [*plan.missing]
         self.readers = [*plan.readers]
