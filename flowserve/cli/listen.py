@@ -1,0 +1,40 @@
+"""Taking the port before anything is loaded, so that a port in use is known in milliseconds and not after minutes.
+
+Decided here: what is said when it cannot be had, and the address that is printed. How sockets are made is
+http/server.py's.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from flowserve.errors import Invalid
+from flowserve.http.server import open_listeners
+
+
+def listen(address: str, port: int) -> list[socket.socket]:
+    """Listening sockets for `address`; `port` 0 lets the system pick one. Raises Invalid with what to do instead."""
+    try:
+        return open_listeners(address, port)
+    except (OSError, UnicodeError) as error:
+        raise Invalid(f"cannot listen on {address} port {port}: {_reason(error)}") from error
+
+
+def url(listener: socket.socket, address: str) -> str:
+    """Where a client on this machine finds the server."""
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{listener.getsockname()[1]}"
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        return "no such address; try --http-address 127.0.0.1"
+    text = (error.strerror or str(error)).lower()
+    if error.errno == errno.EADDRINUSE:
+        return f"{text}; stop the server that has it, or choose another --http-port (0 picks a free one)"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{text}; ports below 1024 are the administrator's, choose a higher --http-port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{text}; this machine does not have it, try --http-address 127.0.0.1"
+    return text

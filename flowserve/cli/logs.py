@@ -1,0 +1,46 @@
+"""How the program's log reads: one line per record, on standard error.
+
+Decided here: the shape of a line, and that nothing a client or a file sent can forge one: control characters leave
+escaped, whatever room wrote them. Who logs what is each room's own matter (`logging.getLogger(__name__)`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Final
+
+# C0 and C1 controls, DEL, and the two separators that some viewers break lines at.
+_ESCAPES: Final = {
+    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+} | {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+
+
+def escape(text: str) -> str:
+    """`text` as one printable line."""
+    return text.translate(_ESCAPES)
+
+
+class LineFormatter(logging.Formatter):
+    """`default`: `I1121 14:03:05.123456 flowserve.http] text`. `ISO8601`: `2025-11-21T14:03:05.123456Z INFO ...`."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__("%(message)s")
+        self._time = style
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, tz=UTC)
+        text = escape(super().format(record))  # with the traceback, where there is one
+        if self._time == "ISO8601":
+            return f"{when:%Y-%m-%dT%H:%M:%S.%f}Z {record.levelname} {record.name}] {text}"
+        return f"{record.levelname[0]}{when:%m%d %H:%M:%S.%f} {record.name}] {text}"
+
+
+def configure(verbose: int, style: str) -> None:
+    """Send the log to standard error. `verbose` 0: information and worse; 1: our own details; 2: everybody's."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(style))
+    logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose > 1 else logging.INFO, force=True)
+    logging.getLogger("flowserve").setLevel(logging.DEBUG if verbose else logging.INFO)

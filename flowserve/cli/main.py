@@ -1,0 +1,134 @@
+"""The command `flowserve`: which words it understands, and what it says when it does not.
+
+Decided here: the commands and the manner of their complaints: one line on standard error, exit status 2. What the
+commands do is in the module of each; they are imported when called, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments, run_options
+from flowserve.version import __version__
+
+USAGE_ERROR: Final = 2
+
+DESCRIPTION: Final = """\
+Serve pipelines of models from a Triton model repository.
+
+A repository is a folder of model folders. Each holds a config.pbtxt and numbered
+version folders; a model whose config.pbtxt has an `ensemble_scheduling` block is a
+graph of the others.
+"""
+
+EXAMPLES: Final = """\
+examples:
+  flowserve check graphs/                     find every mistake, without serving anything
+  flowserve run graphs/                       serve it on http://127.0.0.1:8000
+  curl localhost:8000/v2/health/ready         ask whether it is ready
+  flowserve run --help                        ports, limits, logging
+"""
+
+RUN_EXAMPLES: Final = """\
+examples:
+  flowserve run graphs/                                serve on http://127.0.0.1:8000
+  flowserve run graphs/ --http-port 0                  pick a free port; the last line says which
+  flowserve run graphs/ --http-address 0.0.0.0         let other machines in; put a gateway in front
+  flowserve run graphs/ --exit-on-error false          serve what loads, though some model does not
+  flowserve run graphs/ --python-execution inline      no thread between a fast Python model and the loop
+
+SIGTERM or Ctrl-C: no new requests, those under way finish, then it ends with status 0.
+Once more: it ends at once.
+"""
+
+CHECK_EXAMPLES: Final = """\
+examples:
+  flowserve check graphs/                     print every problem as file:line:column, or the compiled graphs
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, except that a complaint is one line; the usage is a `--help` away."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        self.exit(USAGE_ERROR, f"{self.prog}: {message} (try '{self.prog} --help')\n")
+
+
+def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+    """The whole command's parser, and one per subcommand."""
+    parser = _Parser(
+        prog="flowserve",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"flowserve {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    run = commands.add_parser(
+        "run",
+        help="load a repository and serve it over HTTP",
+        description="Load every model of REPO and serve them over HTTP (KServe v2, as Triton speaks it).",
+        epilog=RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_run_arguments(run)
+
+    check = commands.add_parser(
+        "check",
+        help="validate a repository and print its compiled graphs",
+        description="Read every configuration of REPO; print all problems with their places, or the compiled graphs.",
+        epilog=CHECK_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    check.add_argument("repository", metavar="REPO", nargs="?", type=Path, help="the model repository")
+    return parser, {"run": run, "check": check}
+
+
+def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str]) -> None:
+    """Complain about the first argument nobody took; an option before a stray word, which may be its value."""
+    if not leftovers:
+        return
+    options = [word for word in leftovers if word.startswith("-")]
+    if not options:
+        parser.error(f"unexpected argument {leftovers[0]!r}; one repository is served at a time")
+    name = options[0].partition("=")[0]
+    if name in INSTEAD:
+        parser.error(f"{name}: {INSTEAD[name]}")
+    if name in NOT_YET:
+        parser.error(f"{name}: {NOT_YET[name]} is not supported yet")
+    known = [word for action in parser._actions for word in action.option_strings]
+    near = difflib.get_close_matches(name, known, n=1)
+    parser.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 1 for a failure, 2 for a misuse (raised as SystemExit)."""
+    parser, subparsers = _parsers()
+    parsed, leftovers = parser.parse_known_args(arguments)
+    if parsed.command is None:
+        _refuse_leftovers(parser, leftovers)
+        parser.print_help(sys.stderr)
+        return USAGE_ERROR
+    command = subparsers[parsed.command]
+    _refuse_leftovers(command, leftovers)
+    if parsed.repository is None:
+        command.error(f"which repository? Say: {command.prog} REPO")
+    match parsed.command:
+        case "run":
+            from flowserve.cli.run import run
+
+            return run(run_options(parsed))
+        case _:
+            from flowserve.cli.check import check
+
+            return check(parsed.repository)

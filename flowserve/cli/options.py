@@ -1,0 +1,234 @@
+"""What `flowserve run` can be told: its options, their limits, and which of tritonserver's are not ours yet.
+
+Decided here: names (tritonserver's, where it has one), defaults (safe ones) and what each value may be. What an option
+does is decided where it acts; this file only turns words into a checked `RunOptions`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+MEBIBYTE: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the operator asked for. Sizes in bytes, times in seconds."""
+
+    repository: Path
+    http_address: str = "127.0.0.1"
+    http_port: int = 8000
+    http_max_input_size: int = 64 * MEBIBYTE
+    exit_timeout_s: int = 30
+    exit_on_error: bool = True
+    strict_readiness: bool = True
+    python_execution: str = "thread"
+    gpu: bool = True
+    log_verbose: int = 0
+    log_format: str = "default"
+
+
+# Options of tritonserver whose feature this server does not have. Naming the feature beats "unknown option", and both
+# beat silence.
+NOT_YET: Final[Mapping[str, str]] = {
+    "--allow-client-shm": "client shared memory",
+    "--allow-grpc": "gRPC",
+    "--allow-http": "serving without HTTP",
+    "--allow-metrics": "serving without metrics",
+    "--backend-config": "backend configuration on the command line",
+    "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point)",
+    "--cache-config": "the response cache",
+    "--cache-directory": "the response cache",
+    "--cuda-memory-pool-byte-size": "CUDA memory pools",
+    "--disable-auto-complete-config": "serving without completing configurations",
+    "--enable-peer-access": "CUDA peer access",
+    "--grpc-address": "gRPC",
+    "--grpc-port": "gRPC",
+    "--host-policy": "host policies",
+    "--http-header-forward-pattern": "header forwarding",
+    "--http-restricted-api": "restricted APIs",
+    "--http-thread-count": "HTTP threads (one event loop serves all connections)",
+    "--id": "naming the server",
+    "--load-model": "choosing models at start (model control mode explicit)",
+    "--log-file": "logging to a file (redirect standard error)",
+    "--metrics-address": "a separate address for metrics (they are at /metrics of the HTTP port)",
+    "--metrics-config": "metrics configuration",
+    "--metrics-interval-ms": "metrics configuration",
+    "--metrics-port": "a separate port for metrics (they are at /metrics of the HTTP port)",
+    "--model-config-name": "named model configurations",
+    "--model-load-gpu-limit": "GPU memory limits",
+    "--model-load-retry-count": "retrying loads",
+    "--model-load-thread-count": "choosing the number of loading threads",
+    "--model-namespacing": "model namespacing",
+    "--pinned-memory-pool-byte-size": "pinned memory pools",
+    "--rate-limit-resource": "rate limiting",
+    "--repository-poll-secs": "polling the repository",
+    "--response-cache-byte-size": "the response cache",
+    "--reuse-http-port": "sharing a port between servers",
+    "--trace-config": "tracing",
+}
+
+# Said instead of "not supported", where the thing exists under another name.
+INSTEAD: Final[Mapping[str, str]] = {
+    "--model-repository": "the repository is named without an option: flowserve run REPO",
+    "--model-store": "the repository is named without an option: flowserve run REPO",
+    "--port": "the option is --http-port",
+    "--host": "the option is --http-address",
+}
+
+
+def boolean(text: str) -> bool:
+    """true, false, 1 or 0, in any case, as tritonserver takes them."""
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in known:
+        raise argparse.ArgumentTypeError(f"expected true, false, 1 or 0, got {text!r}")
+    return known[text.lower()]
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A parser of decimal integers from `least` to `most`, both included."""
+    wanted = f"a whole number from {least} to {most}" if most is not None else f"a whole number, {least} or more"
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]+", text, re.ASCII) or len(text) > 19:
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+        number = int(text)
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {number}")
+        return number
+
+    return parse
+
+
+def one_of(*words: str, not_yet: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """A parser that takes one of `words`. `not_yet` are words that tritonserver takes: word -> the missing feature."""
+
+    def parse(text: str) -> str:
+        if not_yet and text in not_yet:
+            hint = f"use {words[0]}"
+            raise argparse.ArgumentTypeError(f"{text!r}: {not_yet[text]} is not supported yet; {hint}")
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"expected {' or '.join(words)}, got {text!r}")
+        return text
+
+    return parse
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything `flowserve run` takes. The repository is optional here, so that a misspelt option is named first."""
+    parser.add_argument(
+        "repository", metavar="REPO", nargs="?", type=Path, help="the model repository, a folder of model folders"
+    )
+
+    http = parser.add_argument_group("where it listens")
+    http.add_argument(
+        "--http-address",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="default %(default)s: this machine only; 0.0.0.0 for all",
+    )
+    http.add_argument(
+        "--http-port",
+        metavar="PORT",
+        type=whole_number(0, 65535),
+        default=8000,
+        help="default %(default)s; 0 picks a free one and prints it",
+    )
+    http.add_argument(
+        "--http-max-input-size",
+        metavar="BYTES",
+        type=whole_number(1),
+        default=64 * MEBIBYTE,
+        help="largest request body, after decompression; default %(default)s",
+    )
+
+    models = parser.add_argument_group("how models are loaded and run")
+    models.add_argument(
+        "--exit-on-error",
+        metavar="BOOL",
+        type=boolean,
+        default=True,
+        help="stop when a model fails to load at start; default true",
+    )
+    models.add_argument(
+        "--strict-readiness",
+        metavar="BOOL",
+        type=boolean,
+        default=True,
+        help="ready only while all models are; default true",
+    )
+    models.add_argument(
+        "--model-control-mode",
+        metavar="MODE",
+        type=one_of(
+            "none", not_yet={"explicit": "loading and unloading while running", "poll": "polling the repository"}
+        ),
+        default="none",
+        help="none: load everything at start, and nothing later",
+    )
+    models.add_argument(
+        "--rate-limit",
+        metavar="MODE",
+        type=one_of("off", not_yet={"execution_count": "rate limiting"}),
+        default="off",
+        help="off: instances run as soon as they are free",
+    )
+    models.add_argument(
+        "--python-execution",
+        metavar="PLACE",
+        type=one_of("thread", "inline", not_yet={"process": "running Python models in processes"}),
+        default="thread",
+        help="where Python models run: thread (default), or inline on the event loop, for trusted models",
+    )
+    models.add_argument(
+        "--gpu",
+        metavar="on|off",
+        type=one_of("on", "off"),
+        default="on",
+        help="off: models that ask for a GPU run on the CPU; default on",
+    )
+
+    process = parser.add_argument_group("how it logs and ends")
+    process.add_argument(
+        "--exit-timeout-secs",
+        metavar="SECONDS",
+        type=whole_number(0),
+        default=30,
+        help="how long requests may take to finish after SIGTERM; default %(default)s",
+    )
+    process.add_argument(
+        "--log-verbose",
+        metavar="LEVEL",
+        type=whole_number(0),
+        default=0,
+        help="0 (default): what an operator needs; 1 and more: details",
+    )
+    process.add_argument(
+        "--log-format",
+        metavar="FORMAT",
+        type=one_of("default", "ISO8601"),
+        default="default",
+        help="default or ISO8601: how a line tells the time",
+    )
+
+
+def run_options(arguments: argparse.Namespace) -> RunOptions:
+    """The parsed arguments of `flowserve run` as the rest of the program trusts them."""
+    return RunOptions(
+        repository=arguments.repository,
+        http_address=arguments.http_address,
+        http_port=arguments.http_port,
+        http_max_input_size=arguments.http_max_input_size,
+        exit_timeout_s=arguments.exit_timeout_secs,
+        exit_on_error=arguments.exit_on_error,
+        strict_readiness=arguments.strict_readiness,
+        python_execution=arguments.python_execution,
+        gpu=arguments.gpu == "on",
+        log_verbose=arguments.log_verbose,
+        log_format=arguments.log_format,
+    )

@@ -1,0 +1,118 @@
+"""`flowserve run`: a repository in, a server on a port, and an exit status.
+
+Decided here: the order of a server's life as the operator sees it. The port is taken first; then models load, while
+health questions are already answered (live, not ready); then the table and one last line that says where; then
+requests, until a signal; then the drain. What each of these is, other rooms decide.
+
+Standard output carries the progress, the table and the line `listening on URL`; standard error carries the log and
+complaints. Exit status: 0 told to stop and everything finished, 1 something failed (said on standard error).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+
+import trio
+from rich.console import Console
+
+from flowserve.cli import logs
+from flowserve.cli.listen import listen, url
+from flowserve.cli.options import RunOptions
+from flowserve.cli.progress import Progress, output, served_table
+from flowserve.cli.shutdown import Shutdown, end_now
+from flowserve.errors import FlowserveError
+from flowserve.http.app import AppOptions, make_app
+from flowserve.http.limits import Limits
+from flowserve.http.server import Server
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.loader import load_repositories
+
+_log = logging.getLogger("flowserve.cli")
+
+
+def run(options: RunOptions) -> int:
+    """Serve until told to stop. Returns the exit status."""
+    logs.configure(options.log_verbose, options.log_format)
+    try:
+        return trio.run(_run, options)
+    except KeyboardInterrupt:  # before the handlers were in place
+        return 1
+
+
+async def _run(options: RunOptions) -> int:
+    if not options.repository.is_dir():
+        what = "is not a folder" if options.repository.exists() else "does not exist"
+        return _failed(f"model repository '{options.repository}' {what}")
+    with Shutdown(options.exit_timeout_s) as shutdown:
+        try:
+            listeners = listen(options.http_address, options.http_port)
+        except FlowserveError as error:
+            return _failed(str(error))
+        where = url(listeners[0], options.http_address)
+        engine_options = EngineOptions(
+            python_execution=options.python_execution,
+            gpu=options.gpu,
+            exit_on_error=options.exit_on_error,
+            strict_readiness=options.strict_readiness,
+        )
+        async with open_engine(
+            engine_options, exit_timeout_s=options.exit_timeout_s, on_close=_must_be_closed
+        ) as engine:
+            app = make_app(engine, AppOptions(max_body_bytes=options.http_max_input_size))
+            server = Server(app, Limits(max_body_bytes=options.http_max_input_size))
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.serve, listeners)
+                status = await _load(options, engine, shutdown, output(), where)
+                if status == 0:
+                    await shutdown.asked.wait()
+                await _drain(engine, server, shutdown)
+    return status
+
+
+async def _load(options: RunOptions, engine: Engine, shutdown: Shutdown, console: Console, where: str) -> int:
+    """Load everything, telling the operator. Returns 0 where the server should go on (or was told to stop)."""
+    try:
+        with shutdown.until_asked() as loading, Progress(console) as progress:
+            failures = await load_repositories(engine, [options.repository], progress.report)
+    except FlowserveError as error:
+        return _failed(str(error))
+    if loading.cancelled_caught:
+        return 0
+    if failures:
+        _report_failures(failures, len(engine.entries))
+        if options.exit_on_error:
+            return _failed("not serving; --exit-on-error false serves the models that did load")
+    console.print(served_table(engine.entries, where))
+    print(f"listening on {where}", flush=True)
+    return 0
+
+
+async def _drain(engine: Engine, server: Server, shutdown: Shutdown) -> None:
+    """Let what is under way finish, until the deadline; what does not finish then ends the process with status 1."""
+    deadline = shutdown.deadline if shutdown.asked.is_set() else trio.current_time()
+    running = server.statistics().running
+    if shutdown.asked.is_set():
+        _log.info("stopping: %d requests under way", running)
+    server.drain(max(deadline - trio.current_time(), 0))
+    hung = await engine.drain(deadline)
+    if hung:
+        end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {', '.join(hung)}")
+
+
+def _must_be_closed(hung: Sequence[str]) -> None:
+    if hung:
+        end_now(1, f"not closed within the exit timeout (--exit-timeout-secs): {', '.join(hung)}")
+
+
+def _report_failures(failures: Mapping[str, str], total: int) -> None:
+    print(f"flowserve: {len(failures)} of {total} models failed to load:", file=sys.stderr)
+    for name, reason in failures.items():
+        lines = [logs.escape(line) for line in reason.splitlines()]
+        print(f"  {logs.escape(name)}", *lines, sep="\n    ", file=sys.stderr)
+
+
+def _failed(message: str) -> int:
+    print("\n".join(f"flowserve: {logs.escape(line)}" for line in message.splitlines()), file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,79 @@
+"""How the process ends when it is told to.
+
+Decided here: what the first and the second SIGTERM or SIGINT mean, and that the process ends in time even when the
+event loop cannot take part any more. What is done in between (drain, close) is run.py's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final, Self
+
+import trio
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+GRACE_S: Final = 1.0  # what the loop gets, beyond the exit timeout, to say itself what is still running
+
+
+class Shutdown:
+    """Inside the block the first signal sets `asked` and starts the countdown; the second ends the process at once.
+
+    Plain signal handlers rather than trio's receiver: they also run while a model computes on the event loop.
+    """
+
+    def __init__(self, exit_timeout_s: float) -> None:
+        self.asked = trio.Event()
+        self.deadline = float("inf")  # on the loop's clock, once asked
+        self._exit_timeout_s = exit_timeout_s
+        self._until_asked = trio.CancelScope()
+        self._watchdog: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        self._token = trio.lowlevel.current_trio_token()
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+    @contextmanager
+    def until_asked(self) -> Iterator[trio.CancelScope]:
+        """What is in the block is cancelled when the signal comes; the scope's `cancelled_caught` tells."""
+        with trio.CancelScope() as scope:
+            self._until_asked = scope
+            if self.asked.is_set():
+                scope.cancel()
+            yield scope
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._watchdog is not None:
+            end_now(128 + number, "told twice to stop: ending at once")
+        self._watchdog = threading.Timer(self._exit_timeout_s + GRACE_S, self._overdue)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+        self._token.run_sync_soon(self._ask)
+
+    def _ask(self) -> None:
+        self.deadline = trio.current_time() + self._exit_timeout_s
+        self.asked.set()
+        self._until_asked.cancel()
+
+    def _overdue(self) -> None:
+        end_now(
+            1, f"not ended within {self._exit_timeout_s:g} s (--exit-timeout-secs): the event loop is held by a model"
+        )
+
+
+def end_now(status: int, message: str) -> None:
+    """Say why on standard error and end the process, whatever its threads are doing."""
+    # Not print(): a signal may arrive in the middle of one, and a buffered stream does not let itself be entered twice.
+    os.write(2, f"flowserve: {message}\n".encode())
+    os._exit(status)
