@@ -1,0 +1,113 @@
+"""A real server in a process of its own, for tests and measurements that must see what a stranger sees.
+
+Decided here: how one is started (on a free port of this machine), when it counts as started (it says so), and that it
+is gone when the block ends. It does not know what is served.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+START_S_MAX = 90.0  # a start slower than this is a failure; the examples take about two seconds
+STOP_S_MAX = 60.0
+
+
+@dataclass(slots=True)
+class Served:
+    """A running server. `lines` is what it printed up to and including the line that says where it listens."""
+
+    base_url: str
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+    _log_file: IO[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def address(self) -> str:
+        """`127.0.0.1:PORT`, as tritonclient wants it."""
+        return self.base_url.removeprefix("http://")
+
+    @property
+    def port(self) -> int:
+        return int(self.base_url.rpartition(":")[2])
+
+    @property
+    def log(self) -> str:
+        """What it wrote to standard error so far."""
+        assert self._log_file is not None
+        return Path(self._log_file.name).read_text()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, within_s: float = STOP_S_MAX) -> int:
+        """Send the signal and wait. Returns the exit status; raises subprocess.TimeoutExpired."""
+        self.process.send_signal(number)
+        return self.process.wait(within_s)
+
+
+class DidNotServe(Exception):
+    """The process ended before it listened. `status` is its exit status, `lines` and `log` what it printed."""
+
+    def __init__(self, status: int, lines: Sequence[str], log: str) -> None:
+        super().__init__(f"flowserve run ended with status {status}:\n{log}")
+        self.status = status
+        self.lines = list(lines)
+        self.log = log
+
+
+@contextmanager
+def serving(repository: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Served]:
+    """`python -m flowserve run REPOSITORY OPTIONS` on a free port, until the block ends.
+
+    `options` come last and so win over the defaults. Raises DidNotServe.
+    """
+    command = [sys.executable, "-m", "flowserve", "run", str(repository), "--http-port", "0", *options]
+    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log_file:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log_file, text=True, env={**os.environ, **(environment or {})}
+        )
+        try:
+            lines = _read_until_listening(process)
+            if process.poll() is not None or not lines or not lines[-1].startswith("listening on "):
+                raise DidNotServe(process.wait(STOP_S_MAX), lines, Path(log_file.name).read_text())
+            yield Served(lines[-1].removeprefix("listening on "), process, lines, log_file)
+        finally:
+            _end(process)
+
+
+def _read_until_listening(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    too_late = threading.Timer(START_S_MAX, process.kill)
+    too_late.start()
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("listening on "):
+                break
+    finally:
+        too_late.cancel()
+    return lines
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

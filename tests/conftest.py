@@ -1,0 +1,66 @@
+"""What every room's tests share: real servers, Hypothesis profiles, and the reason a test is skipped."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from flowserve.testing.serve import Served, serving
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The laws run often while editing and hard before a release. Deadlines are off: time is an integer in what they test,
+# and two cores shared with a server say nothing about the code.
+hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("long", max_examples=20_000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def _why_no_gpu() -> str:
+    """Empty where a CUDA device can be used. Asks the driver itself: no library of ours may probe the GPU for others."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "needs a CUDA device: no driver on this machine"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        return "needs a CUDA device: the driver finds none"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if marked else ""
+    for item in marked if reason else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The top of the source tree."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def served_graphs() -> Iterator[Served]:
+    """The example deployments, served once for the whole run. Tests must leave it as they found it."""
+    with serving(ROOT / "graphs") as served:
+        yield served
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """`serve(repository, "--option", "value")` starts a server that ends with the test."""
+    with ExitStack() as stack:
+
+        def start(repository: Path, *options: str) -> Served:
+            return stack.enter_context(serving(repository, *options))
+
+        yield start
