@@ -6,7 +6,6 @@ anything a mistake.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,12 +40,6 @@ class Side:
 
 def side_of(owner: str, spec: TensorSpec, batches: bool) -> Side:
     return Side(owner, spec.name, spec.dtype, spec.dims, batches)
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """A hint that names the closest of `names`, "" where none is close."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean '{close[0]}'?" if close else ""
 
 
 def shapes_meet(a: Side, b: Side) -> bool:

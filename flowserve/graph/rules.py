@@ -14,12 +14,12 @@ from typing import Final
 
 import networkx as nx
 
+from flowserve.config.suggest import did_you_mean
 from flowserve.errors import Place, Problem
 from flowserve.graph.facts import (
     both_ends,
     circles,
     circles_below,
-    did_you_mean,
     differ_by_batch,
     disagreements,
     feeds_required_input,
@@ -72,15 +72,29 @@ def _every_model_exists(w: Wiring) -> Iterator[Problem]:
 
 
 def _every_model_is_valid(w: Wiring) -> Iterator[Problem]:
+    below = ensembles_below(w.config, w.available)
     circles = circles_below(w)
     for name, step in first_steps(w):
+        if name in below and nx.has_path(below, name, w.name):
+            continue
         reason = w.failed.get(name) or circles.get(name) or _first_problem_inside(w, step)
         if reason:
-            yield Problem(
-                f"ensemble '{w.name}' depends on '{name}' which is not valid. Model '{name}' failed with error:"
-                f" {reason}",
-                w.place(f"{step.written.path}.model_name"),
-            )
+            yield _depends_on_failed(w, step, reason)
+
+
+def _depends_on_failed(w: Wiring, step: Step, reason: str) -> Problem:
+    name = step.written.model
+    return Problem(
+        f"ensemble '{w.name}' depends on '{name}' which is not valid. Model '{name}' failed with error: {reason}",
+        w.place(f"{step.written.path}.model_name"),
+    )
+
+
+def _no_model_is_known_to_have_failed(w: Wiring) -> Iterator[Problem]:
+    """What G3 says of a nested ensemble, without looking into it once more."""
+    for name, step in first_steps(w):
+        if name in w.failed:
+            yield _depends_on_failed(w, step, w.failed[name])
 
 
 def _every_version_exists(w: Wiring) -> Iterator[Problem]:
@@ -302,8 +316,8 @@ def _first_problem_inside(w: Wiring, step: Step) -> str:
         return ""
     for name in reversed(list(nx.lexicographical_topological_sort(below))):
         inside = wire(below.nodes[name]["config"], w.available, w.failed)
-        for number, rule in RULES.items():
-            for problem in () if number == "G3" else rule(inside):
+        for number, rule in {**RULES, "G3": _no_model_is_known_to_have_failed}.items():
+            for problem in rule(inside):
                 return str(replace(problem, rule=number))
     return ""
 

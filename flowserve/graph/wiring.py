@@ -155,3 +155,19 @@ def ensembles_below(config: ModelConfig, available: Available) -> nx.DiGraph[str
             if not below.has_edge(outer.name, step.model):
                 below.add_edge(outer.name, step.model, step=step.path)
     return below
+
+
+def containment_order(configs: Mapping[str, ModelConfig]) -> list[str]:
+    """The names of all ensembles, each after those it contains; ties, and those on a circle, by name."""
+    contains: nx.DiGraph[str] = nx.DiGraph()
+    contains.add_nodes_from(name for name, config in configs.items() if config.is_ensemble)
+    contains.add_edges_from(
+        (step.model, name)
+        for name, config in configs.items()
+        for step in written_steps(config)
+        if step.model in contains
+    )
+    groups = nx.condensation(contains)
+    members = {group: sorted(groups.nodes[group]["members"]) for group in groups}
+    order = nx.lexicographical_topological_sort(groups, key=lambda group: members[group])
+    return [name for group in order for name in members[group]]

@@ -84,7 +84,7 @@ def test_rule_G2_a_missing_model_is_named_with_the_closest_one_there_is() -> Non
     (problem,) = refusals(with_steps(("decoed", {"BYTES": "picture"}, {"IMAGE": "scores"})))
     assert problem.rule == "G2"
     assert problem.message == "ensemble pipe contains models that are not available or ambiguous: decoed"
-    assert problem.hint == "did you mean 'decode'?"
+    assert problem.hint == 'did you mean "decode"?'
     assert problem.place is not None
     assert problem.place.line > 0
 
@@ -113,6 +113,15 @@ def test_rule_G3_a_nested_ensemble_that_breaks_a_rule_is_named_with_it() -> None
     assert problem.rule == "G3"
     assert "depends on 'inner' which is not valid" in problem.message
     assert "inconsistent shape" in problem.message
+
+
+def test_rule_G3_a_model_that_failed_inside_a_nested_ensemble_is_named_through_it() -> None:
+    outer = with_steps(("inner", {"picture": "picture"}, {"scores": "scores"}))
+    inner = replace(GOOD, name="inner")
+    (problem,) = refusals(outer, inner, CLASSIFY, failed={"decode": "no such file: model.onnx"})
+    assert problem.rule == "G3"
+    assert problem.message.startswith("ensemble 'pipe' depends on 'inner' which is not valid.")
+    assert "Model 'decode' failed with error: no such file: model.onnx" in problem.message
 
 
 def test_rule_G4_version_0_is_explained() -> None:
@@ -164,7 +173,7 @@ def test_rule_G5_an_input_the_model_does_not_have_is_refused_beside_the_one_it_m
     assert unknown.message == (
         "in ensemble pipe, ensemble tensor picture is mapping to non-existing input BYTE in model decode"
     )
-    assert unknown.hint == "did you mean 'BYTES'?"
+    assert unknown.hint == 'did you mean "BYTES"?'
     assert unknown.place == place_of(config, "ensemble_scheduling.step[0].input_map[BYTE]")
     assert missing.hint == "is 'BYTE' meant to be it?"
 
@@ -262,7 +271,7 @@ def test_rule_G10_a_tensor_nobody_writes_names_the_output_that_waits_for_it() ->
         " is not connected: "
         "no step writes 'pixel', which step 1 (model 'classify') reads as 'X'"
     )
-    assert problem.hint == "did you mean 'pixels'?"
+    assert problem.hint == 'did you mean "pixels"?'
     assert problem.place == place_of(config, "ensemble_scheduling.step[1].input_map[X]")
 
 

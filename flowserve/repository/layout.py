@@ -1,0 +1,156 @@
+"""Where deployments come from: which folders of a repository are models, which of their folders are versions.
+
+Decided here: Triton's directory layout, what is skipped in silence and what with a warning, and which of the versions
+on disk a version policy serves. Nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from flowserve.config.types import VersionPolicy
+from flowserve.errors import NotFound, Place, Problem, Problems
+
+CONFIG_FILE: Final = "config.pbtxt"
+# Folders of a model that are no versions: Triton's own, and what Python leaves behind.
+SET_ASIDE: Final = frozenset({"warmup", "initial_state", "configs", "labels", "__pycache__"})
+VERSION_MAX: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """One model's folder. `versions` are those on disk, ascending; `warnings` name what looked like one and is none."""
+
+    name: str
+    path: Path
+    repository: Path
+    versions: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All models of all repositories, by name. A name that two repositories have is in `duplicates` only."""
+
+    folders: tuple[ModelFolder, ...]
+    duplicates: Mapping[str, Problems]
+    warnings: tuple[str, ...]
+
+
+def find_models(repositories: Sequence[Path]) -> Found:
+    """Scan every repository. Raises NotFound or Problems where one of them cannot be read."""
+    by_name: dict[str, list[ModelFolder]] = {}
+    warnings: list[str] = []
+    for repository in dict.fromkeys(repositories):
+        folders, skipped = _scan(repository)
+        warnings += skipped
+        for folder in folders:
+            by_name.setdefault(folder.name, []).append(folder)
+    return Found(
+        folders=tuple(same[0] for _, same in sorted(by_name.items()) if len(same) == 1),
+        duplicates={name: _duplicate(name, same) for name, same in sorted(by_name.items()) if len(same) > 1},
+        warnings=tuple(warnings),
+    )
+
+
+def scan(repository: Path) -> list[ModelFolder]:
+    """The models of one repository, by name. Raises NotFound or Problems where it cannot be read."""
+    return _scan(repository)[0]
+
+
+def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool = False) -> tuple[int, ...]:
+    """The versions that the policy picks, ascending. Raises Problems where it picks none."""
+    if policy.specific:
+        chosen = tuple(version for version in folder.versions if version in policy.specific)
+    elif policy.all:
+        chosen = folder.versions
+    else:
+        chosen = folder.versions[max(0, len(folder.versions) - policy.latest) :]
+    if chosen:
+        return chosen
+    message = f"at least one version must be available under the version policy of model '{folder.name}'"
+    raise Problems([Problem(message, Place(folder.name), "R1", _how_to_have_a_version(folder, policy, is_ensemble))])
+
+
+def missing_versions(folder: ModelFolder, policy: VersionPolicy) -> tuple[int, ...]:
+    """Those of a `specific` policy that are not on disk: served without them, as Triton does."""
+    return tuple(version for version in policy.specific if version not in folder.versions)
+
+
+def _scan(repository: Path) -> tuple[list[ModelFolder], list[str]]:
+    folders: list[ModelFolder] = []
+    warnings: list[str] = []
+    for path in _entries(repository):
+        if path.is_symlink() and not path.exists():
+            warnings.append(f"{path.name}: a symbolic link that leads nowhere; skipped")
+        if not path.is_dir() or _is_hidden(path):
+            continue
+        folder = _model_folder(repository, path)
+        if folder.versions or (path / CONFIG_FILE).exists():
+            folders.append(folder)
+        else:
+            warnings.append(f"{path.name}: neither {CONFIG_FILE} nor a version folder in it; not a model, skipped")
+    return folders, warnings
+
+
+def _entries(repository: Path) -> list[Path]:
+    """What lies in the repository, by name."""
+    try:
+        return sorted(repository.iterdir())
+    except FileNotFoundError:
+        raise NotFound(f"model repository '{repository}' does not exist") from None
+    except NotADirectoryError:
+        raise Problems(
+            [Problem(f"model repository '{repository}' is a file; give the folder that holds the models' folders")]
+        ) from None
+    except OSError as error:
+        raise Problems([Problem(f"model repository '{repository}' cannot be read: {error.strerror}")]) from error
+
+
+def _model_folder(repository: Path, path: Path) -> ModelFolder:
+    versions: list[int] = []
+    warnings: list[str] = []
+    try:
+        inside = sorted(entry for entry in path.iterdir() if entry.is_dir())
+    except OSError as error:
+        inside = []
+        warnings.append(f"{path.name}: cannot be read: {error.strerror}")
+    for entry in inside:
+        if _is_hidden(entry) or entry.name in SET_ASIDE:
+            continue
+        if _is_version(entry.name):
+            versions.append(int(entry.name))
+        else:
+            warnings.append(
+                f"{path.name}/{entry.name}: not a version (a positive number without leading zeros); ignored"
+            )
+    return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))
+
+
+def _is_version(name: str) -> bool:
+    # str.isdigit alone is true for the digits of every script, and int() takes "1_0".
+    return (
+        name.isascii() and name.isdigit() and not name.startswith("0") and len(name) < 20 and int(name) <= VERSION_MAX
+    )
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".") or path.name == "__pycache__"
+
+
+def _duplicate(name: str, folders: Sequence[ModelFolder]) -> Problems:
+    where = ", ".join(f"'{folder.repository}'" for folder in folders)
+    message = f"model '{name}' appears in two or more repositories: {where}"
+    return Problems([Problem(message, rule="R2", hint="rename or remove all but one; none of them is served")])
+
+
+def _how_to_have_a_version(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool) -> str:
+    if folder.versions:
+        there = ", ".join(map(str, folder.versions))
+        return f"the policy wants {', '.join(map(str, policy.specific))}, and the folder has {there}"
+    if is_ensemble:
+        return f"an ensemble needs a version folder too, though nothing need be in it: mkdir {folder.name}/1"
+    return f"put the model's files into {folder.name}/1/"
