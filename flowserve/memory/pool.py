@@ -1,0 +1,187 @@
+"""Where large host buffers come from, and where they go back to.
+
+Decided here: buffers of 64 KiB and more are kept for reuse, because giving them back to the operating system and
+faulting them in again costs more than most models. A buffer comes home by itself when the last numpy view of it is
+gone, on whatever thread that happens, so nobody releases anything by hand and nobody can release twice.
+
+What is handed out holds whatever the last user left there: **the taker writes every byte before it shows the array to
+anybody**. Zeroing here would cost a pass over memory that every taker overwrites anyway.
+
+This file does not know tensors, only bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from flowserve.values import Array
+
+POOLED_BYTES_MIN: Final = 64 * 1024
+KEPT_BYTES_MAX: Final = 512 * 1024 * 1024
+ALIGNMENT: Final = 64  # a cache line, and what the widest vector instructions like
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """`lent_bytes` are in somebody's hands, `kept_bytes` wait here; `taken` counts takes that were pooled, `reused`
+    those served from kept ones.
+    """
+
+    lent_bytes: int
+    kept_bytes: int
+    kept_buffers: int
+    taken: int
+    reused: int
+
+
+class Pool:
+    """Reusable buffers in size classes, at most `kept_bytes_max` of them waiting. All methods may be called from any
+    thread.
+    """
+
+    def __init__(self, kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
+        self._kept_bytes_max = kept_bytes_max
+        self._lock = threading.Lock()
+        # Buffers by size class; the class used longest ago comes first, so that it is the one to shrink.
+        self._kept: dict[int, list[_Buffer]] = {}
+        # A buffer can come home from inside the garbage collector, at any allocation, even while this thread holds
+        # the lock. So it only lands here (append is atomic), and whoever can take the lock sorts it in.
+        self._returned: deque[_Buffer] = deque()
+        self._kept_bytes = 0
+        self._lent_bytes = 0
+        self._taken = 0
+        self._reused = 0
+
+    def take(self, nbytes: int) -> Array:
+        """A writable, 64-byte aligned uint8 array of `nbytes`, the taker's to fill whole. It comes home when its last
+        view is gone.
+        """
+        if nbytes < POOLED_BYTES_MIN:
+            return np.asarray(_Lease(None, _Buffer(nbytes), nbytes))
+        size = size_class(nbytes)
+        with self._lock:
+            self._sort_in()
+            buffer = self._find(size)
+        if buffer is None:
+            buffer = _Buffer(size)  # outside the lock: this is where the kernel may be asked for memory
+        with self._lock:
+            self._taken += 1
+            self._lent_bytes += size
+        self._settle()
+        return np.asarray(_Lease(self, buffer, nbytes))
+
+    def statistics(self) -> PoolStatistics:
+        """A snapshot."""
+        self._settle()
+        with self._lock:
+            return PoolStatistics(
+                lent_bytes=self._lent_bytes,
+                kept_bytes=self._kept_bytes,
+                kept_buffers=sum(len(buffers) for buffers in self._kept.values()),
+                taken=self._taken,
+                reused=self._reused,
+            )
+
+    def _find(self, size: int) -> _Buffer | None:
+        buffers = self._kept.pop(size, None)
+        if buffers is None:
+            return None
+        buffer = buffers.pop()
+        if buffers:
+            self._kept[size] = buffers
+        self._kept_bytes -= size
+        self._reused += 1
+        return buffer
+
+    def _come_home(self, buffer: _Buffer) -> None:
+        self._returned.append(buffer)
+        self._settle()
+
+    def _settle(self) -> None:
+        # Who finds the lock taken leaves the work to its holder, who looks again after letting go: nothing stays in
+        # `_returned`.
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            size = buffer.size
+            self._lent_bytes -= size
+            self._kept_bytes += size
+            buffers = self._kept.pop(size, [])
+            buffers.append(buffer)
+            self._kept[size] = buffers
+        while self._kept_bytes > self._kept_bytes_max:
+            size = next(iter(self._kept))
+            buffers = self._kept[size]
+            buffers.pop()
+            self._kept_bytes -= size
+            if not buffers:
+                del self._kept[size]
+
+
+class _Buffer:
+    """`size` bytes of memory at an aligned `address`."""
+
+    __slots__ = ("address", "raw", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.raw = np.empty(size + ALIGNMENT, np.uint8)
+        start = self.raw.ctypes.data
+        self.address = start + -start % ALIGNMENT
+
+
+class _Lease:
+    """One loan: what every view of a taken buffer stands on.
+
+    numpy lets a view of a view point past the middle one, but never past something that is no array: so every view,
+    however far derived, keeps this object alive, and its end is the end of the last of them.
+    """
+
+    __slots__ = ("__array_interface__", "buffer", "home")
+
+    def __init__(self, home: Pool | None, buffer: _Buffer, nbytes: int) -> None:
+        self.home = home
+        self.buffer = buffer
+        self.__array_interface__ = {"data": (buffer.address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        if self.home is not None:
+            self.home._come_home(self.buffer)
+
+
+def size_class(nbytes: int) -> int:
+    """The buffer size that serves `nbytes`: four classes to each power of two, so that at most a fifth is wasted."""
+    shift = (nbytes - 1).bit_length() - 3
+    return -(-nbytes >> shift) << shift
+
+
+def tune_malloc() -> bool:
+    """Tell glibc to keep blocks of up to 32 MiB on its heap and the heap's top in memory; False where there is no
+    glibc to tell.
+
+    Without it every large array that does not come from the pool (a model's outputs, for instance) is mapped and
+    unmapped by the kernel, which more than halves the throughput with 600 KB tensors. Process-wide, so it is for the
+    server's start and never done on import.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+    mapped = mallopt(mmap_threshold, 32 * 1024 * 1024)  # the most it accepts on 64 bits
+    trimmed = mallopt(trim_threshold, 512 * 1024 * 1024)
+    return bool(mapped and trimmed)

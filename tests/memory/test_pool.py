@@ -1,0 +1,152 @@
+"""Buffers come home when their last view is gone, whoever held it."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool, size_class, tune_malloc
+
+LARGE = 600_000
+
+
+def test_a_buffer_comes_home_with_its_last_view_and_serves_again() -> None:
+    pool = Pool()
+    array = pool.take(LARGE)
+    address = array.ctypes.data
+    del array
+    assert pool.statistics().lent_bytes == 0
+    again = pool.take(LARGE)
+    assert again.ctypes.data == address
+    assert pool.statistics().reused == 1
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda a: a[10:][5:],
+        lambda a: a.view(np.float32).reshape(100, -1)[3:7].T,
+        lambda a: a.view(np.int16)[::2].reshape(-1, 10)[0],
+        lambda a: memoryview(a)[100:],
+        lambda a: np.frombuffer(a, np.uint8)[4:],
+        lambda a: np.asarray(memoryview(a.view(np.float64)))[0:1],
+        lambda a: np.from_dlpack(a)[1:],
+        lambda a: np.broadcast_to(a[:1], (5, 1)),
+        lambda a: np.lib.stride_tricks.as_strided(a, (2,), (1,)),
+    ],
+)
+def test_a_view_of_a_view_keeps_the_buffer_out(derive: object) -> None:
+    pool = Pool()
+    view = derive(pool.take(LARGE))  # type: ignore[operator]
+    gc.collect()
+    assert pool.statistics().lent_bytes > 0
+    del view
+    gc.collect()
+    assert pool.statistics().lent_bytes == 0
+
+
+def test_two_takers_never_share_memory() -> None:
+    pool = Pool()
+    arrays = [pool.take(LARGE) for _ in range(4)]
+    for i, array in enumerate(arrays):
+        array[...] = i
+    assert [set(array.tolist()) for array in arrays] == [{0}, {1}, {2}, {3}]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, POOLED_BYTES_MIN - 1, POOLED_BYTES_MIN, POOLED_BYTES_MIN + 1, LARGE])
+def test_what_is_handed_out_is_as_long_as_asked_aligned_and_writable(nbytes: int) -> None:
+    array = Pool().take(nbytes)
+    assert array.nbytes == nbytes
+    assert array.dtype == np.uint8
+    assert array.ctypes.data % ALIGNMENT == 0
+    assert array.flags.writeable
+    array[...] = 1
+
+
+def test_small_buffers_are_not_kept() -> None:
+    pool = Pool()
+    pool.take(100)
+    assert pool.statistics().taken == 0
+    assert pool.statistics().kept_bytes == 0
+
+
+def test_no_more_is_kept_than_the_limit_and_what_was_unused_longest_goes_first() -> None:
+    pool = Pool(kept_bytes_max=4 * size_class(LARGE))
+    old = [pool.take(LARGE) for _ in range(4)]
+    del old
+    assert pool.statistics().kept_buffers == 4
+    new = pool.take(2 * LARGE)
+    del new
+    statistics = pool.statistics()
+    assert statistics.kept_bytes <= 4 * size_class(LARGE)
+    assert statistics.kept_buffers == 3
+    again = pool.take(2 * LARGE)
+    assert pool.statistics().reused == 1
+    del again
+
+
+def test_nothing_is_kept_where_the_limit_is_zero() -> None:
+    pool = Pool(kept_bytes_max=0)
+    pool.take(LARGE)
+    assert pool.statistics().kept_bytes == 0
+
+
+@given(nbytes=st.integers(POOLED_BYTES_MIN, 2**40))
+def test_a_size_class_holds_what_it_serves_and_wastes_at_most_a_fifth(nbytes: int) -> None:
+    size = size_class(nbytes)
+    assert nbytes <= size
+    assert (size - nbytes) * 5 <= size
+    assert size_class(size) == size
+
+
+def test_threads_that_take_and_free_at_once_leave_nothing_lent() -> None:
+    pool = Pool()
+    wrong: list[int] = []
+
+    def work(mark: int) -> None:
+        held = []
+        for i in range(300):
+            array = pool.take(POOLED_BYTES_MIN + 1000 * (i % 5))
+            array[:8] = mark
+            held.append(array[:8])
+            if len(held) == 4:
+                wrong.extend(int(view[0]) for view in held if (view != mark).any())
+                held = held[2:]
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    statistics = pool.statistics()
+    assert wrong == []
+    assert statistics.taken == 1200
+    assert statistics.lent_bytes == 0
+    assert statistics.reused > 0
+
+
+def test_a_buffer_freed_by_the_garbage_collector_inside_the_pool_comes_home_too() -> None:
+    pool = Pool()
+    for _ in range(50):
+        cycle: list[object] = [pool.take(LARGE)]
+        cycle.append(cycle)
+        del cycle
+    gc.collect()
+    assert pool.statistics().lent_bytes == 0
+
+
+def test_a_buffer_may_outlive_its_pool() -> None:
+    array = Pool().take(LARGE)
+    gc.collect()
+    array[...] = 7
+    assert array[-1] == 7
+
+
+def test_glibc_takes_the_thresholds_and_others_are_left_alone() -> None:
+    assert tune_malloc() == (platform.libc_ver()[0] == "glibc")
