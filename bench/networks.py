@@ -7,6 +7,7 @@ They are untrained: what they cost matters here, and that different inputs give 
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +49,7 @@ def perceptron() -> bytes:
     generator = np.random.default_rng(1)
     widths = (FEATURES, 256, 64, CLASSES)
     nodes, weights, source = [], [], "X"
-    for layer, (width_in, width_out) in enumerate(zip(widths, widths[1:], strict=False)):
+    for layer, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
         last = layer == len(widths) - 2
         target = "Y" if last else f"sum{layer}"
         weights += [
@@ -64,7 +65,7 @@ def perceptron() -> bytes:
 
 @functools.cache
 def convolutions() -> bytes:
-    """Three strided convolutions over 3x224x224, a global mean and one dense layer: about 58 million multiplications."""
+    """Three strided convolutions over 3x224x224, a global mean and a dense layer: about 58 million multiplications."""
     generator = np.random.default_rng(2)
     nodes, weights, source = [], [], "X"
     for layer, (channels_in, channels_out, kernel) in enumerate(((3, 16, 7), (16, 32, 3), (32, 64, 3))):

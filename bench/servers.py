@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from bench.load import Measured
+
 READY_LIMIT_S: Final = 60.0
 STOP_LIMIT_S: Final = 10.0
 
@@ -144,8 +146,8 @@ def executions(server: Server, models: Sequence[str]) -> dict[str, tuple[int, in
     return counts
 
 
-def run_load(folder: Path, server: Server, concurrency: int, warmup_s: float, seconds: float) -> dict[str, float]:
-    """One run of the load generator in its own process; its JSON. Raises BenchFailed with its complaint."""
+def run_load(folder: Path, server: Server, concurrency: int, warmup_s: float, seconds: float) -> Measured:
+    """One run of the load generator in its own process. Raises BenchFailed with its complaint."""
     command = [
         *(sys.executable, "-m", "bench.load", str(folder)),
         *("--port", str(server.port), "--server-pid", str(server.pid)),
@@ -157,5 +159,4 @@ def run_load(folder: Path, server: Server, concurrency: int, warmup_s: float, se
         raise BenchFailed(f"{server.name}, concurrency {concurrency}: the load generator did not end") from error
     if finished.returncode:
         raise BenchFailed(f"{server.name}, concurrency {concurrency}: {finished.stderr.strip()}")
-    measured: dict[str, float] = json.loads(finished.stdout)
-    return measured
+    return Measured(**json.loads(finished.stdout))

@@ -1,0 +1,140 @@
+"""`python -m bench`: measure flowserve, beside Triton where the environment variable TRITONSERVER names one.
+
+Decided here: the command line. What is measured stands in works, in which order in measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from bench.echo import measure_echo
+from bench.measure import Limit, Plan, Run, measure_work
+from bench.report import Results, print_tables, write_json, write_plot
+from bench.servers import BenchFailed
+from bench.works import WORKS
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def _works(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in WORKS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no work named {', '.join(unknown)}; there are {', '.join(WORKS)}")
+    return names
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1 or max(counts) > 256:
+        raise argparse.ArgumentTypeError(f"expected numbers from 1 to 256 with commas between, got {text!r}")
+    return counts
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 60.0:
+        raise argparse.ArgumentTypeError(f"expected 0.1 to 60 seconds, got {text!r}")
+    return seconds
+
+
+def _rounds(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 50:
+        raise argparse.ArgumentTypeError(f"expected 1 to 50, got {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Measure flowserve over HTTP. docs/performance.md explains every column.",
+        epilog="TRITONSERVER=COMMAND measures `COMMAND REPOSITORY HTTP_PORT` side by side, in turns; "
+        "`python -m bench.triton FOLDER` makes such a command.",
+    )
+    parser.add_argument(
+        "--work",
+        type=_works,
+        default=tuple(WORKS),
+        metavar="A,B",
+        help="; ".join(f"{work.name}: {work.about}" for work in WORKS.values()),
+    )
+    parser.add_argument("--concurrency", type=_counts, default=(1, 8, 32), metavar="N,M", help="default 1,8,32")
+    parser.add_argument("--seconds", type=_seconds, default=2.0, help="measured in each run; default 2")
+    parser.add_argument("--rounds", type=_rounds, default=3, help="medians over so many; default 3")
+    parser.add_argument(
+        "--python-execution",
+        choices=("inline", "thread"),
+        default="inline",
+        help="where flowserve runs model.py; default inline, which is what the targets for trusted nodes are about",
+    )
+    parser.add_argument("--echo", action="store_true", help="measure the HTTP server alone, against uvicorn's, instead")
+    parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE", help="default %(default)s")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=RESULTS / "bench.svg",
+        metavar="FILE",
+        help=".svg or .png; default %(default)s",
+    )
+    return parser
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _measure(plan: Plan, works: Sequence[str], echo: bool) -> tuple[list[Run], list[Limit]]:
+    if echo:
+        return measure_echo(plan, _say), []
+    if not os.environ.get("TRITONSERVER"):
+        _say("TRITONSERVER is not set: flowserve is measured alone")
+    runs: list[Run] = []
+    limits: list[Limit] = []
+    for name in works:
+        work_runs, work_limits = measure_work(WORKS[name], plan, _say)
+        runs += work_runs
+        limits += work_limits
+    return runs, limits
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    # Unwinds the stack, so that the servers that were started are stopped.
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _terminated)
+    plan = Plan(options.concurrency, options.seconds, options.rounds, options.python_execution)
+    try:
+        runs, limits = _measure(plan, options.work, options.echo)
+    except BenchFailed as error:
+        sys.exit(f"bench: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    results = Results.of(plan, runs, limits)
+    print_tables(results)
+    write_json(results, options.json)
+    print(f"figures: {options.json}")
+    if importlib.util.find_spec("matplotlib"):
+        write_plot(results, options.plot)
+        print(f"plot: {options.plot}")
+    else:
+        print("no plot: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

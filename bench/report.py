@@ -1,0 +1,173 @@
+"""What a measurement looks like: tables on the terminal, JSON for programs, a plot for the eye.
+
+Decided here: the columns and the JSON's fields, as docs/performance.md describes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import Limit, Plan, Row, Run, best_limits, summarise
+from bench.ratios import Ratio, compare, echo_ratio
+
+SCHEMA: Final = 1
+_PIPE_WIDTH: Final = 160
+_STYLE: Final = {"want": "green", "must": "yellow", "below": "red"}
+_COLOURS: Final = {"flowserve": "#2a6fdb", "triton": "#8a8f98", "uvicorn": "#c98a1b"}
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Everything one call of `python -m bench` found. `limits`: work -> (best batch size, rows per second)."""
+
+    plan: Plan
+    runs: Sequence[Run]
+    limit_runs: Sequence[Limit]
+    rows: Sequence[Row]
+    limits: Mapping[str, tuple[int, float]]
+    ratios: Sequence[Ratio]
+
+    @classmethod
+    def of(cls, plan: Plan, runs: Sequence[Run], limit_runs: Sequence[Limit]) -> Results:
+        rows, limits = summarise(runs), best_limits(limit_runs)
+        ratios = compare(rows, limits, plan.python_execution) + echo_ratio(rows)
+        return cls(plan, runs, limit_runs, rows, limits, ratios)
+
+
+def print_tables(results: Results) -> None:
+    # A pipe has no width: there a table must not be cut to rich's default of 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console.print(_figures(results))
+    if results.limits:
+        console.print(_limits(results.limits))
+    if results.ratios:
+        console.print(_ratios(results.ratios))
+
+
+def _figures(results: Results) -> Table:
+    plan = results.plan
+    table = Table(
+        title=f"medians of {plan.rounds} rounds of {plan.seconds:g} s; python execution {plan.python_execution}",
+        title_justify="left",
+    )
+    table.add_column("work")
+    table.add_column("c", justify="right")
+    table.add_column("server")
+    for heading in ("requests/s", "p50 ms", "p99 ms", "server CPU us", "load CPU us"):
+        table.add_column(heading, justify="right")
+    table.add_column("mean batch of each node")
+    previous = ""
+    for row in results.rows:
+        if previous and row.work != previous:
+            table.add_section()
+        table.add_row(
+            row.work if row.work != previous else "",
+            str(row.concurrency),
+            row.server,
+            f"{row.requests_per_second:,.0f}",
+            f"{row.p50_ms:.2f}",
+            f"{row.p99_ms:.2f}",
+            f"{row.server_cpu_us:,.0f}",
+            f"{row.load_cpu_us:,.0f}",
+            "  ".join(f"{model.removeprefix(row.work + '_')} {mean:.1f}" for model, mean in row.mean_batch.items()),
+        )
+        previous = row.work
+    return table
+
+
+def _limits(limits: Mapping[str, tuple[int, float]]) -> Table:
+    table = Table(title="the same work by direct calls, no server", title_justify="left")
+    table.add_column("work")
+    table.add_column("rows/s", justify="right")
+    table.add_column("at batch", justify="right")
+    for work, (batch, speed) in limits.items():
+        table.add_row(work, f"{speed:,.0f}", str(batch))
+    return table
+
+
+def _ratios(ratios: Sequence[Ratio]) -> Table:
+    table = Table(title="ratios, and where they should be", title_justify="left")
+    table.add_column("work")
+    table.add_column("c", justify="right")
+    table.add_column("flowserve's")
+    for heading in ("figure", "must", "want"):
+        table.add_column(heading, justify="right")
+    table.add_column("reached")
+    for ratio in ratios:
+        table.add_row(
+            ratio.work,
+            str(ratio.concurrency),
+            ratio.what,
+            f"{ratio.figure:.2f}" if ratio.figure >= 0.005 else f"{ratio.figure:.1e}",
+            "" if ratio.must is None else f"{ratio.must:g}",
+            "" if ratio.want is None else f"{ratio.want:g}",
+            "" if ratio.verdict is None else f"[{_STYLE[ratio.verdict]}]{ratio.verdict}[/]",
+        )
+    return table
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "machine": {
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version(),
+        },
+        "options": asdict(results.plan),
+        "runs": [asdict(run) for run in results.runs],
+        "limit_runs": [asdict(run) for run in results.limit_runs],
+        "summary": [asdict(row) for row in results.rows],
+        "limits": {work: {"batch": batch, "rows_per_second": speed} for work, (batch, speed) in results.limits.items()},
+        "ratios": [asdict(ratio) for ratio in results.ratios],
+    }
+
+
+def write_json(results: Results, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(results), indent=1) + "\n")
+
+
+def write_plot(results: Results, path: Path) -> None:
+    """Requests per second of each work, one bar for each server and concurrency; the direct calls are a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed or wanted
+    from matplotlib import pyplot
+
+    works = list(dict.fromkeys(row.work for row in results.rows))
+    figure, axes = pyplot.subplots(1, len(works), figsize=(3.2 * len(works), 3.6), squeeze=False, layout="constrained")
+    for axis, work in zip(axes[0], works, strict=True):
+        _plot_work(axis, [row for row in results.rows if row.work == work], results.limits.get(work))
+    axes[0][0].set_ylabel("requests per second")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _plot_work(axis: Any, rows: Sequence[Row], limit: tuple[int, float] | None) -> None:
+    servers = list(dict.fromkeys(row.server for row in rows))
+    concurrencies = list(dict.fromkeys(row.concurrency for row in rows))
+    width = 0.8 / len(servers)
+    for i, server in enumerate(servers):
+        mine = [row for row in rows if row.server == server]
+        places = [concurrencies.index(row.concurrency) + (i - (len(servers) - 1) / 2) * width for row in mine]
+        axis.bar(places, [row.requests_per_second for row in mine], width, label=server, color=_COLOURS[server])
+    top = max(row.requests_per_second for row in rows)
+    # Where no server comes near the direct calls the line would only press the bars flat.
+    if limit and limit[1] < 3 * top:
+        axis.axhline(limit[1], color="#444444", linestyle="--", linewidth=1, label="direct calls")
+    axis.set_xticks(range(len(concurrencies)), [str(concurrency) for concurrency in concurrencies])
+    axis.set_xlabel("concurrency")
+    axis.set_title(rows[0].work)
+    axis.legend(fontsize="small", frameon=False)
