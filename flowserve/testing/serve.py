@@ -14,9 +14,8 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 START_S_MAX = 90.0  # a start slower than this is a failure; the examples take about two seconds
 STOP_S_MAX = 60.0
@@ -24,12 +23,15 @@ STOP_S_MAX = 60.0
 
 @dataclass(slots=True)
 class Served:
-    """A running server. `lines` is what it printed up to and including the line that says where it listens."""
+    """A running server. `lines` is what it printed up to and including the line that says where it listens.
+
+    `log_path` is where its standard error goes, and lives as long as the server.
+    """
 
     base_url: str
     process: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
-    _log_file: IO[str] | None = None
+    lines: list[str]
+    log_path: Path
 
     @property
     def pid(self) -> int:
@@ -47,8 +49,7 @@ class Served:
     @property
     def log(self) -> str:
         """What it wrote to standard error so far."""
-        assert self._log_file is not None
-        return Path(self._log_file.name).read_text()
+        return self.log_path.read_text()
 
     def stop(self, number: signal.Signals = signal.SIGTERM, within_s: float = STOP_S_MAX) -> int:
         """Send the signal and wait. Returns the exit status; raises subprocess.TimeoutExpired."""
@@ -81,7 +82,7 @@ def serving(repository: Path, *options: str, environment: Mapping[str, str] | No
             lines = _read_until_listening(process)
             if process.poll() is not None or not lines or not lines[-1].startswith("listening on "):
                 raise DidNotServe(process.wait(STOP_S_MAX), lines, Path(log_file.name).read_text())
-            yield Served(lines[-1].removeprefix("listening on "), process, lines, log_file)
+            yield Served(lines[-1].removeprefix("listening on "), process, lines, Path(log_file.name))
         finally:
             _end(process)
 

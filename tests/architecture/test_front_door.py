@@ -1,0 +1,84 @@
+"""What a stranger meets first: the README's commands, the examples, the news, and nothing of anybody's machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from flowserve.version import __version__
+
+
+def _tracked(root: Path) -> list[Path]:
+    """Every file of the tree that is no build output; in an unpacked archive there is no git to ask."""
+    asked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if asked.returncode == 0:
+        return [root / name for name in asked.stdout.split("\0") if name and (root / name).is_file()]
+    return [path for path in root.rglob("*") if path.is_file() and ".venv" not in path.parts]
+
+
+def test_the_ci_runs_the_readmes_test_command_and_nothing_else(root: Path) -> None:
+    readme = (root / "README.md").read_text()
+    in_readme = [line.strip() for line in readme.splitlines() if "-m pytest" in line and line.startswith("python3 -m venv")]
+    in_ci = [
+        line.strip()
+        for line in (root / ".ci/run").read_text().splitlines()
+        if line.strip() and not line.startswith(("#", "set ", "cd "))
+    ]
+    assert len(in_readme) == 1
+    assert in_ci == in_readme
+
+
+def test_the_readme_runs_the_examples_with_one_line(root: Path) -> None:
+    readme = (root / "README.md").read_text()
+    lines = [line for line in readme.splitlines() if line.startswith("python3 -m venv") and "flowserve run graphs/" in line]
+    assert len(lines) == 1
+
+
+def test_every_link_of_the_documents_leads_somewhere(root: Path) -> None:
+    broken = []
+    for document in [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "graphs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+            if not re.match(r"[a-z]+:", target) and not (document.parent / target).exists():
+                broken.append(f"{document.relative_to(root)}: {target}")
+    assert not broken
+
+
+def test_nothing_names_a_path_of_the_machine_it_was_made_on(root: Path) -> None:
+    # Written in pieces, so that this file does not find itself.
+    home = re.compile(rb"/(?:work/(?:main|shared)|home/[a-z]|Users/[A-Za-z]|root/|tmp/f[s]/)|index-url")
+    found = []
+    for path in _tracked(root):
+        if path == Path(__file__) or path.stat().st_size > 1_000_000:
+            continue
+        match = home.search(path.read_bytes())
+        if match:
+            found.append(f"{path.relative_to(root)}: {match[0]!r}")
+    assert not found
+
+
+def test_every_example_has_a_readme_with_its_request_answer_and_graph(root: Path) -> None:
+    folders = [folder for folder in (root / "graphs").iterdir() if (folder / "config.pbtxt").is_file()]
+    assert folders
+    served = [folder for folder in folders if (folder / "README.md").is_file()]
+    assert len(served) >= 3
+    for folder in served:
+        text = (folder / "README.md").read_text()
+        assert "curl" in text, f"{folder.name}/README.md shows no request"
+        assert "```" in text, f"{folder.name}/README.md shows no answer"
+
+
+def test_the_news_has_something_to_say_and_the_changelog_a_place_to_say_it(root: Path) -> None:
+    fragments = [path for path in (root / "docs/news").glob("*.md") if path.name != "README.md"]
+    changelog = (root / "docs/changelog.md").read_text()
+    assert fragments or f"## {__version__} " in changelog
+    assert "<!-- towncrier release notes start -->" in changelog
+    for fragment in fragments:
+        assert re.fullmatch(r".+\.(feature|bugfix|change)\.md", fragment.name), fragment.name
+        assert fragment.read_text().strip()
