@@ -1,0 +1,242 @@
+"""The HTTP face of the engine: which URL asks what, for every KServe v2 endpoint.
+
+Decided here: routes, and the JSON of everything that is not inference. The app runs on any ASGI server that runs on
+trio; ours (server.py) carries it faster. Endpoints of features that are absent answer 501 with the feature's name.
+What is measured and counted is decided in observe/, what is ready in runtime/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flowserve.errors import FlowserveError, Invalid, TooLarge, Unavailable, Unsupported
+from flowserve.http.errors import error_body, status_of
+from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, UnknownEncoding, check_encoding, is_version, target
+from flowserve.http.infer_header import load_json
+from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
+from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
+from flowserve.runtime.deployment import Deployment
+from flowserve.runtime.engine import Engine
+from flowserve.values import TensorSpec
+from flowserve.version import __version__
+
+EXTENSIONS: Final = ("model_repository", "model_configuration", "binary_tensor_data", "parameters", "statistics")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class AppOptions:
+    """`max_body_bytes` bounds bodies that a foreign ASGI server hands on in pieces; our own server refuses earlier."""
+
+    max_body_bytes: int = MAX_BODY_BYTES
+
+
+def make_app(engine: Engine, options: AppOptions | None = None) -> ASGIApp:
+    """The ASGI application that serves `engine`."""
+    options = options or AppOptions()
+    infer = InferRoute(engine, options.max_body_bytes)
+    rest = _starlette(engine, options)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            found = target(scope["path"])
+            if found is not None:
+                await infer(scope, receive, send, *found)
+                return
+        await rest(scope, receive, send)
+
+    return app
+
+
+def _starlette(engine: Engine, options: AppOptions) -> Starlette:
+    pages = _Pages(engine, options)
+    model, versioned = PREFIX + "{name}", PREFIX + "{name}/versions/{version}"
+    routes = [
+        Route("/v2", pages.server),
+        Route("/v2/health/live", pages.live),
+        Route("/v2/health/ready", pages.ready),
+        Route("/v2/models/stats", pages.all_statistics),
+        Route("/v2/repository/index", pages.index, methods=["POST"]),
+        Route("/metrics", pages.metrics),
+        *_absent_routes(),
+    ]
+    for path in (model, versioned):
+        routes += [
+            Route(path, pages.metadata),
+            Route(f"{path}/ready", pages.model_ready),
+            Route(f"{path}/config", pages.config),
+            Route(f"{path}/stats", pages.statistics),
+            # POST never gets here; the route is what turns other verbs away with 405.
+            Route(f"{path}{SUFFIX}", pages.nothing, methods=["POST"]),
+        ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _http_error, FlowserveError: _error, UnknownEncoding: _unknown_encoding},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Pages:
+    """The endpoints. Each raises a FlowserveError for what it cannot answer."""
+
+    def __init__(self, engine: Engine, options: AppOptions) -> None:
+        self._engine = engine
+        self._options = options
+
+    async def server(self, request: Request) -> Response:
+        return _json({"name": "flowserve", "version": __version__, "extensions": EXTENSIONS})
+
+    async def live(self, request: Request) -> Response:
+        return Response(status_code=200 if self._engine.is_live else 400)
+
+    async def ready(self, request: Request) -> Response:
+        return Response(status_code=200 if self._engine.is_ready else 400)
+
+    async def metadata(self, request: Request) -> Response:
+        deployment = self._deployment(request)
+        version = request.path_params.get("version")
+        batch = [-1] if deployment.graph.max_batch_size else []
+        return _json(
+            {
+                "name": deployment.name,
+                "versions": [version] if version else [str(one) for one in deployment.versions],
+                "platform": deployment.platform,
+                "inputs": [_tensor(spec, batch) for spec in deployment.inputs.values()],
+                "outputs": [_tensor(spec, batch) for spec in deployment.outputs.values()],
+            }
+        )
+
+    async def model_ready(self, request: Request) -> Response:
+        try:
+            self._deployment(request)
+        except Unavailable:
+            return _json({"error": "Model version not ready"}, 400)
+        return Response()
+
+    async def config(self, request: Request) -> Response:
+        return _json(self._deployment(request).config.json)
+
+    async def statistics(self, request: Request) -> Response:
+        name, version = _names(request)
+        return _json({"model_stats": self._engine.statistics(name, version)})
+
+    async def all_statistics(self, request: Request) -> Response:
+        return _json({"model_stats": self._engine.statistics()})
+
+    async def index(self, request: Request) -> Response:
+        body = await self._body(request)
+        asked = load_json(body) if body else {}
+        ready = asked.get("ready", False) if isinstance(asked, dict) else None
+        if not isinstance(ready, bool):
+            raise Invalid('the body of a repository index request is {} or {"ready": true}')
+        return _json(self._engine.index(ready_only=ready))
+
+    async def metrics(self, request: Request) -> Response:
+        engine = self._engine
+        served = [one.statistics for entry in engine.entries.values() for one in entry.ready.values()]
+        return Response(metrics_text(served, engine.pending()), media_type=CONTENT_TYPE)
+
+    async def nothing(self, request: Request) -> Response:
+        raise HTTPException(404)
+
+    def _deployment(self, request: Request) -> Deployment:
+        return self._engine.find(*_names(request))
+
+    async def _body(self, request: Request) -> bytes:
+        check_encoding(request.headers.get("content-encoding", "").encode("latin-1"))
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._options.max_body_bytes:
+                raise TooLarge(body_too_large(None, self._options.max_body_bytes))
+        return bytes(body)
+
+
+def _names(request: Request) -> tuple[str, str]:
+    version = request.path_params.get("version", "")
+    if version and not is_version(version):
+        raise HTTPException(404)
+    return request.path_params["name"], version
+
+
+def _tensor(spec: TensorSpec, batch: list[int]) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.dtype.wire, "shape": [*batch, *spec.dims]}
+
+
+# ---------------------------------------------------------------------------------------------- what is absent
+
+
+def _absent_routes() -> list[Route]:
+    """Triton's other endpoints, each saying what it would need."""
+    model, versioned = PREFIX + "{name}", PREFIX + "{name}/versions/{version}"
+    repository, shared = "/v2/repository", "{kind:str}sharedmemory"
+    control = [f"{repository}/models/{{name}}/{verb}" for verb in ("load", "unload")]
+    control += [f"{repository}/{{repository}}/models/{{name}}/{verb}" for verb in ("load", "unload")]
+    table: list[tuple[Handler, list[str], list[str]]] = [
+        (_model_control, ["POST"], control),
+        (_absent("the generate extension"), ["POST"], [f"{path}/generate" for path in (model, versioned)]),
+        (
+            _absent("the generate extension (generate_stream)"),
+            ["POST"],
+            [f"{path}/generate_stream" for path in (model, versioned)],
+        ),
+        (_absent("the trace extension"), ["GET", "POST"], ["/v2/trace/setting", f"{model}/trace/setting"]),
+        (_absent("the logging extension"), ["GET", "POST"], ["/v2/logging"]),
+        (
+            _absent("the shared memory extension"),
+            ["GET", "POST"],
+            [f"/v2/{shared}/{verb}" for verb in ("status", "register", "unregister", "region/{name}/{verb}")],
+        ),
+    ]
+    return [Route(path, handler, methods=methods) for handler, methods, paths in table for path in paths]
+
+
+def _absent(feature: str) -> Handler:
+    async def absent(request: Request) -> Response:
+        raise Unsupported(f"{feature} is not supported yet")
+
+    return absent
+
+
+async def _model_control(request: Request) -> Response:
+    raise Unavailable(
+        "explicit model load / unload is not allowed if polling is enabled; this server loads its models once, at start"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+def _json(document: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(document), status, media_type="application/json")
+
+
+def _error_response(text: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    return Response(error_body(text), status, headers, "application/json")
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, FlowserveError)
+    return _error_response(str(error), status_of(error))
+
+
+async def _unknown_encoding(request: Request, error: Exception) -> Response:
+    return _error_response(str(error), 415)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: 404 and 405, whose text is their name."""
+    assert isinstance(error, HTTPException)
+    return _error_response(error.detail, error.status_code, dict(error.headers or {}))

@@ -1,0 +1,229 @@
+"""An inference request's body becomes a `Request`.
+
+Decided here: where the binary tensors lie in the body, and how JSON data becomes arrays. Binary tensors are views
+into the body; only one whose address does not suit its type is copied, once, and BYTES and BOOL, whose wire form is
+not their array form. What the JSON may say is decided in infer_header.py; whether the tensors suit the model, by the
+engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from flowserve.errors import Invalid
+from flowserve.http.infer_header import ALL_BINARY, AnswerForm, InferHeader, InputHeader, element_count, parse_header
+from flowserve.memory import bytes_codec
+from flowserve.values import Array, DType, Request, TensorSpec
+
+Body = bytes | bytearray | memoryview
+
+_CACHED_HEADERS: Final = 256
+_CACHED_HEADER_BYTES: Final = 4096
+_INTS: Final = frozenset({int})
+_JSON_TYPES: Final[Mapping[DType, frozenset[type]]] = {
+    DType.BOOL: frozenset({bool}),
+    DType.BYTES: frozenset({str}),
+    DType.FP32: frozenset({int, float}),
+    DType.FP64: frozenset({int, float}),
+}
+
+
+class Decoder:
+    """Bodies to requests. Keeps the checked JSON of binary requests by its bytes: clients mostly send the same
+    header again."""
+
+    def __init__(self) -> None:
+        self._headers: dict[tuple[bytes, str], InferHeader] = {}
+
+    def decode(self, body: Body, header_length: int | None, model: str) -> tuple[Request, AnswerForm]:
+        """The request, and how it wants its answer. `header_length` is Inference-Header-Content-Length, None where
+        there is none.
+
+        Raises `Invalid` or `Unsupported`, naming the field.
+        """
+        if header_length is None:
+            header_length = len(body)
+            header = parse_header(body, model)
+        else:
+            if not 0 <= header_length <= len(body):
+                raise Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
+            header = self._header(bytes(body[:header_length]), model)
+        inputs = _arrays(header, body, header_length, model)
+        request = Request(
+            inputs,
+            header.outputs,
+            header.id,
+            header.priority,
+            header.timeout_us,
+            header.sequence_id,
+            header.sequence_start,
+            header.sequence_end,
+            header.parameters,
+        )
+        return request, header.form
+
+    def _header(self, text: bytes, model: str) -> InferHeader:
+        key = (text, model)  # the model's name is in the messages
+        header = self._headers.get(key)
+        if header is None:
+            header = parse_header(text, model)
+            if len(text) <= _CACHED_HEADER_BYTES and header.is_all_binary:
+                if len(self._headers) >= _CACHED_HEADERS:
+                    self._headers.clear()
+                self._headers[key] = header
+        return header
+
+
+def decode_raw(
+    body: Body, model: str, inputs: Mapping[str, TensorSpec], max_batch_size: int
+) -> tuple[Request, AnswerForm]:
+    """The request whose whole body is the model's one input, of batch 1. Raises `Invalid` where its shape cannot be
+    told."""
+    if len(inputs) != 1:
+        raise Invalid(
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(inputs)} inputs "
+            f"in '{model}' model configuration"
+        )
+    (spec,) = inputs.values()
+    batch = (1,) if max_batch_size else ()
+    if spec.dtype is DType.BYTES:
+        if spec.dims != (1,):
+            raise Invalid(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        element = np.empty((*batch, 1), np.object_)
+        element[...] = bytes(body)
+        return Request({spec.name: element}), ALL_BINARY
+    shape = (*batch, *_deduced(spec, len(body)))
+    count = element_count(spec.name, shape, spec.dtype)
+    expected = count * spec.dtype.itemsize
+    if expected != len(body):
+        raise Invalid(
+            f"input byte size mismatch for input '{spec.name}' for model '{model}'. "
+            f"Expected {expected}, got {len(body)}"
+        )
+    header = InputHeader(spec.name, spec.dtype, shape, count, expected, None)
+    return Request({spec.name: _binary_array(header, body, 0)}), ALL_BINARY
+
+
+def _deduced(spec: TensorSpec, nbytes: int) -> tuple[int, ...]:
+    if spec.dims.count(-1) > 1:
+        raise Invalid(
+            f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one "
+            "variable-sized dimension"
+        )
+    row = math.prod(dim for dim in spec.dims if dim != -1) * spec.dtype.itemsize
+    return tuple(nbytes // row if dim == -1 and row else dim for dim in spec.dims)
+
+
+# ---------------------------------------------------------------------------------------------- binary
+
+
+def _arrays(header: InferHeader, body: Body, offset: int, model: str) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    end = len(body)
+    for one in header.inputs:
+        size = one.binary_size
+        if size is None:
+            arrays[one.name] = _json_array(one)
+            continue
+        if size > end - offset:
+            missing = size - (end - offset)
+            raise Invalid(
+                f"unexpected size for input '{one.name}', expecting {missing} additional bytes for model '{model}'"
+            )
+        if one.dtype is DType.BYTES:
+            block = memoryview(body)[offset : offset + size]
+            flat = bytes_codec.decode(block, one.count, name=one.name, model=model)
+            arrays[one.name] = _shaped(flat, one)
+        else:
+            arrays[one.name] = _binary_array(one, body, offset)
+        offset += size
+    if offset != end:
+        raise Invalid(
+            f"unexpected additional input data for model '{model}': {end - offset} bytes after the last input"
+        )
+    return arrays
+
+
+def _binary_array(header: InputHeader, body: Body, offset: int) -> Array:
+    if header.count == 0:
+        return _shaped(np.empty(0, header.dtype.numpy), header)
+    if header.dtype is DType.BOOL:
+        # Any byte but 0 is true, and numpy's own routines rely on finding nothing but 0 and 1.
+        return _shaped(np.frombuffer(body, np.uint8, header.count, offset) != 0, header)
+    try:
+        array: Array = np.ndarray(header.shape, header.dtype.numpy, body, offset)
+    except ValueError as error:
+        raise _unshapeable(header, error) from None
+    return array if array.flags.aligned else array.copy()
+
+
+def _shaped(flat: Array, header: InputHeader) -> Array:
+    try:
+        return flat.reshape(header.shape)
+    except ValueError as error:
+        raise _unshapeable(header, error) from None
+
+
+def _unshapeable(header: InputHeader, error: ValueError) -> Invalid:
+    return Invalid(f"the shape of input '{header.name}' cannot be used: {error}")
+
+
+# ---------------------------------------------------------------------------------------------- JSON
+
+
+def _json_array(header: InputHeader) -> Array:
+    assert header.data is not None  # InputHeader promises one of the two
+    flat = _flattened(header.data)
+    if len(flat) != header.count:
+        raise Invalid(
+            f"Unable to parse 'data': Shape does not match true shape of 'data' field (input '{header.name}': "
+            f"shape {list(header.shape)} holds {header.count} elements, 'data' has {len(flat)})"
+        )
+    allowed = _JSON_TYPES.get(header.dtype, _INTS)
+    found = set(map(type, flat)) - allowed
+    if found:
+        names = " and ".join(sorted(_JSON_NAMES.get(kind, kind.__name__) for kind in found))
+        raise Invalid(f"Unable to parse 'data': input '{header.name}' is {header.dtype}, its data holds {names}")
+    if header.dtype is DType.BYTES:
+        return _shaped(_string_array(flat, header.name), header)
+    try:
+        with np.errstate(over="ignore"):  # a number too large for FP32 becomes infinity, as everywhere
+            return _shaped(np.array(flat, header.dtype.numpy), header)
+    except OverflowError:
+        raise Invalid(f"Unable to parse 'data': input '{header.name}' holds a number outside {header.dtype}") from None
+
+
+def _flattened(data: list[Any]) -> list[Any]:
+    """`data` without its nesting, whatever that is; how deep it can be was bounded when it was parsed."""
+    while True:
+        kinds = set(map(type, data))
+        if list not in kinds:
+            return data
+        if kinds == {list}:
+            data = list(chain.from_iterable(data))
+        else:
+            data = list(chain.from_iterable(one if type(one) is list else (one,) for one in data))
+
+
+def _string_array(flat: list[str], name: str) -> Array:
+    array = np.empty(len(flat), np.object_)
+    try:
+        array[:] = [text.encode() for text in flat]
+    except UnicodeEncodeError:
+        raise Invalid(f"Unable to parse 'data': input '{name}' holds a string that is not valid Unicode") from None
+    return array
+
+
+_JSON_NAMES: Final[Mapping[type, str]] = {
+    str: "strings",
+    bool: "booleans",
+    int: "integers",
+    float: "fractions",
+    dict: "objects",
+    type(None): "null",
+}

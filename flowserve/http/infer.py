@@ -1,0 +1,131 @@
+"""POST /v2/models/{name}/infer as a bare ASGI callable: the hot path's first and last hop.
+
+Decided here: what the route's URL looks like, which headers matter, and the order of a request's way: deployment,
+body, engine, answer. It stands in front of Starlette's router, because Request, Response and routing objects
+together cost more than everything else a small request needs (reference figures: half the throughput). What bodies
+mean is decided in decode.py and encode.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from flowserve.errors import FlowserveError, Invalid, TooLarge, Unsupported
+from flowserve.http.decode import Body, Decoder, decode_raw
+from flowserve.http.encode import encode
+from flowserve.http.errors import error_body, status_of
+from flowserve.http.infer_header import AnswerForm
+from flowserve.http.limits import body_too_large
+from flowserve.runtime.deployment import Deployment
+from flowserve.runtime.engine import Engine
+from flowserve.values import Request
+
+PREFIX: Final = "/v2/models/"
+SUFFIX: Final = "/infer"
+
+Headers = list[tuple[bytes, bytes]]
+
+_JSON: Final[Headers] = [(b"content-type", b"application/json")]
+_BINARY: Final = (b"content-type", b"application/octet-stream")
+_HEADER_LENGTH: Final = b"inference-header-content-length"
+
+
+class InferRoute:
+    """Answers inference requests. One for a server: it keeps what repeats between them."""
+
+    def __init__(self, engine: Engine, max_body_bytes: int) -> None:
+        self._engine = engine
+        self._max_body_bytes = max_body_bytes
+        self._decoder = Decoder()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, name: str, version: str) -> None:
+        """Run one request and answer it, whatever comes of it."""
+        status = 200
+        try:
+            engine = self._engine
+            deployment = engine.find(name, version)
+            message = await receive()
+            body = message["body"] if not message.get("more_body") else await self._collect(message, receive)
+            request, form = self._decode(scope, body, deployment)
+            request.stamp = engine.next_stamp()
+            response = await engine.infer(deployment, request)
+            parts, json_length = encode(response, form)
+        except UnknownEncoding as error:
+            status, parts, json_length = 415, [error_body(str(error))], None
+        except FlowserveError as error:
+            status, parts, json_length = status_of(error), [error_body(str(error))], None
+        headers = _JSON if json_length is None else [_BINARY, (_HEADER_LENGTH, b"%d" % json_length)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        answer: dict[str, Any] = {"type": "http.response.body"}
+        if len(parts) == 1:
+            answer["body"] = parts[0]
+        elif "flowserve.body" in scope.get("extensions", ()):
+            answer["flowserve.parts"] = parts
+        else:
+            answer["body"] = b"".join(parts)
+        await send(answer)
+
+    def _decode(self, scope: Scope, body: Body, deployment: Deployment) -> tuple[Request, AnswerForm]:
+        header_length: int | None = None
+        for name, value in scope["headers"]:
+            if name == _HEADER_LENGTH:
+                header_length = _header_length(value)
+            elif name == b"content-encoding":
+                check_encoding(value)
+        if header_length == 0:
+            return decode_raw(body, deployment.name, deployment.inputs, deployment.graph.max_batch_size)
+        return self._decoder.decode(body, header_length, deployment.name)
+
+    async def _collect(self, message: Any, receive: Receive) -> bytes:
+        """The body of a server that hands it on in pieces, never more of it than is allowed."""
+        body = bytearray()
+        while True:
+            if message["type"] != "http.request":
+                raise Invalid("the client closed in the middle of a body")
+            body += message.get("body", b"")
+            if len(body) > self._max_body_bytes:
+                raise TooLarge(body_too_large(None, self._max_body_bytes))
+            if not message.get("more_body"):
+                return bytes(body)
+            message = await receive()
+
+
+class UnknownEncoding(Exception):
+    """A Content-Encoding nobody here has heard of: 415."""
+
+
+def check_encoding(value: bytes) -> None:
+    """Refuse a compressed body, naming what is missing, instead of reading it as something it is not."""
+    encoding = value.decode("latin-1").strip().lower()
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        raise Unsupported(f"Content-Encoding '{encoding}': compressed request bodies are not supported yet")
+    if encoding not in ("", "identity"):
+        raise UnknownEncoding(f"unknown Content-Encoding '{encoding}'; send the body as it is")
+
+
+def target(path: str) -> tuple[str, str] | None:
+    """The model's name and version ("" for none) that an infer URL's path names, or None for any other path."""
+    if not (path.endswith(SUFFIX) and path.startswith(PREFIX)):
+        return None
+    parts = path[len(PREFIX) : -len(SUFFIX)].split("/")
+    if len(parts) == 1:
+        return (parts[0], "") if parts[0] else None
+    if len(parts) == 3 and parts[0] and parts[1] == "versions" and is_version(parts[2]):
+        return parts[0], parts[2]
+    return None
+
+
+def is_version(text: str) -> bool:
+    """Whether `text` can stand for a version in a URL; anything else there is an unknown path."""
+    return text.isascii() and text.isdigit()
+
+
+def _header_length(value: bytes) -> int:
+    try:
+        if len(value) < 20:  # int() has its own limit, far beyond any body
+            return int(value)
+    except ValueError:
+        pass
+    raise Invalid(f"Unable to parse inference header size, got: {value[:40].decode('latin-1')}")

@@ -1,0 +1,322 @@
+"""The JSON of an inference request: what it asks for, without its tensors' bytes.
+
+Decided here: every field of the KServe v2 request and of its binary extension, what each may hold, and what a client
+reads who got one wrong. Element counts and byte sizes are worked out in Python's integers, which do not wrap, before
+anything is allocated. Messages begin with Triton's text where it has one. A header whose inputs are all binary holds
+no tensor data and may be kept and used again; nothing changes one.
+
+This file does not know the model: whether names, types and shapes fit it is the engine's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from flowserve.errors import Invalid, Unsupported
+from flowserve.values import BY_WIRE, DType, Parameter
+
+_DEPTH_MAX: Final = 100
+_ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, far fewer than hurt
+_INT64_MAX: Final = 2**63 - 1
+_UINT64_MAX: Final = 2**64 - 1
+_STRINGS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_STEP: Final = np.zeros(256, np.int8)
+_STEP[[ord("["), ord("{")]] = 1
+_STEP[[ord("]"), ord("}")]] = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the outputs travel back. `listed` are the outputs the client named; `default_is_binary` counts where it
+    named none."""
+
+    default_is_binary: bool = False
+    listed: Mapping[str, bool] = field(default_factory=dict)
+
+    def is_binary(self, output: str) -> bool:
+        return self.listed.get(output, self.default_is_binary)
+
+
+ALL_BINARY: Final = AnswerForm(default_is_binary=True)
+
+
+@dataclass(frozen=True, slots=True)
+class InputHeader:
+    """One input. Exactly one of `binary_size` (bytes in the binary part) and `data` (JSON, flat or nested) is not
+    None."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    count: int
+    binary_size: int | None
+    data: list[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class InferHeader:
+    """The whole JSON, checked. Fields mean what `Request`'s do."""
+
+    inputs: tuple[InputHeader, ...]
+    outputs: tuple[str, ...] | None
+    form: AnswerForm
+    id: str
+    priority: int
+    timeout_us: int
+    sequence_id: int | str
+    sequence_start: bool
+    sequence_end: bool
+    parameters: Mapping[str, Parameter]
+
+    @property
+    def is_all_binary(self) -> bool:
+        return all(one.data is None for one in self.inputs)
+
+
+def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeader:
+    """The checked header. Raises `Invalid` naming the field, `Unsupported` naming the feature."""
+    document = load_json(text)
+    if not isinstance(document, dict):
+        raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
+    parameters = _object(document, "parameters")
+    outputs, listed = _outputs(document)
+    return InferHeader(
+        inputs=_inputs(document, model),
+        outputs=outputs,
+        form=AnswerForm(_bool(parameters, "binary_data_output"), listed),
+        id=_string(document, "id", default=""),
+        priority=_uint(parameters, "priority"),
+        timeout_us=_uint(parameters, "timeout"),
+        sequence_id=_sequence_id(parameters),
+        sequence_start=_bool(parameters, "sequence_start"),
+        sequence_end=_bool(parameters, "sequence_end"),
+        parameters=_custom_parameters(parameters),
+    )
+
+
+def load_json(text: bytes | bytearray | memoryview) -> Any:
+    """`text` as Python values; NaN and Infinity literals are numbers. Raises `Invalid` with the place of the first
+    mistake."""
+    text = bytes(text)
+    _check_depth(text)
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        if b"NaN" in text or b"Infinity" in text:
+            return _load_lenient_json(text)
+        raise Invalid(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def _load_lenient_json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise Invalid(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def _check_depth(text: bytes) -> None:
+    if text.count(b"[") + text.count(b"{") <= _DEPTH_MAX:
+        return
+    # Brackets inside strings do not nest, so the strings go first. All at C speed: a body may be 64 MB of numbers.
+    brackets = _STRINGS.sub(b"", text).translate(None, _NOT_BRACKETS)
+    steps = _STEP[np.frombuffer(brackets, np.uint8)]
+    if steps.size and int(np.cumsum(steps, dtype=np.int64).max()) > _DEPTH_MAX:
+        raise Invalid(f"JSON nesting depth exceeds maximum allowed limit ({_DEPTH_MAX})")
+
+
+# ---------------------------------------------------------------------------------------------- inputs and
+# outputs
+
+
+def _inputs(document: Mapping[str, Any], model: str) -> tuple[InputHeader, ...]:
+    inputs: dict[str, InputHeader] = {}
+    for position, entry in enumerate(_array(document, "inputs")):
+        name = _name(entry, "inputs", position)
+        if name in inputs:
+            raise Invalid(f"input '{name}' already exists in request")
+        inputs[name] = _input(entry, name, model)
+    return tuple(inputs.values())
+
+
+def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
+    where = f" (input '{name}')"
+    wire = _string(entry, "datatype", where)
+    dtype = BY_WIRE.get(wire)
+    if dtype is None:
+        raise Invalid(f"invalid datatype '{wire}' for input '{name}'; use one of {', '.join(BY_WIRE)}")
+    shape = _shape(entry, where)
+    count = element_count(name, shape, dtype)
+    parameters = _object(entry, "parameters", where)
+    _refuse_shared_memory(parameters, f"input '{name}'")
+    size = _uint(parameters, "binary_data_size", where) if "binary_data_size" in parameters else None
+    data = entry.get("data")
+    if (size is None) == (data is None):
+        found = "none was given" if data is None else "both 'data' and 'binary_data_size' were given"
+        raise Invalid(
+            "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+            f"'shared_memory_region' in 'parameters'. But {found} for input '{name}'"
+        )
+    if size is not None:
+        if dtype is not DType.BYTES and size != count * dtype.itemsize:
+            expected = count * dtype.itemsize
+            raise Invalid(
+                f"input byte size mismatch for input '{name}' for model '{model}'. Expected {expected}, got {size}"
+            )
+    elif not isinstance(data, list):
+        raise Invalid(f"Unable to parse 'data': attempt to access JSON non-array as array{where}")
+    elif dtype in (DType.FP16, DType.BF16):
+        raise Invalid(
+            f"receiving {dtype} data via JSON is not supported. Please use the binary data format for input {name}"
+        )
+    return InputHeader(name, dtype, shape, count, size, data)
+
+
+def _shape(entry: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    shape = _array(entry, "shape", where, is_required=True)
+    for position, dim in enumerate(shape):
+        if type(dim) is not int or dim < 0:
+            raise Invalid(
+                "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer"
+                f"{where[:-1]}: dimension {position} is {_shown(dim)})"
+            )
+    return tuple(shape)
+
+
+def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
+    """How many elements `shape` holds. Raises `Invalid` where no machine could hold them."""
+    count = math.prod(shape)
+    if count > _INT64_MAX or max(shape, default=0) > _INT64_MAX:
+        raise Invalid(
+            f"the shape {list(shape)} of input '{name}' causes total element count to exceed "
+            f"maximum size of {_INT64_MAX}"
+        )
+    if count * dtype.itemsize > _INT64_MAX:
+        raise Invalid(f"byte size overflow for input '{name}': {count} elements of {dtype}")
+    return count
+
+
+def _outputs(document: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, dict[str, bool]]:
+    listed: dict[str, bool] = {}
+    for position, entry in enumerate(_array(document, "outputs")):
+        name = _name(entry, "outputs", position)
+        if name in listed:
+            raise Invalid(f"output '{name}' already exists in request")
+        where = f" (output '{name}')"
+        parameters = _object(entry, "parameters", where)
+        _refuse_shared_memory(parameters, f"output '{name}'")
+        if _uint(parameters, "classification", where):
+            raise Unsupported(f"output '{name}': classification is not supported yet; ask for the tensor itself")
+        listed[name] = _bool(parameters, "binary_data", where)
+    return tuple(listed) or None, listed
+
+
+def _refuse_shared_memory(parameters: Mapping[str, Any], whose: str) -> None:
+    if "shared_memory_region" in parameters:
+        raise Unsupported(f"{whose}: shared memory is not supported yet; send the tensor with the request")
+
+
+# ---------------------------------------------------------------------------------------------- request
+# parameters
+
+_KNOWN_PARAMETERS: Final = frozenset(
+    {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"}
+)
+
+
+def _sequence_id(parameters: Mapping[str, Any]) -> int | str:
+    if isinstance(parameters.get("sequence_id"), str):
+        return _string(parameters, "sequence_id")
+    return _uint(parameters, "sequence_id")
+
+
+def _custom_parameters(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
+    custom: dict[str, Parameter] = {}
+    for key, value in parameters.items():
+        if key in _KNOWN_PARAMETERS:
+            continue
+        if key.startswith("triton_"):
+            raise Invalid(
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified "
+                f"(found '{key}')"
+            )
+        if not isinstance(value, str | bool | int | float):
+            raise Invalid(f"parameter '{key}' has invalid type; it should be a string, a number or a boolean")
+        custom[key] = value
+    return custom
+
+
+# ---------------------------------------------------------------------------------------------- fields
+
+
+def _name(entry: Any, where: str, position: int) -> str:
+    if not isinstance(entry, dict):
+        raise Invalid(f"Unable to parse '{where}': attempt to access JSON non-object as object ({where}[{position}])")
+    return _string(entry, "name", f" ({where}[{position}])")
+
+
+def _string(entry: Mapping[str, Any], key: str, where: str = "", default: str | None = None) -> str:
+    value = entry.get(key, default)
+    if value is None:
+        raise _missing(key, where)
+    if not isinstance(value, str):
+        raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-string as string{where}")
+    return value
+
+
+def _array(entry: Mapping[str, Any], key: str, where: str = "", *, is_required: bool = False) -> list[Any]:
+    value = entry.get(key)
+    if value is None and key not in entry:
+        if is_required:
+            raise _missing(key, where)
+        return []
+    if not isinstance(value, list):
+        raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-array as array{where}")
+    if len(value) > _ITEMS_MAX:
+        raise Invalid(f"Unable to parse '{key}': {len(value)} entries, at most {_ITEMS_MAX} are accepted{where}")
+    return value
+
+
+def _object(entry: Mapping[str, Any], key: str, where: str = "") -> dict[str, Any]:
+    value = entry.get(key, _NOTHING)
+    if not isinstance(value, dict):
+        raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-object as object{where}")
+    if len(value) > _ITEMS_MAX:
+        raise Invalid(f"Unable to parse '{key}': {len(value)} entries, at most {_ITEMS_MAX} are accepted{where}")
+    return value
+
+
+def _uint(entry: Mapping[str, Any], key: str, where: str = "") -> int:
+    value = entry.get(key, 0)
+    if type(value) is not int or not 0 <= value <= _UINT64_MAX:
+        raise Invalid(
+            f"Unable to parse '{key}': attempt to access JSON non-unsigned-integer as unsigned-integer{where}"
+        )
+    return value
+
+
+def _bool(entry: Mapping[str, Any], key: str, where: str = "") -> bool:
+    value = entry.get(key, False)
+    if type(value) is not bool:
+        raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-boolean as boolean{where}")
+    return value
+
+
+def _missing(key: str, where: str) -> Invalid:
+    return Invalid(f"Unable to parse '{key}': attempt to access non-existing object member '{key}'{where}")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+_NOTHING: Final[dict[str, Any]] = {}

@@ -1,0 +1,207 @@
+"""The ASGI server: listeners, connections, and the few tasks that look after all of them.
+
+Decided here: who is accepted, who is given up on, and how the server ends. Two housekeeping tasks serve every
+connection: the *sweeper*, which compares deadlines a few times a second, and the *watch*, which the kernel tells
+when a client hangs up. Neither costs a request anything. What is said on a connection is decided in connection.py.
+
+Ending has two steps. `drain` stops accepting, closes connections that have nothing to say, and lets requests in
+flight finish (their answers carry `Connection: close`); past its deadline the rest is cancelled. `serve` returns
+when the last connection is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import select
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from starlette.types import ASGIApp
+from trio.lowlevel import wait_readable
+
+from flowserve.http.connection import Connection, Phase
+from flowserve.http.head import HeadCache
+from flowserve.http.limits import Limits
+from flowserve.memory.pool import Pool
+
+_BACKLOG: Final = 2048
+_OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_ACCEPT_PAUSE_S: Final = 0.1
+_LEAVING_GRACE_S: Final = 0.002  # a client that half-closes after a fast request still gets its answer
+_SWEEP_S_MAX: Final = 0.5
+_SWEEP_S_MIN: Final = 0.01
+
+_log = logging.getLogger("flowserve.http")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatistics:
+    """A snapshot. `running` are connections whose request the app has."""
+
+    connections: int
+    idle: int
+    running: int
+
+
+class Server:
+    """Serves `app` on any number of listeners. Large bodies are received into buffers of `pool`."""
+
+    def __init__(self, app: ASGIApp, limits: Limits | None = None, pool: Pool | None = None) -> None:
+        self.app = app
+        self.limits = limits or Limits()
+        self.pool = pool or Pool()
+        self.heads = HeadCache(self.limits)
+        self.is_draining = False
+        self._connections: dict[int, Connection] = {}  # by file descriptor
+        self._accepting = trio.CancelScope()
+        self._drain_deadline = math.inf
+        self._now = 0.0
+        self._sweep_s = _sweep_interval(self.limits)
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+
+    async def serve(
+        self, listeners: Sequence[socket.socket], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Serve until drained. Owns and closes `listeners` (from `open_listeners`). Cancelling it cuts every
+        connection."""
+        self._now = trio.current_time()
+        try:
+            async with trio.open_nursery() as housekeeping:
+                housekeeping.start_soon(self._sweep, name="http sweeper")
+                housekeeping.start_soon(self._watch_for_leavers, name="http watch")
+                # Connections live outside the accepting scope: ending that one must not end them.
+                async with trio.open_nursery() as connections:
+                    with self._accepting:
+                        async with trio.open_nursery() as accepting:
+                            for listener in listeners:
+                                accepting.start_soon(self._accept, listener, connections, name="http listener")
+                            task_status.started()
+                    _close(listeners)
+                housekeeping.cancel_scope.cancel()
+        finally:
+            _close(listeners)
+            if self._epoll is not None:
+                self._epoll.close()
+
+    def drain(self, within_s: float = math.inf) -> None:
+        """Begin to end. Requests in flight have `within_s` seconds. Calling it again may only shorten that."""
+        self._drain_deadline = min(self._drain_deadline, trio.current_time() + within_s)
+        self.is_draining = True
+        self._accepting.cancel()
+        for connection in self._connections.values():
+            if connection.phase is Phase.IDLE and not connection.has_input():
+                connection.scope.cancel()
+
+    def statistics(self) -> ServerStatistics:
+        """What the connections are doing now."""
+        phases = [connection.phase for connection in self._connections.values()]
+        return ServerStatistics(len(phases), phases.count(Phase.IDLE), phases.count(Phase.RUNNING))
+
+    def deadline_in(self, limit_s: float) -> float:
+        """`limit_s` from now, at most two sweeps late and never early. Reads no clock."""
+        return self._now + self._sweep_s + limit_s
+
+    async def _accept(self, listener: socket.socket, connections: trio.Nursery) -> None:
+        while True:
+            try:
+                sock, address = listener.accept()
+            except BlockingIOError:
+                await wait_readable(listener)
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    # The listener stays readable: without a pause this would spin until somebody closes something.
+                    _log.warning("cannot accept connections for the moment: %s", error.strerror)
+                    await trio.sleep(_ACCEPT_PAUSE_S)
+                elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR):
+                    raise
+            else:
+                sock.setblocking(False)
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                client = address[:2] if isinstance(address, tuple) else None
+                connections.start_soon(self._run, Connection(self, sock, client), name="http connection")
+
+    async def _run(self, connection: Connection) -> None:
+        descriptor = connection.sock.fileno()
+        self._connections[descriptor] = connection
+        if self._epoll is not None:
+            self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLET)
+        try:
+            await connection.run()
+        finally:
+            # Closing took it out of the epoll set, and nothing ran since then that could have got the same descriptor.
+            del self._connections[descriptor]
+
+    async def _sweep(self) -> None:
+        while True:
+            await trio.sleep(self._sweep_s)
+            self._now = now = trio.current_time()
+            is_over = now >= self._drain_deadline
+            for connection in self._connections.values():
+                if is_over or (connection.phase is not Phase.RUNNING and now >= connection.deadline):
+                    connection.scope.cancel()
+
+    async def _watch_for_leavers(self) -> None:
+        """Cancel the requests of clients that hung up. Where there is no epoll they are noticed when their answer is
+        sent."""
+        if self._epoll is None:
+            return
+        while True:
+            await wait_readable(self._epoll)
+            leaving = [self._connections.get(descriptor) for descriptor, _ in self._epoll.poll(0)]
+            await trio.sleep(_LEAVING_GRACE_S)
+            for connection in leaving:
+                if connection is not None and connection.phase is Phase.RUNNING:
+                    connection.scope.cancel()
+
+
+def open_listeners(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets for every address of `host`; `port` 0 picks one, the same for all. Raises OSError where one
+    cannot be had."""
+    listeners: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            listener = socket.socket(family, kind, protocol)
+            listeners.append(listener)
+            listener.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            chosen = port or listeners[0].getsockname()[1]
+            listener.bind((address[0], chosen, *address[2:]))
+            listener.listen(_BACKLOG)
+    except OSError:
+        _close(listeners)
+        raise
+    return listeners
+
+
+async def serve(
+    app: ASGIApp,
+    listeners: Sequence[socket.socket],
+    *,
+    limits: Limits | None = None,
+    task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve `app` until the `Server` handed out by `nursery.start` is drained, or this is cancelled."""
+    server = Server(app, limits)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        task_status.started(server)
+
+
+def _sweep_interval(limits: Limits) -> float:
+    shortest = min(limits.header_timeout_s, limits.body_timeout_s, limits.write_timeout_s, limits.idle_timeout_s)
+    return min(max(shortest / 4, _SWEEP_S_MIN), _SWEEP_S_MAX)
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for sock in sockets:
+        sock.close()
