@@ -1,0 +1,148 @@
+"""Which folders are models and which of theirs are versions, on real folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowserve.config.types import VersionPolicy
+from flowserve.errors import NotFound, Problems
+from flowserve.repository.layout import ModelFolder, find_models, missing_versions, scan, versions_to_serve
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Make folders under a repository; a path with a suffix becomes an empty file."""
+
+    def create(*paths: str, repository: str = "models") -> Path:
+        root = tmp_path / repository
+        for path in paths:
+            target = root / path
+            if target.suffix:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.touch()
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+        return root
+
+    return create
+
+
+def folder(*versions: int) -> ModelFolder:
+    return ModelFolder("m", Path("models/m"), Path("models"), versions)
+
+
+def test_models_come_by_name_with_their_versions_in_number_order(make: Make) -> None:
+    root = make("b/10", "b/9", "a/1/model.onnx", "a/config.pbtxt")
+    assert [(found.name, found.versions) for found in scan(root)] == [("a", (1,)), ("b", (9, 10))]
+
+
+@pytest.mark.fault("L9")
+def test_folders_that_are_no_versions_are_ignored_with_a_warning(make: Make) -> None:
+    root = make("m/1", "m/abc", "m/04", "m/0", "m/-1", "m/3abc", "m/1_0", "m/\u0663", "m/99999999999999999999")
+    (found,) = scan(root)
+    assert found.versions == (1,)
+    named = {warning.split(":")[0] for warning in found.warnings}
+    assert named == {"m/abc", "m/04", "m/0", "m/-1", "m/3abc", "m/1_0", "m/\u0663", "m/99999999999999999999"}
+
+
+def test_what_belongs_beside_versions_is_skipped_in_silence(make: Make) -> None:
+    root = make(
+        "m/1", "m/warmup", "m/initial_state", "m/configs", "m/labels", "m/__pycache__", "m/.cache", "m/labels.txt"
+    )
+    (found,) = scan(root)
+    assert found.warnings == ()
+
+
+def test_hidden_folders_and_files_of_the_repository_are_no_models(make: Make) -> None:
+    root = make("m/1", ".git/1", "__pycache__/1", "README.md")
+    assert [found.name for found in scan(root)] == ["m"]
+
+
+def test_a_folder_without_configuration_and_versions_is_skipped_with_a_warning(make: Make) -> None:
+    root = make("m/1", "notes/old")
+    found = find_models([root])
+    assert [folder.name for folder in found.folders] == ["m"]
+    assert found.warnings == ("notes: neither config.pbtxt nor a version folder in it; not a model, skipped",)
+
+
+@pytest.mark.fault("C10")
+def test_links_that_lead_in_a_circle_or_nowhere_do_no_harm(make: Make) -> None:
+    root = make("m/1")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "gone").symlink_to(root / "nowhere")
+    (root / "m" / "2").symlink_to(root / "m" / "2")
+    (root / "m" / "up").symlink_to(root)
+    found = find_models([root])
+    assert [(folder.name, folder.versions) for folder in found.folders] == [("m", (1,))]
+    assert [warning.split(":")[0] for warning in found.warnings] == ["gone", "loop"]
+
+
+def test_a_name_in_two_repositories_is_served_from_neither(make: Make) -> None:
+    first, second = make("m/1", "a/1", repository="one"), make("m/1", "b/1", repository="two")
+    found = find_models([first, second])
+    assert [folder.name for folder in found.folders] == ["a", "b"]
+    assert list(found.duplicates) == ["m"]
+    text = str(found.duplicates["m"])
+    assert text.startswith("model 'm' appears in two or more repositories: ")
+    assert str(first) in text
+    assert str(second) in text
+
+
+def test_the_same_repository_given_twice_is_one(make: Make) -> None:
+    root = make("m/1")
+    assert [folder.name for folder in find_models([root, root]).folders] == ["m"]
+
+
+def test_a_repository_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="does not exist"):
+        scan(tmp_path / "nowhere")
+
+
+def test_a_file_given_as_repository_is_said_so(make: Make) -> None:
+    root = make("m/config.pbtxt")
+    with pytest.raises(Problems, match="is a file; give the folder that holds the models' folders"):
+        scan(root / "m" / "config.pbtxt")
+
+
+@pytest.mark.fault("L10")
+@pytest.mark.parametrize(
+    ("policy", "served"),
+    [
+        (VersionPolicy(), (10,)),
+        (VersionPolicy(latest=2), (9, 10)),
+        (VersionPolicy(latest=9), (1, 9, 10)),
+        (VersionPolicy(all=True), (1, 9, 10)),
+        (VersionPolicy(specific=(1, 10)), (1, 10)),
+        (VersionPolicy(specific=(10, 11)), (10,)),
+    ],
+)
+def test_the_version_policy_picks_from_what_is_on_disk(policy: VersionPolicy, served: tuple[int, ...]) -> None:
+    assert versions_to_serve(folder(1, 9, 10), policy) == served
+
+
+def test_specific_versions_that_are_missing_are_told() -> None:
+    assert missing_versions(folder(1, 9), VersionPolicy(specific=(9, 11))) == (11,)
+
+
+def test_a_policy_that_leaves_nothing_says_what_there_is() -> None:
+    with pytest.raises(Problems) as caught:
+        versions_to_serve(folder(1, 2), VersionPolicy(specific=(3,)))
+    assert str(caught.value) == (
+        "m: at least one version must be available under the version policy of model 'm' "
+        "(the policy wants 3, and the folder has 1, 2) [R1]"
+    )
+
+
+def test_an_ensemble_without_a_version_folder_is_told_to_make_one() -> None:
+    with pytest.raises(Problems, match=r"mkdir m/1"):
+        versions_to_serve(folder(), VersionPolicy(), is_ensemble=True)
+
+
+def test_a_model_without_a_version_folder_is_told_where_its_files_go() -> None:
+    with pytest.raises(Problems, match=r"put the model's files into m/1/"):
+        versions_to_serve(folder(), VersionPolicy())
