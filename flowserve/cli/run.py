@@ -45,7 +45,7 @@ async def _run(options: RunOptions) -> int:
     if not options.repository.is_dir():
         what = "is not a folder" if options.repository.exists() else "does not exist"
         return _failed(f"model repository '{options.repository}' {what}")
-    with Shutdown(options.exit_timeout_s) as shutdown:
+    with Shutdown(options.exit_timeout_s, options.repository) as shutdown:
         try:
             listeners = listen(options.http_address, options.http_port)
         except FlowserveError as error:

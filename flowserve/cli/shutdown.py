@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Final, Self
 
@@ -26,10 +29,11 @@ class Shutdown:
     Plain signal handlers rather than trio's receiver: they also run while a model computes on the event loop.
     """
 
-    def __init__(self, exit_timeout_s: float) -> None:
+    def __init__(self, exit_timeout_s: float, repository: Path) -> None:
         self.asked = trio.Event()
         self.deadline = float("inf")  # on the loop's clock, once asked
         self._exit_timeout_s = exit_timeout_s
+        self._repository = repository.resolve()
         self._until_asked = trio.CancelScope()
         self._watchdog: threading.Timer | None = None
 
@@ -67,9 +71,16 @@ class Shutdown:
         self._until_asked.cancel()
 
     def _overdue(self) -> None:
-        end_now(
-            1, f"not ended within {self._exit_timeout_s:g} s (--exit-timeout-secs): the event loop is held by a model"
-        )
+        where = self._held_at() or "the event loop does not answer"
+        end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {where}")
+
+    def _held_at(self) -> str:
+        """The innermost line of a model's own code that the event loop's thread is in, "" where it is in none."""
+        for frame in reversed(traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])):
+            path = Path(frame.filename).resolve()
+            if path.is_relative_to(self._repository):
+                return f"{path.relative_to(self._repository)}:{frame.lineno} holds the event loop in {frame.name}()"
+        return ""
 
 
 def end_now(status: int, message: str) -> None:

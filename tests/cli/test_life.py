@@ -1,0 +1,313 @@
+"""A server's life as its operator sees it: starting, refusing to start, and ending. Real processes throughout."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flowserve.testing.serve import DidNotServe, Served
+
+pytestmark = pytest.mark.server
+
+Serve = Callable[..., Served]
+
+CONFIG = """
+backend: "python"
+max_batch_size: 0
+input [ { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+"""
+
+MODEL = """
+import pathlib
+import time
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {initialize}
+
+    def execute(self, requests):
+        pathlib.Path({started!r}).touch()
+        {execute}
+        arrays = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", array)]) for array in arrays]
+"""
+
+BODY = {"inputs": [{"name": "X", "shape": [1], "datatype": "FP32", "data": [1.5]}]}
+
+
+def write_model(repository: Path, name: str, *, initialize: str = "pass", execute: str = "pass") -> Path:
+    """A Python model that echoes X as Y. Returns the file it makes when it begins to execute."""
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    started = repository.parent / f"{name}.started"
+    (version.parent / "config.pbtxt").write_text(CONFIG)
+    (version / "model.py").write_text(MODEL.format(initialize=initialize, execute=execute, started=str(started)))
+    return started
+
+
+def infer(served: Served, name: str, within_s: float = 30) -> httpx.Response:
+    return httpx.post(f"{served.base_url}/v2/models/{name}/infer", json=BODY, timeout=within_s, trust_env=False)
+
+
+def get(served: Served, path: str) -> httpx.Response:
+    return httpx.get(served.base_url + path, timeout=10, trust_env=False)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Ask again until it holds; nothing tells us when another process has come that far."""
+    tick = socket.socketpair()[0]
+    tick.settimeout(0.01)
+    with tick:
+        for _ in range(2000):
+            if condition():
+                return
+            try:
+                tick.recv(1)
+            except TimeoutError:
+                continue
+    raise AssertionError(f"never: {what}")
+
+
+# ---------------------------------------------------------------------------------------------------------- starting
+
+
+def test_a_start_tells_what_loads_what_is_served_and_where(tmp_path: Path, serve: Serve) -> None:
+    write_model(tmp_path, "echo")
+    served = serve(tmp_path)
+    assert "loading echo" in served.lines
+    assert any(re.fullmatch(r"ready   echo in \d+\.\d\d s", line) for line in served.lines)
+    row = next(line for line in served.lines if "/v2/models/echo/infer" in line)
+    assert row.split() == ["echo", "1", "python", "-", "/v2/models/echo/infer"]
+    assert infer(served, "echo").json()["outputs"][0]["data"] == [1.5]
+    assert served.stop() == 0
+
+
+@pytest.mark.fault("K2")
+def test_a_repository_that_is_missing_is_named(tmp_path: Path, serve: Serve) -> None:
+    with pytest.raises(DidNotServe) as ended:
+        serve(tmp_path / "nowhere")
+    assert ended.value.status == 1
+    assert ended.value.log.startswith("flowserve: model repository '")
+    assert ended.value.log.endswith("nowhere' does not exist\n")
+
+
+@pytest.mark.fault("K2")
+def test_a_repository_that_is_a_file_is_named(tmp_path: Path, serve: Serve) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DidNotServe) as ended:
+        serve(tmp_path / "file")
+    assert ended.value.status == 1
+    assert ended.value.log.endswith("file' is not a folder\n")
+
+
+@pytest.mark.fault("K3")
+def test_an_empty_repository_is_served_and_ready(tmp_path: Path, serve: Serve) -> None:
+    served = serve(tmp_path)
+    assert get(served, "/v2/health/ready").status_code == 200
+    index = httpx.post(served.base_url + "/v2/repository/index", timeout=10, trust_env=False)
+    assert index.json() == []
+
+
+@pytest.mark.fault("K4")
+def test_a_port_in_use_ends_the_start_before_anything_is_loaded(tmp_path: Path, serve: Serve) -> None:
+    started = tmp_path / "initialized"
+    write_model(tmp_path / "models", "echo", initialize=f"pathlib.Path({str(started)!r}).touch()")
+    (tmp_path / "empty").mkdir()
+    first = serve(tmp_path / "empty")
+    command = [sys.executable, "-m", "flowserve", "run", str(tmp_path / "models"), "--http-port", str(first.port)]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    assert second.returncode == 1
+    assert second.stderr.startswith(f"flowserve: cannot listen on 127.0.0.1 port {first.port}: address already in use;")
+    assert "--http-port" in second.stderr
+    assert not started.exists()
+    assert get(first, "/v2/health/live").status_code == 200
+
+
+@pytest.mark.fault("K5")
+def test_port_zero_picks_a_port_and_the_last_line_says_which(tmp_path: Path, serve: Serve) -> None:
+    served = serve(tmp_path, "--http-port", "0")
+    assert re.fullmatch(r"listening on http://127\.0\.0\.1:[1-9]\d*", served.lines[-1])
+    assert get(served, "/v2/health/live").status_code == 200
+
+
+@pytest.mark.fault("K6")
+def test_a_port_that_is_not_permitted_is_named(tmp_path: Path, serve: Serve) -> None:
+    first_free = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+    if os.geteuid() == 0 or not first_free.exists() or int(first_free.read_text()) <= 80:
+        pytest.skip("port 80 is permitted to this user")
+    with pytest.raises(DidNotServe) as ended:
+        serve(tmp_path, "--http-port", "80")
+    assert ended.value.status == 1
+    assert "cannot listen on 127.0.0.1 port 80: permission denied; ports below 1024" in ended.value.log
+
+
+@pytest.mark.fault("K6")
+def test_a_model_that_cannot_be_read_is_unavailable_and_says_why(tmp_path: Path, serve: Serve) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("the administrator may read everything")
+    write_model(tmp_path, "echo")
+    (tmp_path / "echo" / "config.pbtxt").chmod(0)
+    served = serve(tmp_path, "--exit-on-error", "false", "--strict-readiness", "false")
+    assert "echo/config.pbtxt" in served.log
+    assert "ermission denied" in served.log
+
+
+def test_an_address_of_another_machine_is_refused_with_a_hint(tmp_path: Path, serve: Serve) -> None:
+    with pytest.raises(DidNotServe) as ended:
+        serve(tmp_path, "--http-address", "192.0.2.1")
+    assert ended.value.status == 1
+    assert "try --http-address 127.0.0.1" in ended.value.log
+
+
+def test_a_model_that_fails_to_load_ends_the_start_and_is_explained(tmp_path: Path, serve: Serve) -> None:
+    write_model(tmp_path, "good")
+    write_model(tmp_path, "bad", initialize="raise RuntimeError('no weights today')")
+    with pytest.raises(DidNotServe) as ended:
+        serve(tmp_path)
+    assert ended.value.status == 1
+    assert "flowserve: 1 of 2 models failed to load:\n  bad\n" in ended.value.log
+    assert "no weights today" in ended.value.log
+    assert "--exit-on-error false serves the models that did load" in ended.value.log
+
+
+def test_what_does_load_is_served_when_the_operator_says_so(tmp_path: Path, serve: Serve) -> None:
+    write_model(tmp_path, "good")
+    write_model(tmp_path, "bad", initialize="raise RuntimeError('no weights today')")
+    served = serve(tmp_path, "--exit-on-error", "false")
+    assert infer(served, "good").status_code == 200
+    assert get(served, "/v2/health/ready").status_code != 200
+    assert any("bad" in line and "not available" in line for line in served.lines)
+
+
+def test_strict_readiness_can_be_given_up(tmp_path: Path, serve: Serve) -> None:
+    write_model(tmp_path, "bad", initialize="raise RuntimeError('no weights today')")
+    served = serve(tmp_path, "--exit-on-error=0", "--strict-readiness=0")
+    assert get(served, "/v2/health/ready").status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------------------ ending
+
+
+@pytest.mark.fault("X1", "X2")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_requests_under_way_finish_and_new_ones_are_refused(
+    tmp_path: Path, serve: Serve, number: signal.Signals
+) -> None:
+    started = write_model(tmp_path / "models", "slow", execute="time.sleep(0.4)")
+    served = serve(tmp_path / "models")
+    with ThreadPoolExecutor(5) as clients:
+        answers = [clients.submit(infer, served, "slow") for _ in range(5)]
+        wait_until(started.exists, "the first request runs")
+        wait_until(lambda: _pending(served, "slow") == 4, "four wait")
+        served.process.send_signal(number)
+        wait_until(lambda: not _connects(served), "new connections are refused")
+        assert [answer.result().status_code for answer in answers] == [200] * 5
+    assert served.process.wait(10) == 0
+
+
+@pytest.mark.fault("X2")
+def test_a_request_on_an_open_connection_is_refused_while_draining(tmp_path: Path, serve: Serve) -> None:
+    started = write_model(tmp_path / "models", "slow", execute="time.sleep(1.5)")
+    served = serve(tmp_path / "models")
+    with ThreadPoolExecutor(1) as clients, socket.create_connection(("127.0.0.1", served.port), timeout=10) as half:
+        answer = clients.submit(infer, served, "slow")
+        wait_until(started.exists, "the request runs")
+        half.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n")  # not idle any more, and not complete
+        wait_until(lambda: get(served, "/v2/health/ready").status_code == 200, "the half request has arrived")
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not _connects(served), "new connections are refused")
+        half.sendall(b"\r\n")
+        assert not half.recv(65536).startswith(b"HTTP/1.1 200")
+        assert answer.result().status_code == 200
+    assert served.process.wait(10) == 0
+
+
+@pytest.mark.fault("X3")
+def test_idle_connections_are_closed_at_once_and_do_not_delay_the_end(tmp_path: Path, serve: Serve) -> None:
+    served = serve(tmp_path)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as idle:
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(65536).startswith(b"HTTP/1.1 200")
+        assert served.stop(within_s=3) == 0
+        assert idle.recv(65536) == b""
+
+
+@pytest.mark.fault("X5")
+def test_a_model_that_hangs_does_not_keep_the_process_past_its_time_and_is_named(tmp_path: Path, serve: Serve) -> None:
+    started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
+    served = serve(tmp_path / "models", "--exit-timeout-secs", "1")
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(infer, served, "stuck")
+        wait_until(started.exists, "the request runs")
+        assert served.stop(within_s=3) == 1
+        assert "stuck_0" in served.log
+        assert "--exit-timeout-secs" in served.log
+        assert isinstance(answer.exception(), httpx.HTTPError)
+
+
+@pytest.mark.fault("X5")
+def test_a_model_that_hangs_on_the_event_loop_does_not_keep_the_process_either(tmp_path: Path, serve: Serve) -> None:
+    started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
+    served = serve(tmp_path / "models", "--exit-timeout-secs", "1", "--python-execution", "inline")
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(infer, served, "stuck")
+        wait_until(started.exists, "the request runs")
+        assert served.stop(within_s=3) == 1
+        assert "stuck/1/model.py" in served.log
+        assert isinstance(answer.exception(), httpx.HTTPError)
+
+
+@pytest.mark.fault("X6")
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, serve: Serve) -> None:
+    started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
+    served = serve(tmp_path / "models")
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(infer, served, "stuck")
+        wait_until(started.exists, "the request runs")
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not _connects(served), "the first signal has arrived")
+        assert served.stop(within_s=1) == 128 + signal.SIGTERM
+        assert isinstance(answer.exception(), httpx.HTTPError)
+
+
+@pytest.mark.fault("X7")
+def test_a_signal_while_loading_ends_the_process(tmp_path: Path) -> None:
+    loading = tmp_path / "loading"
+    write_model(tmp_path / "models", "slow", initialize=f"pathlib.Path({str(loading)!r}).touch(); time.sleep(600)")
+    command = [sys.executable, "-m", "flowserve", "run", str(tmp_path / "models"), "--http-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_until(loading.exists, "the model loads")
+            process.terminate()
+            assert process.wait(5) == 0
+        finally:
+            process.kill()
+
+
+def _pending(served: Served, name: str) -> int:
+    found = re.search(
+        rf'nv_inference_pending_request_count{{model="{name}",version="1"}} (\d+)', get(served, "/metrics").text
+    )
+    return int(found[1]) if found else -1
+
+
+def _connects(served: Served) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", served.port), timeout=1).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,112 @@
+"""What the command understands, and what it says when it does not: one line on standard error, exit status 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowserve.cli.main import main
+from flowserve.cli.options import NOT_YET
+from flowserve.version import __version__
+
+
+def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith("\n")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.fault("K1")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--http-prt", "1"], "unknown option --http-prt; did you mean --http-port?"),
+        (["--http-port", "eighty"], "--http-port: expected a whole number from 0 to 65535, got 'eighty'"),
+        (["--http-port", "65536"], "--http-port: expected a whole number from 0 to 65535, got 65536"),
+        (["--http-port=-1"], "--http-port: expected a whole number from 0 to 65535, got -1"),
+        (["--http-port", "٨"], "expected a whole number"),
+        (["--http-max-input-size", "0"], "--http-max-input-size: expected a whole number, 1 or more, got 0"),
+        (["--exit-timeout-secs", "9" * 30], "--exit-timeout-secs: expected a whole number, 0 or more"),
+        (["--exit-on-error", "maybe"], "--exit-on-error: expected true, false, 1 or 0, got 'maybe'"),
+        (["--model-control-mode", "sometimes"], "--model-control-mode: expected none, got 'sometimes'"),
+        (["--model-control-mode", "explicit"], "loading and unloading while running is not supported yet; use none"),
+        (["--model-control-mode", "poll"], "polling the repository is not supported yet; use none"),
+        (["--rate-limit", "execution_count"], "rate limiting is not supported yet; use off"),
+        (["--python-execution", "process"], "running Python models in processes is not supported yet; use thread"),
+        (["--python-execution", "gpu"], "--python-execution: expected thread or inline, got 'gpu'"),
+        (
+            ["--load-model", "a"],
+            "--load-model: choosing models at start (model control mode explicit) is not supported",
+        ),
+        (["--backend-config=onnxruntime,x=1"], "--backend-config: backend configuration on the command line is not"),
+        (["--model-repository=/models"], "--model-repository: the repository is named without an option"),
+        (["--http-port"], "--http-port: expected one argument"),
+        (["another"], "unexpected argument 'another'; one repository is served at a time"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_names_it(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    complaint = _complaint(["run", "models", *arguments], capsys)
+    assert complaint.startswith("flowserve run: ")
+    assert said in complaint
+
+
+@pytest.mark.fault("K1")
+@pytest.mark.parametrize("option", sorted(NOT_YET))
+def test_every_option_of_tritonserver_that_is_missing_names_its_feature(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{option}: {NOT_YET[option]} is not supported yet" in _complaint(["run", option, "x", "models"], capsys)
+
+
+@pytest.mark.fault("K1")
+def test_a_command_without_repository_or_of_another_name_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "which repository?" in _complaint(["run"], capsys)
+    assert "which repository?" in _complaint(["check"], capsys)
+    assert "invalid choice: 'serve'" in _complaint(["serve", "models"], capsys)
+
+
+@pytest.mark.parametrize("text", ["true", "TRUE", "1", "false", "0"])
+def test_booleans_are_written_as_for_tritonserver(text: str) -> None:
+    from flowserve.cli.options import boolean
+
+    assert boolean(text) is (text.lower() in ("true", "1"))
+
+
+def test_help_shows_examples_and_the_version_comes_from_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["run", "--help"], ["check", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        assert "examples:" in capsys.readouterr().out
+    done = subprocess.run([sys.executable, "-m", "flowserve", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"flowserve {__version__}\n"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys; from flowserve.cli import main; print(sorted({'numpy', 'trio', 'onnxruntime'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_defaults_are_safe(tmp_path: Path) -> None:
+    from flowserve.cli.options import RunOptions
+
+    options = RunOptions(tmp_path)
+    assert options.http_address == "127.0.0.1"
+    assert options.http_max_input_size == 64 << 20
+    assert options.exit_on_error
+    assert options.strict_readiness
