@@ -1,0 +1,140 @@
+"""From the message to the records that the rest of the program trusts, and to the JSON that clients read.
+
+Decided here: how each field is spelt on the other side. A tensor without a usable data type is left out: before the
+rules ran that is all that can be said of it, and after them there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from google.protobuf.json_format import MessageToDict
+
+from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
+from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput
+from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Message
+from flowserve.config.types import (
+    DynamicBatching,
+    Ensemble,
+    EnsembleStep,
+    InstanceGroup,
+    ModelConfig,
+    SourceMap,
+    VersionPolicy,
+)
+from flowserve.values import BY_NUMBER, TensorSpec
+
+
+def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
+    """The record of one configuration."""
+    return ModelConfig(
+        name=message.name,
+        backend=message.backend,
+        platform=message.platform,
+        max_batch_size=message.max_batch_size,
+        inputs=_specs(message.input),
+        outputs=_specs(message.output),
+        source=source,
+        version_policy=_version_policy(message),
+        dynamic_batching=_dynamic_batching(message),
+        ensemble=_ensemble(message),
+        instance_groups=tuple(_instance_group(group) for group in message.instance_group),
+        default_model_filename=message.default_model_filename,
+        parameters={key: message.parameters[key].string_value for key in message.parameters},
+        json=to_json(message),
+    )
+
+
+def to_json(message: ModelConfigProto) -> dict[str, Any]:
+    """The message as GET v2/models/NAME/config answers it: every plain field even at its default, proto names,
+    enumerations by name, 64-bit integers as numbers.
+    """
+    printed = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return _with_numbers(printed, MODEL_CONFIG)
+
+
+def _with_numbers(printed: Mapping[str, Any], schema: Message) -> dict[str, Any]:
+    """protobuf prints 64-bit integers as strings, for JavaScript's sake. Clients of a configuration want numbers."""
+    result: dict[str, Any] = {}
+    for name, value in printed.items():
+        field = schema.fields[name]
+        if field.is_map:
+            inner = MESSAGES[field.type].fields["value"]
+            is_message = inner.kind == "message"
+            pairs = cast("Mapping[str, Any]", value).items()
+            result[name] = {k: _with_numbers(v, MESSAGES[inner.type]) if is_message else v for k, v in pairs}
+        elif field.kind == "message":
+            values = [_with_numbers(v, MESSAGES[field.type]) for v in (value if field.is_repeated else [value])]
+            result[name] = values if field.is_repeated else values[0]
+        elif field.kind in ("int64", "uint64"):
+            result[name] = [int(v) for v in value] if field.is_repeated else int(value)
+        else:
+            result[name] = value
+    return result
+
+
+def _specs(tensors: Iterable[ModelInput | ModelOutput]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(
+            name=tensor.name,
+            dtype=BY_NUMBER[tensor.data_type],
+            dims=tuple(tensor.dims),
+            optional=isinstance(tensor, ModelInput) and tensor.optional,
+            ragged=isinstance(tensor, ModelInput) and tensor.allow_ragged_batch,
+            reshape=tuple(tensor.reshape.shape) if tensor.HasField("reshape") else None,
+            labels=tensor.label_filename if isinstance(tensor, ModelOutput) else "",
+        )
+        for tensor in tensors
+        if tensor.data_type in BY_NUMBER
+    )
+
+
+def _version_policy(message: ModelConfigProto) -> VersionPolicy:
+    policy = message.version_policy
+    choice = policy.WhichOneof("policy_choice")
+    if choice == "all":
+        return VersionPolicy(latest=0, all=True)
+    if choice == "specific":
+        return VersionPolicy(latest=0, specific=tuple(policy.specific.versions))
+    return VersionPolicy(latest=policy.latest.num_versions if choice else 1)
+
+
+def _dynamic_batching(message: ModelConfigProto) -> DynamicBatching | None:
+    if not message.HasField("dynamic_batching"):
+        return None
+    batching = message.dynamic_batching
+    return DynamicBatching(
+        preferred_batch_sizes=tuple(batching.preferred_batch_size),
+        max_queue_delay_us=batching.max_queue_delay_microseconds,
+        preserve_ordering=batching.preserve_ordering,
+    )
+
+
+def _ensemble(message: ModelConfigProto) -> Ensemble | None:
+    if not message.HasField("ensemble_scheduling"):
+        return None
+    scheduling = message.ensemble_scheduling
+    return Ensemble(
+        steps=tuple(
+            EnsembleStep(
+                model=step.model_name,
+                version=step.model_version,
+                input_map=dict(step.input_map),
+                output_map=dict(step.output_map),
+                path=f"ensemble_scheduling.step[{index}]",
+            )
+            for index, step in enumerate(scheduling.step)
+        ),
+        max_inflight_requests=scheduling.max_inflight_requests,
+    )
+
+
+def _instance_group(group: ModelInstanceGroup) -> InstanceGroup:
+    return InstanceGroup(
+        name=group.name,
+        kind=ModelInstanceGroup.Kind.Name(group.kind),
+        count=max(group.count, 0),
+        gpus=tuple(group.gpus),
+        passive=group.passive,
+    )

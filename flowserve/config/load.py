@@ -1,0 +1,109 @@
+"""From a model's folder to a configuration that the rest of the program trusts, in two steps.
+
+Decided here: the order. `read_draft` reads what the user wrote and guesses the backend; the caller asks that backend
+what the model's own files say; `finish` joins both, judges the whole and applies the defaults. Nothing here reads model
+files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from flowserve.config.backends import fill_backend
+from flowserve.config.complete import merge
+from flowserve.config.convert import to_config
+from flowserve.config.ignored import ignored_fields
+from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
+from flowserve.config.normalise import fill_defaults, gpus_to_cpu
+from flowserve.config.parse import parse_model_config, read_text
+from flowserve.config.rules import find_problems
+from flowserve.config.rules.subject import Subject
+from flowserve.config.types import Completion, ModelConfig, SourceMap
+from flowserve.config.unsupported import UNSUPPORTED, refuse_backend
+from flowserve.errors import Place, Problem, Problems
+
+__all__ = ["CONFIG_FILE", "Draft", "finish", "parse_model_config", "read_draft"]
+
+log = logging.getLogger("flowserve.config")
+
+CONFIG_FILE: Final = "config.pbtxt"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What the user wrote for one model folder, before its own files were asked.
+
+    `name` is the folder's name. `backend` is "" for ensembles and where it cannot be told. `preliminary` is what was
+    written so far, unchecked, for `Backend.complete`. `backends` are those that exist.
+    """
+
+    name: str
+    folder: Path
+    source: SourceMap
+    message: ModelConfigProto
+    backend: str
+    preliminary: ModelConfig
+    backends: frozenset[str]
+
+
+def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str]) -> Draft:
+    """Read one model folder's config.pbtxt; no such file is an empty configuration.
+
+    `default_files`: the file a version of each existing backend holds ("onnxruntime": "model.onnx"). Raises `Problems`
+    where the file cannot be read or is not a configuration.
+    """
+    path = folder / CONFIG_FILE
+    home = folder.relative_to(repository).as_posix()
+    if path.exists() or path.is_symlink():
+        file = f"{home}/{CONFIG_FILE}"
+        message, source = parse_model_config(read_text(path, file), file)
+    else:
+        message, source = ModelConfigProto(), SourceMap(home)
+    return draft_of(message, source, folder, default_files)
+
+
+def draft_of(message: ModelConfigProto, source: SourceMap, folder: Path, default_files: Mapping[str, str]) -> Draft:
+    """The draft of a configuration that is already parsed. `message` becomes the draft's own."""
+    message.name = message.name or folder.name
+    fill_backend(message, folder, default_files)
+    return Draft(
+        name=folder.name,
+        folder=folder,
+        source=source,
+        message=message,
+        backend=message.backend,
+        preliminary=to_config(message, source),
+        backends=frozenset(default_files),
+    )
+
+
+def finish(draft: Draft, completion: Completion | None, *, gpu: bool = True) -> ModelConfig:
+    """The configuration to serve with.
+
+    `completion` is what the model's own files say, None where nobody asked (ensembles). `gpu` False is `--gpu=off`:
+    what asks for a GPU runs on the CPU instead. Raises `Problems` with every violation of every rule, sorted by place.
+    """
+    message = ModelConfigProto()
+    message.CopyFrom(draft.message)
+    if not gpu:
+        for group in gpus_to_cpu(message):
+            log.warning("%s: instance group %s runs on the CPU instead of a GPU (--gpu=off)", draft.source.file, group)
+    subject = Subject(message, draft.source, draft.name, draft.folder)
+    problems = merge(message, completion, draft.source) if completion else []
+    problems += find_problems(subject)
+    problems += find_problems(subject, UNSUPPORTED)
+    problems += refuse_backend(subject, draft.backends)
+    if problems:
+        raise Problems(_in_order(problems))
+    for path in ignored_fields(draft.source, len(message.instance_group)):
+        log.info("%s: %s is read and ignored", draft.source.place(path), path)
+    fill_defaults(message)
+    return to_config(message, draft.source)
+
+
+def _in_order(problems: list[Problem]) -> list[Problem]:
+    return sorted(problems, key=lambda problem: problem.place or Place(""))

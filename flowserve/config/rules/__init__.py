@@ -1,0 +1,87 @@
+"""What makes one configuration right in itself: one small function per numbered rule.
+
+Decided here: the rules' numbers, which docs and tests know them by and which are never given to another rule. Every
+rule always runs, so that all mistakes of a file are told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from flowserve.config.rules import batching, ensembles, model, sequences, tensors
+from flowserve.config.rules.subject import Rule, Subject
+from flowserve.errors import Problem
+
+RULES: Final[Mapping[str, Rule]] = {
+    "M1": model.name_is_usable,
+    "M2": model.name_is_the_folders,
+    "M3": model.backend_is_known,
+    "M4": model.ensembles_have_no_backend,
+    "M5": model.platform_fits_backend,
+    "M6": model.steps_only_on_ensembles,
+    "M7": model.ensembles_have_steps,
+    "M8": model.max_batch_size_is_not_negative,
+    "M9": model.version_policy_names_versions,
+    "M10": model.instance_counts_are_sane,
+    "M11": model.only_gpu_groups_list_gpus,
+    "M12": model.profiles_are_for_tensorrt,
+    "M13": model.execution_is_known,
+    "M14": model.model_files_are_inside,
+    "M15": model.metrics_are_whole,
+    "M16": model.cache_has_one_answer,
+    "M20": tensors.every_tensor_has_a_name,
+    "M21": tensors.every_tensor_has_a_data_type,
+    "M22": tensors.every_tensor_has_dims,
+    "M23": tensors.every_dim_is_a_size,
+    "M24": tensors.every_reshape_dim_is_a_size,
+    "M25": tensors.no_empty_reshape_without_batching,
+    "M26": tensors.reshape_keeps_the_element_count,
+    "M27": tensors.reshape_keeps_what_varies,
+    "M28": tensors.image_formats_have_three_dims,
+    "M29": tensors.shape_tensors_are_for_tensorrt,
+    "M30": tensors.non_linear_formats_are_for_tensorrt,
+    "M31": tensors.no_input_name_twice,
+    "M32": tensors.no_output_name_twice,
+    "M33": tensors.models_have_outputs,
+    "M34": tensors.label_files_are_inside,
+    "M35": tensors.batch_inputs_have_one_source,
+    "M36": tensors.batch_inputs_are_numbers,
+    "M37": tensors.batch_sources_exist,
+    "M38": tensors.batch_inputs_have_a_target,
+    "M39": tensors.batch_outputs_have_one_source,
+    "M40": tensors.batch_output_targets_exist_once,
+    "M50": batching.preferred_sizes_fit,
+    "M51": batching.default_priority_exists,
+    "M52": batching.policies_have_a_priority,
+    "M53": batching.ordering_has_one_priority,
+    "M54": batching.ordering_does_not_delay,
+    "M55": batching.warmup_inputs_are_whole,
+    "M56": batching.warmup_files_are_inside,
+    "M60": sequences.control_tensors_have_a_name,
+    "M61": sequences.no_control_tensor_twice,
+    "M62": sequences.no_control_kind_twice,
+    "M63": sequences.boolean_controls_have_one_pair,
+    "M64": sequences.correlation_control_is_an_id,
+    "M65": sequences.oldest_sizes_fit,
+    "M66": sequences.slot_utilization_is_a_share,
+    "M67": sequences.states_begin_once,
+    "M68": sequences.initial_type_is_the_states,
+    "M69": sequences.initial_states_have_a_name,
+    "M70": sequences.initial_dims_fit_the_states,
+    "M71": sequences.initial_states_have_data,
+    "M72": sequences.initial_files_are_inside,
+    "M73": sequences.growing_memory_is_one_buffer,
+    "M80": ensembles.no_instances,
+    "M81": ensembles.no_optimization,
+    "M82": ensembles.no_warmup,
+    "M83": ensembles.has_steps,
+    "M84": ensembles.every_step_is_whole,
+    "M85": ensembles.every_mapping_has_two_names,
+}
+
+
+def find_problems(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Problem]:
+    """Every violation of every rule, by rule."""
+    return [replace(problem, rule=number) for number, rule in rules.items() for problem in rule(subject)]

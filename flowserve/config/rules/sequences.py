@@ -1,0 +1,171 @@
+"""Rules about sequence batching: control tensors, strategies, implicit state.
+
+Decided here: what Triton decides about them when it loads a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from flowserve.config.model_config_pb2 import (
+    TYPE_INT32,
+    TYPE_INT64,
+    TYPE_STRING,
+    TYPE_UINT32,
+    TYPE_UINT64,
+    ModelSequenceBatching,
+)
+from flowserve.config.rules.batching import sizes_fit
+from flowserve.config.rules.subject import Subject
+from flowserve.errors import Problem
+
+Control = ModelSequenceBatching.Control
+BATCHING: Final = "sequence_batching"
+LISTS: Final = ("int32_false_true", "fp32_false_true", "bool_false_true")
+ID_TYPES: Final = (TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32, TYPE_STRING)
+
+
+def _controls(s: Subject) -> Iterator[tuple[str, str, Control]]:
+    """(path, the name of its kind, control) of every control of every control input."""
+    for index, tensor in enumerate(s.message.sequence_batching.control_input):
+        for position, control in enumerate(tensor.control):
+            yield f"{BATCHING}.control_input[{index}].control[{position}]", Control.Kind.Name(control.kind), control
+
+
+def control_tensors_have_a_name(s: Subject) -> Iterator[Problem]:
+    for index, tensor in enumerate(s.message.sequence_batching.control_input):
+        if not tensor.name:
+            text = f"sequence batching control tensor must have a name for {s.message.name}"
+            yield s.problem(f"{BATCHING}.control_input[{index}]", text)
+
+
+def no_control_tensor_twice(s: Subject) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for index, tensor in enumerate(s.message.sequence_batching.control_input):
+        if tensor.name in seen:
+            text = f"sequence batching control tensor '{tensor.name}' is specified for multiple control kinds"
+            yield s.problem(f"{BATCHING}.control_input[{index}].name", f"{text} for {s.message.name}")
+        if tensor.name:
+            seen.add(tensor.name)
+
+
+def no_control_kind_twice(s: Subject) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for path, kind, _ in _controls(s):
+        if kind in seen:
+            yield s.problem(path, f"sequence batching specifies multiple {kind} tensors for {s.message.name}")
+        seen.add(kind)
+
+
+def boolean_controls_have_one_pair(s: Subject) -> Iterator[Problem]:
+    end = s.message.name
+    either = "either 'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
+    for path, kind, control in _controls(s):
+        if control.kind == Control.CONTROL_SEQUENCE_CORRID:
+            continue
+        given = [name for name in LISTS if len(getattr(control, name))]
+        if not given:
+            yield s.problem(path, f"sequence batching must specify {either} for {kind} for {end}")
+        elif len(given) > 1:
+            text = "sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' and"
+            yield s.problem(path, f"{text} 'bool_false_true' for {kind} for {end}")
+        elif len(getattr(control, given[0])) != 2:
+            text = f"sequence batching control '{given[0]}' must have exactly 2 entries for {kind} for {end}"
+            yield s.problem(f"{path}.{given[0]}", text)
+
+
+def correlation_control_is_an_id(s: Subject) -> Iterator[Problem]:
+    for path, kind, control in _controls(s):
+        if control.kind != Control.CONTROL_SEQUENCE_CORRID:
+            continue
+        if any(len(getattr(control, name)) for name in LISTS):
+            text = "sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or"
+            yield s.problem(path, f"{text} 'bool_false_true' for {kind} for {s.message.name}")
+        if control.data_type not in ID_TYPES:
+            text = f"unexpected data type for control {kind} for {s.message.name}. Allowed data types are"
+            yield s.problem(path, f"{text} TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING")
+
+
+def oldest_sizes_fit(s: Subject) -> Iterator[Problem]:
+    sizes = list(s.message.sequence_batching.oldest.preferred_batch_size)
+    path = f"{BATCHING}.oldest.preferred_batch_size"
+    yield from sizes_fit(s, path, sizes, "sequence batching preferred batch size")
+
+
+def slot_utilization_is_a_share(s: Subject) -> Iterator[Problem]:
+    share = s.message.sequence_batching.direct.minimum_slot_utilization
+    if not 0.0 <= share <= 1.0:
+        text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {s.message.name}"
+        yield s.problem(f"{BATCHING}.direct.minimum_slot_utilization", text, f"found {share:g}")
+
+
+def states_begin_once(s: Subject) -> Iterator[Problem]:
+    for index, state in enumerate(s.message.sequence_batching.state):
+        if len(state.initial_state) > 1:
+            text = f"initial_state field for state input '{state.input_name}' must contain exactly one or zero element."
+            path = f"{BATCHING}.state[{index}].initial_state[1]"
+            yield s.problem(path, f"{text} Found '{len(state.initial_state)}' elements.")
+
+
+State = ModelSequenceBatching.State
+InitialState = ModelSequenceBatching.InitialState
+
+
+def _initial_states(s: Subject) -> Iterator[tuple[str, State, InitialState]]:
+    """(path, state, its initial state) of every state that has one."""
+    for index, state in enumerate(s.message.sequence_batching.state):
+        if state.initial_state:
+            yield f"{BATCHING}.state[{index}].initial_state[0]", state, state.initial_state[0]
+
+
+def initial_type_is_the_states(s: Subject) -> Iterator[Problem]:
+    for path, state, initial in _initial_states(s):
+        if initial.data_type != state.data_type:
+            text = f"The data type used for 'initial_state' field of state '{state.input_name}' does not match"
+            yield s.problem(path, f"{text} the state data type.")
+
+
+def initial_states_have_a_name(s: Subject) -> Iterator[Problem]:
+    for path, state, initial in _initial_states(s):
+        if not initial.name:
+            text = "Field 'name' must be set when using initial_state for state input"
+            yield s.problem(path, f"{text} '{state.input_name}'.")
+
+
+def initial_dims_fit_the_states(s: Subject) -> Iterator[Problem]:
+    for path, state, initial in _initial_states(s):
+        name, ours, theirs = state.input_name, list(initial.dims), list(state.dims)
+        if len(ours) != len(theirs):
+            text = "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state"
+            yield s.problem(f"{path}.dims", f"{text} input '{name}'. {len(ours)} != {len(theirs)}")
+            continue
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if one < 0:
+                text = f"'initial_state' field for state input name '{name}' contains variable dimensions."
+                yield s.problem(f"{path}.dims[{index}]", text)
+            elif other != -1 and one != other:
+                text = f"'initial_state' dim for input name '{name}' doesn't match 'state' dim description."
+                yield s.problem(f"{path}.dims[{index}]", f"{text} {one} != {other}")
+
+
+def initial_states_have_data(s: Subject) -> Iterator[Problem]:
+    for path, state, initial in _initial_states(s):
+        if initial.WhichOneof("state_data") is None:
+            text = f"initial_state setting expects state'{state.input_name}' to have state_data set"
+            yield s.problem(path, text, "write zero_data: true, or data_file with the name of a file in initial_state/")
+
+
+def initial_files_are_inside(s: Subject) -> Iterator[Problem]:
+    for path, state, initial in _initial_states(s):
+        if initial.data_file and (why := s.escapes("initial_state", initial.data_file)):
+            text = f"initial_state file '{initial.data_file}' of state input '{state.input_name}' {why}"
+            yield s.problem(f"{path}.data_file", text)
+
+
+def growing_memory_is_one_buffer(s: Subject) -> Iterator[Problem]:
+    for index, state in enumerate(s.message.sequence_batching.state):
+        if state.use_growable_memory and not state.use_same_buffer_for_input_output:
+            text = "In order to 'use_growable_memory', you must also enable 'use_same_buffer_for_input_output'"
+            path = f"{BATCHING}.state[{index}].use_growable_memory"
+            yield s.problem(path, f"{text} for state input '{state.input_name}'")

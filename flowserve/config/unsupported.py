@@ -1,0 +1,202 @@
+"""What a right configuration may ask for and this version cannot do yet: one small function per feature.
+
+Decided here: that a feature which would change results is refused by name, never ignored. A feature that arrives
+deletes its line here. What is merely a hint about speed is listed in ignored.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from flowserve.config.model_config_pb2 import ModelInstanceGroup, ModelQueuePolicy
+from flowserve.config.rules.subject import Rule, Subject
+from flowserve.errors import Problem
+
+YET: Final = "is not supported yet"
+# What to do instead, by backend.
+OTHER_BACKENDS: Final[Mapping[str, str]] = {
+    "tensorrt": "serve the ONNX file that the plan was built from: name it model.onnx and leave `platform` out",
+    "pytorch": "export it: torch.onnx.export(model, inputs, '1/model.onnx', dynamo=True), or call it in a model.py",
+    "tensorflow": "convert it to ONNX: pip install tf2onnx, then python -m tf2onnx.convert --saved-model"
+    " 1/model.savedmodel --output 1/model.onnx, and leave `platform` out",
+    "openvino": "serve the ONNX file that the model was converted from: name it model.onnx and leave `backend` out",
+}
+
+
+def _not_yet(s: Subject, path: str, feature: str, hint: str = "") -> Problem:
+    return s.problem(path, f"model '{s.message.name}': {feature} {YET}", hint)
+
+
+def sequences(s: Subject) -> Iterator[Problem]:
+    if s.message.HasField("sequence_batching"):
+        yield _not_yet(s, "sequence_batching", "sequence_batching")
+
+
+def decoupled(s: Subject) -> Iterator[Problem]:
+    """An ensemble's own flag means nothing: what its steps are decides."""
+    if s.message.model_transaction_policy.decoupled and not s.is_ensemble:
+        hint = "a model.py can set it in auto_complete_config, too"
+        yield _not_yet(s, "model_transaction_policy.decoupled", "a decoupled model_transaction_policy", hint)
+
+
+def ragged(s: Subject) -> Iterator[Problem]:
+    for index, tensor in enumerate(s.message.input):
+        if tensor.allow_ragged_batch:
+            yield _not_yet(s, f"input[{index}].allow_ragged_batch", f"allow_ragged_batch of input '{tensor.name}'")
+
+
+def batch_inputs(s: Subject) -> Iterator[Problem]:
+    if s.message.batch_input:
+        yield _not_yet(s, "batch_input", "batch_input")
+
+
+def batch_outputs(s: Subject) -> Iterator[Problem]:
+    if s.message.batch_output:
+        yield _not_yet(s, "batch_output", "batch_output")
+
+
+def cache(s: Subject) -> Iterator[Problem]:
+    if s.message.response_cache.enable:
+        yield _not_yet(s, "response_cache", "response_cache")
+
+
+def warmup(s: Subject) -> Iterator[Problem]:
+    if s.message.model_warmup and not s.is_ensemble:
+        yield _not_yet(s, "model_warmup", "model_warmup")
+
+
+def priorities(s: Subject) -> Iterator[Problem]:
+    if s.message.dynamic_batching.priority_levels > 0:
+        yield _not_yet(s, "dynamic_batching.priority_levels", "priority_levels")
+
+
+def queue_policies(s: Subject) -> Iterator[Problem]:
+    """A policy at its defaults changes nothing and may stand there."""
+    batching = s.message.dynamic_batching
+    if _changes_anything(batching.default_queue_policy):
+        yield _not_yet(s, "dynamic_batching.default_queue_policy", "default_queue_policy")
+    if batching.priority_queue_policy:
+        yield _not_yet(s, "dynamic_batching.priority_queue_policy", "priority_queue_policy")
+
+
+def _changes_anything(policy: ModelQueuePolicy) -> bool:
+    return bool(policy.default_timeout_microseconds or policy.allow_timeout_override or policy.max_queue_size)
+
+
+def ordering(s: Subject) -> Iterator[Problem]:
+    """With one instance answers leave in order by themselves."""
+    groups = s.message.instance_group
+    if s.message.dynamic_batching.preserve_ordering and (len(groups) != 1 or groups[0].count != 1):
+        hint = "write instance_group [ { count: 1 } ], with which answers keep their order by themselves"
+        yield _not_yet(s, "dynamic_batching.preserve_ordering", "preserve_ordering with more than one instance", hint)
+
+
+def inflight_limit(s: Subject) -> Iterator[Problem]:
+    if s.message.ensemble_scheduling.max_inflight_requests > 0:
+        yield _not_yet(s, "ensemble_scheduling.max_inflight_requests", "max_inflight_requests", "0 means no limit")
+
+
+def reshapes(s: Subject) -> Iterator[Problem]:
+    for path, text, tensor in s.tensors():
+        if not tensor.HasField("reshape"):
+            continue
+        if f"{path}.reshape" in s.source.places:
+            hint = "give it the dims that the model's file has"
+        else:
+            hint = "in the model's file it has no dimension but the batch; write max_batch_size: 0 and dims: [ -1 ]"
+        yield _not_yet(s, f"{path}.reshape", f"reshape of {text}", hint)
+
+
+def shape_tensors(s: Subject) -> Iterator[Problem]:
+    for path, text, tensor in s.tensors():
+        if tensor.is_shape_tensor:
+            yield _not_yet(s, f"{path}.is_shape_tensor", f"is_shape_tensor of {text}")
+
+
+def non_linear_formats(s: Subject) -> Iterator[Problem]:
+    for path, text, tensor in s.tensors():
+        if tensor.is_non_linear_format_io:
+            yield _not_yet(s, f"{path}.is_non_linear_format_io", f"is_non_linear_format_io of {text}")
+
+
+def gpus(s: Subject) -> Iterator[Problem]:
+    for index, group in enumerate(s.message.instance_group):
+        if group.kind == ModelInstanceGroup.KIND_GPU:
+            name = group.name or f"{s.message.name}_{index}"
+            text = f"instance group {name} of model {s.message.name} has kind KIND_GPU but server does not support GPUs"
+            hint = "write kind: KIND_CPU, or start with --gpu=off, which runs such models on the CPU"
+            yield s.problem(f"instance_group[{index}]", f"{text} yet", hint)
+
+
+def optional_ensemble_inputs(s: Subject) -> Iterator[Problem]:
+    for index, tensor in enumerate(s.message.input):
+        if tensor.optional and s.is_ensemble:
+            yield _not_yet(s, f"input[{index}].optional", f"optional input '{tensor.name}' of an ensemble")
+
+
+def namespaces(s: Subject) -> Iterator[Problem]:
+    for index, step in enumerate(s.message.ensemble_scheduling.step):
+        if step.model_namespace:
+            path = f"ensemble_scheduling.step[{index}].model_namespace"
+            yield _not_yet(s, path, f"model_namespace of step {index}")
+
+
+def operations(s: Subject) -> Iterator[Problem]:
+    if s.message.model_operations.op_library_filename:
+        yield _not_yet(s, "model_operations", "model_operations (custom operators)")
+
+
+def agents(s: Subject) -> Iterator[Problem]:
+    """An agent may verify a checksum or decrypt: left out, the model would be another one."""
+    if s.message.model_repository_agents.agents:
+        yield _not_yet(s, "model_repository_agents", "model_repository_agents")
+
+
+def passive_instances(s: Subject) -> Iterator[Problem]:
+    for index, group in enumerate(s.message.instance_group):
+        if group.passive:
+            yield _not_yet(s, f"instance_group[{index}].passive", "a passive instance_group")
+
+
+def places(s: Subject) -> Iterator[Problem]:
+    value = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
+    if value in ("process", "ray"):
+        yield _not_yet(s, "parameters[execution]", f'execution "{value}"', 'use "thread", "inline" or "auto"')
+
+
+UNSUPPORTED: Final[Mapping[str, Rule]] = {
+    "N1": sequences,
+    "N2": decoupled,
+    "N3": ragged,
+    "N4": batch_inputs,
+    "N5": batch_outputs,
+    "N6": cache,
+    "N7": warmup,
+    "N8": priorities,
+    "N9": queue_policies,
+    "N10": ordering,
+    "N11": inflight_limit,
+    "N12": reshapes,
+    "N13": shape_tensors,
+    "N14": non_linear_formats,
+    "N15": gpus,
+    "N16": optional_ensemble_inputs,
+    "N17": namespaces,
+    "N18": operations,
+    "N19": agents,
+    "N20": passive_instances,
+    "N21": places,
+}
+BACKEND_RULE: Final = "N22"
+
+
+def refuse_backend(s: Subject, available: frozenset[str]) -> Iterator[Problem]:
+    """Backends of Triton's that nobody has installed here, each with what to do instead."""
+    backend = s.message.backend
+    if backend in OTHER_BACKENDS and backend not in available:
+        path = "backend" if "backend" in s.source.places else "platform"
+        label = s.message.platform or backend
+        yield Problem(
+            f"model '{s.message.name}': {label} {YET}", s.source.place(path), BACKEND_RULE, OTHER_BACKENDS[backend]
+        )
