@@ -1,0 +1,72 @@
+"""A compiled graph as text: for the terminal, for logs, and for tests that compare whole graphs.
+
+Decided here: the layout. Nodes stand in running order; each input says where its tensor comes from, each output who
+reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.render.labels import batching, kind, node_model, title, written
+
+Row = tuple[str, str, str]
+
+
+def render_text(graph: Graph) -> str:
+    """Several lines, each ended. Equal graphs give equal texts."""
+    blocks = [("inputs", list(_graph_inputs(graph)))]
+    blocks += [(_node_title(node), list(_node_rows(graph, node))) for node in graph.nodes]
+    blocks.append(("outputs", list(_graph_outputs(graph))))
+    rows = [row for _, block in blocks for row in block]
+    names, kinds = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    lines = [title(graph)]
+    for heading, block in blocks:
+        lines.append(f"  {heading}")
+        lines += [f"    {name:{names}}  {what:{kinds}}  {where}".rstrip() for name, what, where in block]
+    return "\n".join(lines) + "\n"
+
+
+def _node_title(node: Node) -> str:
+    return f"{node.index + 1}. {node.name}: model {node_model(node)}, {batching(node.max_batch_size)}"
+
+
+def _graph_inputs(graph: Graph) -> Iterator[Row]:
+    for index, spec in enumerate(graph.inputs):
+        yield spec.name, kind(spec) + (" optional" if spec.optional else ""), _readers(graph, GRAPH, index)
+
+
+def _graph_outputs(graph: Graph) -> Iterator[Row]:
+    for index, spec in enumerate(graph.outputs):
+        edge = next(edge for edge in graph.edges if (edge.consumer, edge.input) == (GRAPH, index))
+        yield spec.name, kind(spec), f"<- {_source(graph, edge)}"
+
+
+def _node_rows(graph: Graph, node: Node) -> Iterator[Row]:
+    fed = {edge.input: edge for edge in graph.edges if edge.consumer == node.index}
+    for index, spec in enumerate(node.inputs):
+        yield spec.name, kind(spec), f"<- {_source(graph, fed[index])}" if index in fed else "not given (optional)"
+    for index, spec in enumerate(node.outputs):
+        yield spec.name, kind(spec), _readers(graph, node.index, index) or "not asked for"
+
+
+def _source(graph: Graph, edge: Edge) -> str:
+    """Where a tensor comes from; the tensor's own name only where the port does not say it already."""
+    port = written(graph, edge).name
+    if edge.producer == GRAPH:
+        return f"input {port}"
+    name = graph.nodes[edge.producer].name
+    return f"{name}.{port}" + (f" as {edge.tensor}" if edge.tensor != port else "")
+
+
+def _readers(graph: Graph, producer: int, output: int) -> str:
+    read = [edge for edge in graph.edges if (edge.producer, edge.output) == (producer, output)]
+    return f"-> {', '.join(_reader(graph, edge) for edge in read)}" if read else ""
+
+
+def _reader(graph: Graph, edge: Edge) -> str:
+    if edge.consumer == GRAPH:
+        return f"output {graph.outputs[edge.input].name}"
+    node = graph.nodes[edge.consumer]
+    return f"{node.name}.{node.inputs[edge.input].name}"
