@@ -162,6 +162,10 @@ class _Lease:
             self.home._come_home(self.buffer)
 
 
+# The process's host buffers: one pool, so that what one model let go of serves the next, and the front end too.
+HOST: Final = Pool()
+
+
 def size_class(nbytes: int) -> int:
     """The buffer size that serves `nbytes`: four classes to each power of two, so that at most a fifth is wasted."""
     shift = (nbytes - 1).bit_length() - 3

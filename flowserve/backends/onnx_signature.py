@@ -1,0 +1,218 @@
+"""What an ONNX file says about its inputs and outputs, and how that meets a configuration.
+
+Decided here: what a file fills in where its configuration is silent (as Triton does: a file whose first dimensions
+all vary is served in batches of up to four, with the dynamic batcher), and every way the two can disagree, each named
+with both sides. This file does not read files: onnxruntime.py does, and hands over a `Signature`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from flowserve.backends.shapes import shown
+from flowserve.config.types import Completion, ModelConfig
+from flowserve.errors import Invalid, Problem, Problems, Unsupported
+from flowserve.values import DType, TensorSpec
+
+DEFAULT_MAX_BATCH_SIZE: Final = 4  # Triton's backend option default-max-batch-size
+
+_DTYPES: Final = {
+    "tensor(bool)": DType.BOOL,
+    "tensor(uint8)": DType.UINT8,
+    "tensor(uint16)": DType.UINT16,
+    "tensor(uint32)": DType.UINT32,
+    "tensor(uint64)": DType.UINT64,
+    "tensor(int8)": DType.INT8,
+    "tensor(int16)": DType.INT16,
+    "tensor(int32)": DType.INT32,
+    "tensor(int64)": DType.INT64,
+    "tensor(float16)": DType.FP16,
+    "tensor(float)": DType.FP32,
+    "tensor(double)": DType.FP64,
+    "tensor(string)": DType.BYTES,
+    "tensor(bfloat16)": DType.BF16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output as the file declares it. `type` is onnxruntime's word ("tensor(float)"), `shape` has -1 where
+    a dimension varies, batch dimension included. `is_optional`: the file has a default for it, or takes its absence.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    is_optional: bool = False
+
+    @property
+    def dtype(self) -> DType | None:
+        """None where it is no tensor, or one of a type the protocol has no name for."""
+        optional = self.type.startswith("optional(")
+        return _DTYPES.get(self.type[len("optional(") : -1] if optional else self.type)
+
+    @property
+    def is_batchable(self) -> bool:
+        return bool(self.shape) and self.shape[0] == -1
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """`inputs` are what a run takes, those it may go without at the end."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+    @property
+    def is_batchable(self) -> bool:
+        return all(port.is_batchable for port in (*self.inputs, *self.outputs) if not port.is_optional)
+
+
+def completion(config: ModelConfig, signature: Signature, file: str) -> Completion:
+    """What the configuration lacks. Raises `Invalid` where the user asked for batches and the file cannot take them."""
+    if config.max_batch_size > 0 and not signature.is_batchable:
+        message = (
+            f"autofill failed for model '{config.name}': model does not support batching while non-zero max_batch_size "
+            f"is specified: {_fixed_first_dims(signature)} in {file}"
+        )
+        hint = "set max_batch_size to 0, or export the model with a dynamic first dimension"
+        raise Problems([Problem(message, config.source.place("max_batch_size"), hint=hint)])
+    fills_batch = config.max_batch_size == 0 and signature.is_batchable and not _counts_batch_dim(config, signature)
+    batches = config.max_batch_size > 0 or fills_batch
+    return Completion(
+        inputs=tuple(_spec(config, port, file, batches=batches) for port in signature.inputs if not port.is_optional),
+        outputs=tuple(_spec(config, port, file, batches=batches) for port in signature.outputs),
+        max_batch_size=DEFAULT_MAX_BATCH_SIZE if fills_batch else None,
+        dynamic_batching=fills_batch,
+    )
+
+
+def disagreements(config: ModelConfig, signature: Signature, file: str) -> Iterator[Problem]:
+    """Every point where the configuration promises something else than the file does."""
+    required = [port for port in signature.inputs if not port.is_optional]
+    yield from _unknown(config, "input", config.inputs, signature.inputs)
+    yield from _unknown(config, "output", config.outputs, signature.outputs)
+    given = {spec.name for spec in config.inputs}
+    missing = [port.name for port in required if port.name not in given]
+    if missing:
+        yield Problem(
+            f"unable to load model '{config.name}', configuration expects {len(config.inputs)} inputs, model provides "
+            f"{len(required)}: {file} needs {_names(required)}, the configuration lacks {', '.join(missing)}",
+            config.source.place("input"),
+        )
+    yield from _mismatches(config, "input", config.inputs, signature.inputs, file)
+    yield from _mismatches(config, "output", config.outputs, signature.outputs, file)
+
+
+def _unknown(
+    config: ModelConfig, kind: str, specs: tuple[TensorSpec, ...], ports: tuple[Port, ...]
+) -> Iterator[Problem]:
+    known = {port.name for port in ports}
+    for index, spec in enumerate(specs):
+        if spec.name not in known:
+            yield Problem(
+                f"unexpected inference {kind} '{spec.name}', allowed {kind}s are: {_names(ports)}",
+                config.source.place(f"{kind}[{index}].name"),
+                hint=f"these are the {kind}s of the model file of '{config.name}'",
+            )
+
+
+def _mismatches(
+    config: ModelConfig, kind: str, specs: tuple[TensorSpec, ...], ports: tuple[Port, ...], file: str
+) -> Iterator[Problem]:
+    by_name = {port.name: port for port in ports}
+    for index, spec in enumerate(specs):
+        port = by_name.get(spec.name)
+        if port is None:
+            continue
+        path = f"{kind}[{index}]"
+        tensor = f"model '{config.name}', tensor '{spec.name}'"
+        if port.dtype is None:
+            yield Problem(f"{tensor}: {_unservable(port, file)}", config.source.place(path))
+        elif port.dtype is not spec.dtype:
+            yield Problem(
+                f"{tensor}: the model expects data type {port.dtype.config_name} ({file}) but the model configuration "
+                f"specifies {spec.dtype.config_name}",
+                config.source.place(f"{path}.data_type"),
+            )
+        mismatch = _shape_mismatch(config, spec, port)
+        if mismatch:
+            yield Problem(f"{tensor}: {mismatch}", config.source.place(f"{path}.dims"), hint=f"shape as in {file}")
+        if kind == "input" and spec.optional and config.max_batch_size > 0:
+            yield Problem(
+                f"{tensor}: optional inputs require max_batch_size 0 with the onnxruntime backend",
+                config.source.place(f"{path}.optional"),
+            )
+        if kind == "input" and spec.optional and not port.is_optional:
+            yield Problem(
+                f"{tensor}: the configuration makes it optional, but {file} has no default for it",
+                config.source.place(f"{path}.optional"),
+                hint="give it an initializer of the same name in the model",
+            )
+
+
+def _shape_mismatch(config: ModelConfig, spec: TensorSpec, port: Port) -> str:
+    """Why the two shapes cannot be the same, "" where they can."""
+    batches = config.max_batch_size > 0
+    dims = spec.dims if spec.reshape is None else spec.reshape
+    full = (-1, *dims) if batches else dims
+    model = port.shape
+    if not model and (not batches and dims == (1,)):
+        return ""  # a scalar, or a shape the file leaves open: onnxruntime shows both alike
+    if batches and not port.is_batchable:
+        return (
+            f"for the model to support batching the shape should have at least 1 dimension and the first dimension "
+            f"must be -1; but shape expected by the model is {shown(model)}"
+        )
+    batching = (
+        f" (an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making "
+        f"complete shape {shown(full)})"
+    )
+    if len(model) != len(full):
+        return (
+            f"the model expects {len(model)} dimensions (shape {shown(model)}) but the model configuration specifies "
+            f"{len(full)} dimensions{batching if batches else f' (shape {shown(full)})'}"
+        )
+    if any(-1 not in (have, want) and have != want for have, want in zip(model, full, strict=True)):
+        return (
+            f"the model expects {len(model)} dimensions (shape {shown(model)}) but the model configuration specifies "
+            f"shape {shown(full)}"
+        )
+    return ""
+
+
+def _counts_batch_dim(config: ModelConfig, signature: Signature) -> bool:
+    """Whether what the user did write counts the first dimension among `dims`: then it is no batch dimension."""
+    ranks = {port.name: len(port.shape) for port in (*signature.inputs, *signature.outputs)}
+    return any(ranks.get(spec.name) == len(spec.dims) for spec in (*config.inputs, *config.outputs))
+
+
+def _spec(config: ModelConfig, port: Port, file: str, *, batches: bool) -> TensorSpec:
+    if port.dtype is None:
+        raise Unsupported(f"autofill failed for model '{config.name}': tensor '{port.name}' {_unservable(port, file)}")
+    dims = port.shape[1:] if batches else port.shape
+    if not dims:
+        # A configuration has no empty shapes: one element outside, none of it inside.
+        return TensorSpec(port.name, port.dtype, (1,), reshape=() if batches else None)
+    if 0 in dims:
+        raise Invalid(
+            f"autofill failed for model '{config.name}': tensor '{port.name}' of {file} has shape {shown(dims)}, "
+            f"and a dimension must be at least 1, or -1 to vary"
+        )
+    return TensorSpec(port.name, port.dtype, dims)
+
+
+def _unservable(port: Port, file: str) -> str:
+    hint = "; export the model with plain tensors (for scikit-learn: zipmap=False)" if "map(" in port.type else ""
+    return f"is a {port.type} in {file}, which cannot be served{hint}"
+
+
+def _fixed_first_dims(signature: Signature) -> str:
+    fixed = [port for port in (*signature.inputs, *signature.outputs) if not port.is_batchable]
+    return ", ".join(f"'{port.name}' has shape {shown(port.shape)}" for port in fixed)
+
+
+def _names(ports: tuple[Port, ...] | list[Port]) -> str:
+    return ", ".join(port.name for port in ports)

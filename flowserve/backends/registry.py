@@ -1,0 +1,57 @@
+"""Which backends there are.
+
+Decided here: the built-in names, and that other packages add theirs under the entry point group `flowserve.backends`
+(the entry's name is the backend's, its object a `Backend` or a callable that makes one). A backend is imported when
+its first model is loaded, not before: onnxruntime alone costs more start-up time than everything else together. This
+file does not know what a backend does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final, cast
+
+from flowserve.backends.base import Backend
+from flowserve.errors import Unsupported
+
+GROUP: Final = "flowserve.backends"
+
+# name: module, class, default file
+_BUILT_IN: Final = {
+    "onnxruntime": ("flowserve.backends.onnxruntime", "OnnxRuntime", "model.onnx"),
+    "python": ("flowserve.backends.python", "PythonBackend", "model.py"),
+}
+
+
+@cache
+def find(name: str) -> Backend:
+    """The backend of that name. Raises `Unsupported`, listing those there are."""
+    built_in = _BUILT_IN.get(name)
+    if built_in is not None:
+        module, factory, _ = built_in
+        return cast("Callable[[], Backend]", getattr(import_module(module), factory))()
+    entry = _entries().get(name)
+    if entry is None:
+        known = ", ".join(sorted({*_BUILT_IN, *_entries()}))
+        raise Unsupported(f"unable to find backend library for backend '{name}': flowserve has {known}")
+    try:
+        made = entry.load()
+        return cast("Backend", made() if callable(made) else made)
+    except Exception as error:
+        raise Unsupported(f"backend '{name}' ({entry.value}) cannot be loaded: {error}") from error
+
+
+def default_files() -> Mapping[str, str]:
+    """The file that each backend's version folders hold unless a configuration names another, by backend."""
+    files = {name: file for name, (_, _, file) in _BUILT_IN.items()}
+    for name in _entries():
+        if name not in files:
+            files[name] = find(name).default_filename
+    return files
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
