@@ -82,7 +82,12 @@ def _starlette(engine: Engine, options: AppOptions) -> Starlette:
         ]
     app = Starlette(
         routes=routes,
-        exception_handlers={HTTPException: _http_error, FlowserveError: _error, UnknownEncoding: _unknown_encoding},
+        exception_handlers={
+            HTTPException: _http_error,
+            FlowserveError: _error,
+            UnknownEncoding: _unknown_encoding,
+            Exception: _broken,
+        },
     )
     app.router.redirect_slashes = False
     return app
@@ -240,3 +245,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: 404 and 405, whose text is their name."""
     assert isinstance(error, HTTPException)
     return _error_response(error.detail, error.status_code, dict(error.headers or {}))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """A mistake of ours. Starlette raises it on after this, so that the server logs it."""
+    return _error_response("internal server error", 500)

@@ -13,7 +13,6 @@ buffers that are sent without being joined.
 
 from __future__ import annotations
 
-import enum
 import logging
 import socket
 import struct
@@ -21,21 +20,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
-from starlette.types import Message, Scope
-from trio.lowlevel import wait_readable, wait_writable
+from starlette.types import Message
+from trio.lowlevel import wait_readable
 
 from flowserve.http.answer import CONTINUE, head_bytes, refusal
 from flowserve.http.chunks import ChunkedBody
 from flowserve.http.head import HEAD_END, Head, HeadParser, Refused, check_body_size
+from flowserve.http.line import RECEIVE_BYTES, ClientLeft, Line, Phase
 from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN
 
 if TYPE_CHECKING:
     from flowserve.http.server import Server
 
-# A small request comes in one piece, and little of a large one has to be moved into its place.
-_RECEIVE_BYTES: Final = 16_384
-_JOINED_BYTES_MAX: Final = 16_384  # below this one copy is cheaper than a longer list of buffers
-_PARTS_MAX: Final = 512  # sendmsg takes 1024
 _LINGER_S: Final = 2.0
 _BODILESS: Final = frozenset({204, 304})
 _CONNECTION_CLOSE: Final = b"connection: close\r\n"
@@ -46,22 +42,7 @@ _log = logging.getLogger("flowserve.http")
 Buffer = bytes | bytearray | memoryview
 
 
-class Phase(enum.Enum):
-    """What the connection waits for. Every phase but RUNNING ends at the connection's deadline."""
-
-    IDLE = "idle"  # the first byte of a request
-    HEAD = "head"  # the rest of a head
-    BODY = "body"  # the rest of a body
-    RUNNING = "running"  # the app
-    WRITING = "writing"  # the client to take more of its answer
-    CLOSING = "closing"  # the client to read why it was refused
-
-
-class ClientLeft(OSError):
-    """The other side closed, or the line broke. ASGI wants an OSError out of `send`."""
-
-
-class Connection:
+class Connection(Line):
     """One accepted socket. `run` owns it and closes it."""
 
     __slots__ = (
@@ -72,24 +53,15 @@ class Connection:
         "_is_started",
         "_keeps_alive",
         "_left",
-        "_server",
         "_status",
         "client",
-        "deadline",
         "local",
-        "phase",
-        "scope",
-        "sock",
     )
 
     def __init__(self, server: Server, sock: socket.socket, client: tuple[str, int] | None) -> None:
-        self._server = server
-        self.sock = sock
+        super().__init__(server, sock)
         self.client = client
         self.local = _endpoint(sock)
-        self.scope = trio.CancelScope()
-        self.phase = Phase.IDLE
-        self.deadline = server.deadline_in(server.limits.header_timeout_s)
         self._buffer = b""  # received, not yet looked at
         # The request the app has now ...
         self._head: Head | None = None
@@ -126,25 +98,18 @@ class Connection:
         except Refused as refused:
             await self._refuse(refused)
 
-    def has_input(self) -> bool:
-        """Whether bytes wait in the kernel that were not read yet. End-of-file is none."""
-        try:
-            return bool(self.sock.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
-
     # ---------------------------------------------------------------------------------------------------- receiving
 
     async def _next_head(self) -> Head | None:
         """The next request's head, or None when there is none to come."""
         data = self._buffer.lstrip(b"\r\n") if self._buffer else b""
-        server = self._server
+        server = self.server
         while not data:
             if server.is_draining and not self.has_input():
                 return None
             self.phase = Phase.IDLE
             await wait_readable(self.sock)
-            data = self.sock.recv(_RECEIVE_BYTES)
+            data = self.sock.recv(RECEIVE_BYTES)
             if not data:
                 return None
             data = data.lstrip(b"\r\n")  # some clients send an empty line after a body
@@ -155,8 +120,8 @@ class Connection:
         return server.heads.parse(data[:end])
 
     async def _rest_of_head(self, data: bytes) -> Head:
-        self._enter(Phase.HEAD, self._server.limits.header_timeout_s)
-        limits = self._server.limits
+        self.enter(Phase.HEAD, self.server.limits.header_timeout_s)
+        limits = self.server.limits
         parser = HeadParser(limits)
         size = 0
         tail = b""  # the end of a head may itself come in pieces
@@ -172,7 +137,7 @@ class Connection:
             if size > limits.max_head_bytes:
                 raise Refused(431, f"the request's head is longer than {limits.max_head_bytes} bytes")
             tail = (tail + data)[-3:]
-            data = await self._receive_some()
+            data = await self.receive_some()
 
     async def _read_body(self, head: Head) -> Buffer:
         if head.is_chunked:
@@ -181,7 +146,7 @@ class Connection:
         buffer = self._buffer
         if size == 0:
             return b""
-        check_body_size(head, self._server.limits)
+        check_body_size(head, self.server.limits)
         if size <= len(buffer):
             self._buffer = buffer[size:]
             return buffer[:size]
@@ -194,50 +159,29 @@ class Connection:
             target = memoryview(bytearray(size))
         else:
             pad = -anchor % ALIGNMENT
-            target = self._server.pool.take(size + pad).data[pad:]
+            target = self.server.pool.take(size + pad).data[pad:]
         got = len(self._buffer)
         target[:got] = self._buffer
         self._buffer = b""
-        bytes_per_s = self._server.limits.body_bytes_per_s
-        while got < size:
-            try:
-                count = self.sock.recv_into(target[got:])
-            except BlockingIOError:
-                await wait_readable(self.sock)
-                continue
-            if count == 0:
-                raise ClientLeft("the client closed in the middle of a body")
-            got += count
-            self.deadline += count / bytes_per_s
-        return bytes(target) if size < POOLED_BYTES_MIN else target
+        await self.receive_into(target[got:], self.server.limits.body_bytes_per_s)
+        return bytes(target) if size < POOLED_BYTES_MIN else target.toreadonly()
 
     async def _read_chunks(self, head: Head) -> Buffer:
-        limits = self._server.limits
+        limits = self.server.limits
         body = ChunkedBody(limits.max_body_bytes)
         data = self._buffer
         await self._enter_body(head)
         while not body.feed(data):
-            data = await self._receive_some()
+            data = await self.receive_some()
             self.deadline += len(data) / limits.body_bytes_per_s
         self._buffer = body.rest
-        return bytes(body.body) if len(body.body) < POOLED_BYTES_MIN else memoryview(body.body)
+        return bytes(body.body) if len(body.body) < POOLED_BYTES_MIN else memoryview(body.body).toreadonly()
 
     async def _enter_body(self, head: Head) -> None:
-        self._enter(Phase.BODY, self._server.limits.body_timeout_s)
+        self.enter(Phase.BODY, self.server.limits.body_timeout_s)
         if head.expects_continue and not self._buffer:
-            await self._write([CONTINUE])
-            self._enter(Phase.BODY, self._server.limits.body_timeout_s)
-
-    async def _receive_some(self) -> bytes:
-        while True:
-            try:
-                data = self.sock.recv(_RECEIVE_BYTES)
-            except BlockingIOError:
-                await wait_readable(self.sock)
-                continue
-            if not data:
-                raise ClientLeft("the client closed in the middle of a request")
-            return data
+            await self.write([CONTINUE])
+            self.enter(Phase.BODY, self.server.limits.body_timeout_s)
 
     # ---------------------------------------------------------------------------------------------------- the app
 
@@ -251,7 +195,7 @@ class Connection:
         scope["client"] = self.client
         scope["server"] = self.local
         try:
-            await self._server.app(scope, self.receive, self.send)
+            await self.server.app(scope, self.receive, self.send)
             if self._head is not None:
                 raise RuntimeError("the app returned without completing its answer")
         except ClientLeft:
@@ -263,11 +207,11 @@ class Connection:
         finally:
             self._body = None
         if self._keeps_alive:
-            self._enter(Phase.IDLE, self._server.limits.idle_timeout_s)
+            self.enter(Phase.IDLE, self.server.limits.idle_timeout_s)
 
     async def _fail(self) -> None:
         if not self._is_started:
-            await self._write([refusal(500, "internal server error")])
+            await self.write([refusal(500, "internal server error")])
         self._keeps_alive = False
 
     async def receive(self) -> Message:
@@ -294,33 +238,28 @@ class Connection:
         more = message.get("more_body", False)
         parts: list[Any] = message.get("flowserve.parts") or [message.get("body", b"")]
         size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-        is_chunked = self._left is None and self._is_started and not head.is_http_1_0
-        if not self._is_started:
-            start = self._start(head, size, more)
-            is_chunked = self._left is None and not head.is_http_1_0
-            out: list[Any] = [start]
-        else:
-            out = []
+        out: list[Any] = [] if self._is_started else [self._start(head, size, more)]
         if head.is_head or self._status in _BODILESS:
             self._left = 0
-        elif is_chunked:
+        elif self._left is not None:
+            self._left -= size
+            out += parts
+        elif head.is_http_1_0:
+            out += parts
+        else:
             if size:
                 out += (b"%x\r\n" % size, *parts, b"\r\n")
             if not more:
                 out.append(b"0\r\n\r\n")
-        else:
-            out += parts
-            if self._left is not None:
-                self._left -= size
         if not more:
             self._finish(head)
         if out:
-            await self._write(out)
+            await self.write(out)
 
     def _start(self, head: Head, size: int, more: bool) -> bytes:
         """The answer's head. Sets `_left`."""
         self._is_started = True
-        self._keeps_alive = head.keep_alive and not self._server.is_draining
+        self._keeps_alive = head.keep_alive and not self.server.is_draining
         self._left = None if more else size
         has_length = False
         for name, value in self._headers:
@@ -348,71 +287,21 @@ class Connection:
             self._keeps_alive = False
             _log.error("%s %r: the answer differs from its Content-Length", head.scope["method"], head.scope["path"])
 
-    # ---------------------------------------------------------------------------------------------------- sending
-
-    async def _write(self, parts: list[Any]) -> None:
-        """All of `parts`, joined where that is cheaper. Returns when the kernel has them."""
-        try:
-            if len(parts) == 1:
-                data = parts[0]
-            elif sum(map(len, parts)) <= _JOINED_BYTES_MAX:
-                data = b"".join(parts)
-            else:
-                await self._write_parts([memoryview(part).cast("B") for part in parts if len(part)])
-                return
-            try:
-                sent = self.sock.send(data)
-            except BlockingIOError:
-                sent = 0
-            if sent < len(data):
-                await self._write_parts([memoryview(data)[sent:]])
-        except ClientLeft:
-            raise
-        except OSError as error:
-            raise ClientLeft(*error.args) from None
-
-    async def _write_parts(self, views: list[memoryview]) -> None:
-        before = self.phase
-        try:
-            while views:
-                try:
-                    sent = self.sock.sendmsg(views[:_PARTS_MAX])
-                except BlockingIOError:
-                    self._enter(Phase.WRITING, self._server.limits.write_timeout_s)
-                    await wait_writable(self.sock)
-                    continue
-                done = 0
-                while done < len(views) and sent >= len(views[done]):
-                    sent -= len(views[done])
-                    done += 1
-                del views[:done]
-                if sent:
-                    views[0] = views[0][sent:]
-        finally:
-            # A cancelled wait leaves the phase for `_part` to see.
-            if not views:
-                self.phase = before
-
     # ---------------------------------------------------------------------------------------------------- ending
-
-    def _enter(self, phase: Phase, limit_s: float) -> None:
-        self.phase = phase
-        self.deadline = self._server.deadline_in(limit_s)
 
     async def _refuse(self, refused: Refused) -> None:
         """Answer and close, in a way that lets a client who is still sending read why."""
-        await self._write([refusal(refused.status, str(refused))])
-        self._enter(Phase.CLOSING, _LINGER_S)
+        await self.write([refusal(refused.status, str(refused))])
+        self.enter(Phase.CLOSING, _LINGER_S)
         self.sock.shutdown(socket.SHUT_WR)
-        scratch = bytearray(_RECEIVE_BYTES)
+        scratch = bytearray(RECEIVE_BYTES)
         while True:
             await wait_readable(self.sock)
             if not self.sock.recv_into(scratch):
                 return
 
     def _part(self) -> None:
-        """The scope was cancelled: the sweeper's deadline, a client who left, or the server's end. Nothing may wait
-        any more."""
+        """The scope was cancelled: a deadline, a client who left, or the server's end. Nothing may wait any more."""
         if self.phase in (Phase.HEAD, Phase.BODY):
             what = self.phase.value
             self.sock.send(refusal(408, f"the request's {what} did not arrive in time"))
@@ -422,7 +311,7 @@ class Connection:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def _endpoint(sock: socket.socket) -> Scope | Any:
+def _endpoint(sock: socket.socket) -> Any:
     try:
         name = sock.getsockname()
     except OSError:

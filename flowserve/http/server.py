@@ -24,9 +24,10 @@ import trio
 from starlette.types import ASGIApp
 from trio.lowlevel import wait_readable
 
-from flowserve.http.connection import Connection, Phase
+from flowserve.http.connection import Connection
 from flowserve.http.head import HeadCache
 from flowserve.http.limits import Limits
+from flowserve.http.line import Phase
 from flowserve.memory.pool import Pool
 
 _BACKLOG: Final = 2048

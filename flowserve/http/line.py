@@ -1,0 +1,128 @@
+"""A socket that is tried before it is waited for, and the deadline of whatever it waits for.
+
+Decided here: the phases of a connection, and how bytes are moved: small answers joined into one `send`, large ones
+by `sendmsg` without joining; `wait_readable` and `wait_writable` only when the kernel says so (trio's own streams
+cost as much again as a small request). Deadlines are plain fields that the server's sweeper compares with its own
+idea of now, so they cost a request nothing. This file knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+from trio.lowlevel import wait_readable, wait_writable
+
+if TYPE_CHECKING:
+    from flowserve.http.server import Server
+
+# A small request comes in one piece, and little of a large one has to be moved into its place.
+RECEIVE_BYTES: Final = 16_384
+_JOINED_BYTES_MAX: Final = 16_384  # below this one copy is cheaper than a longer list of buffers
+_PARTS_MAX: Final = 512  # sendmsg takes 1024
+
+
+class Phase(enum.Enum):
+    """What the connection waits for. Every phase but RUNNING ends at the line's deadline."""
+
+    IDLE = "idle"  # the first byte of a request
+    HEAD = "head"  # the rest of a head
+    BODY = "body"  # the rest of a body
+    RUNNING = "running"  # the app
+    WRITING = "writing"  # the client to take more of its answer
+    CLOSING = "closing"  # the client to read why it was refused
+
+
+class ClientLeft(OSError):
+    """The other side closed, or the line broke. ASGI wants an OSError out of `send`."""
+
+
+class Line:
+    """One accepted socket. Cancelling `scope` ends whatever it waits for."""
+
+    __slots__ = ("deadline", "phase", "scope", "server", "sock")
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        self.server = server
+        self.sock = sock
+        self.scope = trio.CancelScope()
+        self.phase = Phase.IDLE
+        self.deadline = server.deadline_in(server.limits.header_timeout_s)
+
+    def enter(self, phase: Phase, limit_s: float) -> None:
+        """Begin a phase that may last `limit_s` seconds."""
+        self.phase = phase
+        self.deadline = self.server.deadline_in(limit_s)
+
+    def has_input(self) -> bool:
+        """Whether bytes wait in the kernel that were not read yet. End-of-file is none."""
+        try:
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    async def receive_some(self) -> bytes:
+        """The next bytes. Raises `ClientLeft` where there are no more to come."""
+        while True:
+            try:
+                data = self.sock.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                await wait_readable(self.sock)
+                continue
+            if not data:
+                raise ClientLeft("the client closed in the middle of a request")
+            return data
+
+    async def receive_into(self, target: memoryview, bytes_per_s: int) -> None:
+        """Fill `target`. Every `bytes_per_s` that arrive move the deadline by a second."""
+        got = 0
+        while got < len(target):
+            try:
+                count = self.sock.recv_into(target[got:])
+            except BlockingIOError:
+                await wait_readable(self.sock)
+                continue
+            if count == 0:
+                raise ClientLeft("the client closed in the middle of a body")
+            got += count
+            self.deadline += count / bytes_per_s
+
+    async def write(self, parts: list[Any]) -> None:
+        """All of `parts`, buffers of bytes. Returns when the kernel has them; raises `ClientLeft` where it cannot."""
+        try:
+            if len(parts) == 1:
+                data = parts[0]
+            elif sum(map(len, parts)) <= _JOINED_BYTES_MAX:
+                data = b"".join(parts)
+            else:
+                await self._write_parts([memoryview(part).cast("B") for part in parts if len(part)])
+                return
+            try:
+                sent = self.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(data):
+                await self._write_parts([memoryview(data)[sent:]])
+        except OSError as error:
+            raise ClientLeft(*error.args) from None
+
+    async def _write_parts(self, views: list[memoryview]) -> None:
+        before = self.phase
+        while views:
+            try:
+                sent = self.sock.sendmsg(views[:_PARTS_MAX])
+            except BlockingIOError:
+                # When this wait is cancelled the phase stays, and tells why.
+                self.enter(Phase.WRITING, self.server.limits.write_timeout_s)
+                await wait_writable(self.sock)
+                continue
+            done = 0
+            while done < len(views) and sent >= len(views[done]):
+                sent -= len(views[done])
+                done += 1
+            del views[:done]
+            if sent:
+                views[0] = views[0][sent:]
+        self.phase = before
