@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from bench.echo import measure_echo
 from bench.measure import Limit, Plan, Run, measure_work
@@ -20,7 +20,10 @@ from bench.report import Results, print_tables, write_json, write_plot
 from bench.servers import BenchFailed
 from bench.works import WORKS
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parent / "results"
+
+# A load average above which somebody else is clearly computing here.
+BUSY: Final = 0.7
 
 
 def _works(text: str) -> tuple[str, ...]:
@@ -119,13 +122,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _terminated)
     plan = Plan(options.concurrency, options.seconds, options.rounds, options.python_execution)
+    load_before = os.getloadavg()[0]
+    if load_before > BUSY:
+        _say(
+            f"the machine is busy with other things (load average {load_before:.1f}): trust the ratios, not the figures"
+        )
     try:
         runs, limits = _measure(plan, options.work, options.echo)
     except BenchFailed as error:
         sys.exit(f"bench: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    results = Results.of(plan, runs, limits)
+    results = Results.of(plan, load_before, runs, limits)
     print_tables(results)
     write_json(results, options.json)
     print(f"figures: {options.json}")

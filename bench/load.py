@@ -11,6 +11,7 @@ is reported) and how far an answer is checked. It does not know what the bytes m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import select
 import socket
@@ -185,6 +186,9 @@ class Loop:
         while len(self._idle) < len(self._by_fd):
             self._idle |= {connection.socket.fileno() for connection in self._completed()}
 
+    def close(self) -> None:
+        self._epoll.close()
+
     def _completed(self) -> list[Connection]:
         completed = []
         events = self._epoll.poll(SILENCE_LIMIT_S)
@@ -207,17 +211,18 @@ class Loop:
 
 def measure(folder: Path, port: int, server_pid: int, concurrency: int, warmup_s: float, seconds: float) -> Measured:
     """Run the closed loop. Raises LoadFailed, OSError when the server cannot be reached."""
-    loop = Loop(
-        [
-            Connection(port, (folder / f"{i}.request").read_bytes(), (folder / f"{i}.answer").read_bytes())
-            for i in range(concurrency)
-        ]
-    )
-    loop.drive(warmup_s)
-    server_before, load_before, began = cpu_seconds(server_pid), time.process_time(), time.perf_counter()
-    latencies = loop.drive(seconds)
-    server_after, load_after, ended = cpu_seconds(server_pid), time.process_time(), time.perf_counter()
-    loop.finish()
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for i in range(concurrency):
+            request, answer = ((folder / f"{i}.{kind}").read_bytes() for kind in ("request", "answer"))
+            connections.append(Connection(port, request, answer))
+            stack.enter_context(connections[-1].socket)
+        loop = stack.enter_context(contextlib.closing(Loop(connections)))
+        loop.drive(warmup_s)
+        server_before, load_before, began = cpu_seconds(server_pid), time.process_time(), time.perf_counter()
+        latencies = loop.drive(seconds)
+        server_after, load_after, ended = cpu_seconds(server_pid), time.process_time(), time.perf_counter()
+        loop.finish()
     if not latencies:
         raise LoadFailed(f"no request was answered within {seconds} seconds")
     p50, p99 = np.percentile(np.array(latencies), (50, 99)) / 1e6

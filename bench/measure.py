@@ -30,7 +30,8 @@ LIMIT_BATCHES: Final = (1, 8, 32)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the load generator. CPU in microseconds per request; `mean_batch` by model, rows per execution."""
+    """One run of the load generator. CPU in microseconds per request; `load_busy` is the share of one core that the
+    generator took, 0 to 1: near 1 it was the limit; `mean_batch` by model, rows per execution."""
 
     work: str
     server: str
@@ -42,6 +43,7 @@ class Run:
     p99_ms: float
     server_cpu_us: float
     load_cpu_us: float
+    load_busy: float
     mean_batch: Mapping[str, float]
 
     @classmethod
@@ -61,6 +63,7 @@ class Run:
             p99_ms=measured.p99_ms,
             server_cpu_us=measured.server_cpu_s / count * 1e6,
             load_cpu_us=measured.load_cpu_s / count * 1e6,
+            load_busy=measured.load_cpu_s / measured.seconds,
             mean_batch=mean_batch,
         )
 
@@ -179,6 +182,7 @@ class Row:
     p99_ms: float
     server_cpu_us: float
     load_cpu_us: float
+    load_busy: float
     mean_batch: Mapping[str, float]
 
 
@@ -197,6 +201,7 @@ def summarise(runs: Sequence[Run]) -> list[Row]:
             statistics.median(run.p99_ms for run in group),
             statistics.median(run.server_cpu_us for run in group),
             statistics.median(run.load_cpu_us for run in group),
+            statistics.median(run.load_busy for run in group),
             {model: statistics.median(run.mean_batch[model] for run in group) for model in group[0].mean_batch},
         )
         for (work, concurrency, server), group in groups.items()

@@ -28,9 +28,11 @@ _COLOURS: Final = {"flowserve": "#2a6fdb", "triton": "#8a8f98", "uvicorn": "#c98
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything one call of `python -m bench` found. `limits`: work -> (best batch size, rows per second)."""
+    """Everything one call of `python -m bench` found. `limits`: work -> (best batch size, rows per second).
+    `load_before`: the machine's load average of the last minute before we began."""
 
     plan: Plan
+    load_before: float
     runs: Sequence[Run]
     limit_runs: Sequence[Limit]
     rows: Sequence[Row]
@@ -38,10 +40,10 @@ class Results:
     ratios: Sequence[Ratio]
 
     @classmethod
-    def of(cls, plan: Plan, runs: Sequence[Run], limit_runs: Sequence[Limit]) -> Results:
+    def of(cls, plan: Plan, load_before: float, runs: Sequence[Run], limit_runs: Sequence[Limit]) -> Results:
         rows, limits = summarise(runs), best_limits(limit_runs)
         ratios = compare(rows, limits, plan.python_execution) + echo_ratio(rows)
-        return cls(plan, runs, limit_runs, rows, limits, ratios)
+        return cls(plan, load_before, runs, limit_runs, rows, limits, ratios)
 
 
 def print_tables(results: Results) -> None:
@@ -56,14 +58,11 @@ def print_tables(results: Results) -> None:
 
 def _figures(results: Results) -> Table:
     plan = results.plan
-    table = Table(
-        title=f"medians of {plan.rounds} rounds of {plan.seconds:g} s; python execution {plan.python_execution}",
-        title_justify="left",
-    )
+    table = Table(title=f"medians of {plan.rounds} rounds of {plan.seconds:g} s", title_justify="left")
     table.add_column("work")
     table.add_column("c", justify="right")
     table.add_column("server")
-    for heading in ("requests/s", "p50 ms", "p99 ms", "server CPU us", "load CPU us"):
+    for heading in ("requests/s", "p50 ms", "p99 ms", "server CPU us", "load CPU us", "load busy"):
         table.add_column(heading, justify="right")
     table.add_column("mean batch of each node")
     previous = ""
@@ -79,6 +78,7 @@ def _figures(results: Results) -> Table:
             f"{row.p99_ms:.2f}",
             f"{row.server_cpu_us:,.0f}",
             f"{row.load_cpu_us:,.0f}",
+            f"{row.load_busy:.0%}",
             "  ".join(f"{model.removeprefix(row.work + '_')} {mean:.1f}" for model, mean in row.mean_batch.items()),
         )
         previous = row.work
@@ -96,24 +96,24 @@ def _limits(limits: Mapping[str, tuple[int, float]]) -> Table:
 
 
 def _ratios(ratios: Sequence[Ratio]) -> Table:
-    table = Table(title="ratios, and where they should be", title_justify="left")
+    """One line for each work and concurrency, one column for each thing compared."""
+    table = Table(title="flowserve's ratios: figure (must / want)", title_justify="left")
     table.add_column("work")
     table.add_column("c", justify="right")
-    table.add_column("flowserve's")
-    for heading in ("figure", "must", "want"):
-        table.add_column(heading, justify="right")
-    table.add_column("reached")
-    for ratio in ratios:
-        table.add_row(
-            ratio.work,
-            str(ratio.concurrency),
-            ratio.what,
-            f"{ratio.figure:.2f}" if ratio.figure >= 0.005 else f"{ratio.figure:.1e}",
-            "" if ratio.must is None else f"{ratio.must:g}",
-            "" if ratio.want is None else f"{ratio.want:g}",
-            "" if ratio.verdict is None else f"[{_STYLE[ratio.verdict]}]{ratio.verdict}[/]",
-        )
+    columns = list(dict.fromkeys(ratio.what for ratio in ratios))
+    for what in columns:
+        table.add_column(what, justify="right")
+    cells = {(ratio.work, ratio.concurrency, ratio.what): _cell(ratio) for ratio in ratios}
+    for work, concurrency in dict.fromkeys((ratio.work, ratio.concurrency) for ratio in ratios):
+        table.add_row(work, str(concurrency), *(cells.get((work, concurrency, what), "") for what in columns))
     return table
+
+
+def _cell(ratio: Ratio) -> str:
+    figure = f"{ratio.figure:.2f}" if abs(ratio.figure) >= 0.01 else f"{ratio.figure:.0e}"
+    if ratio.verdict is None:
+        return figure
+    return f"[{_STYLE[ratio.verdict]}]{figure} ({ratio.must:g} / {ratio.want:g}) {ratio.verdict}[/]"
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -123,6 +123,7 @@ def as_json(results: Results) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),
+            "load_before": results.load_before,
         },
         "options": asdict(results.plan),
         "runs": [asdict(run) for run in results.runs],

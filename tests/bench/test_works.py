@@ -1,0 +1,53 @@
+"""The works that are measured: their files are complete, their answers tell one request from another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.load import ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE
+from bench.repositories import Onnxruntime, served_models, write_repository
+from bench.works import WORKS
+from flowserve.config.parse import parse_model_config
+
+
+@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("onnx_steps", Onnxruntime)
+def test_every_model_of_a_repository_has_a_config_that_parses_and_what_its_backend_loads(
+    name: str, onnx_steps: Onnxruntime, tmp_path: Path
+) -> None:
+    work = WORKS[name]
+    write_repository(work, tmp_path, onnx_steps)
+    assert {folder.name for folder in tmp_path.iterdir()} == {*served_models(work), work.name}
+
+    needs = {"python": "model.py", "onnxruntime": "model.onnx"}
+    for folder in tmp_path.iterdir():
+        message, _ = parse_model_config((folder / "config.pbtxt").read_text(), f"{folder.name}/config.pbtxt", "pbtxt")
+        assert message.name == folder.name
+        if message.backend:
+            assert (folder / "1" / needs[message.backend]).is_file()
+        else:
+            assert message.platform == "ensemble"
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_answers_differ_by_far_more_than_the_generator_tolerates(name: str) -> None:
+    work = WORKS[name]
+    answers = work.direct()(work.rows(4))
+    for i, j in ((0, 1), (1, 2), (2, 3), (0, 3)):
+        difference = np.abs(answers[i] - answers[j]).max()
+        assert difference > 5 * (ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * np.abs(answers[j]).max())
+
+
+def test_the_chain_computes_what_its_three_steps_say() -> None:
+    chain = WORKS["chain"]
+    rows = chain.rows(2)
+    np.testing.assert_array_equal(chain.direct()(rows), rows * 2 + 1 - 3)
+
+
+def test_the_diamond_joins_both_its_branches() -> None:
+    diamond = WORKS["diamond"]
+    rows = diamond.rows(2)
+    np.testing.assert_array_equal(diamond.direct()(rows), (rows * 2 + 1) + (rows * 2 - 3))
