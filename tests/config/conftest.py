@@ -1,0 +1,43 @@
+"""Model folders on disk, from the text of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowserve.config.load import Draft, read_draft
+from flowserve.config.rules import find_problems
+from flowserve.config.rules.subject import Subject
+from flowserve.errors import Problem
+
+DEFAULT_FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Callable[..., Draft]:
+    """`draft(text, "1/model.py")` reads a folder "m" with that config.pbtxt (none for None) and those empty files."""
+
+    def read(text: str | None, *files: str, name: str = "m") -> Draft:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        if text is not None:
+            (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_bytes(b"")
+        return read_draft(folder, tmp_path, DEFAULT_FILES)
+
+    return read
+
+
+@pytest.fixture
+def judge(draft: Callable[..., Draft]) -> Callable[..., list[Problem]]:
+    """`judge(text)`: what the numbered rules say about a configuration, features left aside."""
+
+    def problems(text: str | None, *files: str, name: str = "m") -> list[Problem]:
+        read = draft(text, *files, name=name)
+        return find_problems(Subject(read.message, read.source, read.name, read.folder))
+
+    return problems

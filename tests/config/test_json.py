@@ -1,0 +1,134 @@
+"""JSON: the same configuration in the other notation, with places of its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from google.protobuf import json_format
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.config.convert import to_json
+from flowserve.config.model_config_pb2 import ModelConfig
+from flowserve.config.parse import parse_model_config
+from flowserve.errors import Problems
+
+
+def parse(text: str) -> ModelConfig:
+    return parse_model_config(text, "override", "json")[0]
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(Problems) as caught:
+        parse(text)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        '{"name": "m", "max_batch_size": 4, "output": null}',
+        '{"maxBatchSize": "4"}',
+        '{"input": [{"name": "x", "data_type": "TYPE_FP32", "dims": ["-1", 3, 2.0, 1e1], "optional": true}]}',
+        '{"input": [{"data_type": 11}], "output": []}',
+        '{"parameters": {"execution": {"string_value": "thread"}}, "metric_tags": {"a": "b"}}',
+        '{"dynamic_batching": {"priority_queue_policy": {"1": {"max_queue_size": 3}}}}',
+        '{"sequence_batching": {"direct": {"minimum_slot_utilization": "Infinity"}}}',
+        '{"version_policy": {"specific": {"versions": [1, "9007199254740993"]}}}',
+        '{"name": "\\u00e9\\ud83d\\ude00\\n"}',
+    ],
+)
+def test_what_protobuf_reads_is_read_the_same(text: str) -> None:
+    assert parse(text) == json_format.Parse(text, ModelConfig())
+
+
+def test_enumeration_names_are_taken_in_either_case() -> None:
+    assert parse('{"input": [{"data_type": "type_fp32"}]}').input[0].data_type == 11
+
+
+def test_what_the_server_answers_can_be_sent_back() -> None:
+    text = 'name: "m" input { name: "x" data_type: TYPE_STRING dims: [ -1 ] } parameters { key: "k" value { } }'
+    message = parse_model_config(text, "m/config.pbtxt")[0]
+    assert parse(json.dumps(to_json(message))) == message
+
+
+def test_places_are_those_of_the_names() -> None:
+    source = parse_model_config('{\n "parameters": {\n  "k": {"string_value": "v"}}}', "override", "json")[1]
+    assert str(source.place("parameters[k]")) == "override:3:3"
+    assert str(source.place("parameters[k].string_value")) == "override:3:9"
+
+
+@pytest.mark.fault("C2")
+def test_all_unknown_fields_and_wrong_types_are_told_at_once() -> None:
+    assert refusal('{"nme": 1,\n "max_batch_size": "x",\n "input": {}, "parameters": [], "name": 3}').splitlines() == [
+        'override:1:2: Message type "inference.ModelConfig" has no field named "nme" (did you mean "name"?)',
+        'override:2:20: field "max_batch_size": Expected integer, found "x"',
+        'override:3:11: field "input" takes a list',
+        'override:3:29: field "parameters" takes an object',
+        'override:3:41: field "name": Expected string, found 3 (did you mean "3", in quotes?)',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "1:1: Expected a value, found the end of the file"),
+        ("[]", "1:1: a configuration in JSON is an object: it begins with {"),
+        ('{"name": "m"} x', "1:15: unexpected text after the end of the object"),
+        ('{"name" "m"}', '1:9: Expected ":"'),
+        ('{"name": "m",}', '1:14: Expected a field name in double quotes or "}"'),
+        ('{"name": "m" "x"}', '1:14: Expected "," or "}"'),
+        ('{"name": tru}', "1:10: Expected a value, found 't'"),
+        ('{"name": "m', "1:10: Unterminated string starting at"),
+        ('{"name": "\\ud800"}', '1:10: field "name": the string holds half of a surrogate pair'),
+        ('{"name": "a", "name": "b"}', '1:15: Non-repeated field "name" is specified multiple times (the first is at'),
+        ('{"a":' * 10_000, "1:321: nested deeper than 64 levels"),
+        ("[" * 10_000, "1:65: nested deeper than 64 levels"),
+    ],
+)
+@pytest.mark.fault("C1")
+def test_a_syntax_error_says_where_and_what_was_expected(text: str, expected: str) -> None:
+    assert refusal(text).startswith(f"override:{expected}")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "input", "dims", "x"]), inner),
+    max_leaves=8,
+)
+
+
+@given(JSON.map(json.dumps) | st.text())
+def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
+    try:
+        parse(text)
+    except Problems as refused:
+        problems = refused.problems
+    else:
+        return
+    assert all(problem.place and problem.place.line for problem in problems)
+
+
+def test_the_answer_of_the_config_endpoint_has_every_plain_field_and_numbers_as_numbers() -> None:
+    text = (
+        'input { name: "x" data_type: TYPE_FP32 dims: [ -1, 3 ] }'
+        "dynamic_batching { max_queue_delay_microseconds: 100"
+        " priority_queue_policy { key: 1 value { default_timeout_microseconds: 7 } } }"
+    )
+    printed = to_json(parse_model_config(text, "m/config.pbtxt")[0])
+    assert printed["input"][0] == {
+        "name": "x",
+        "data_type": "TYPE_FP32",
+        "format": "FORMAT_NONE",
+        "dims": [-1, 3],
+        "is_shape_tensor": False,
+        "allow_ragged_batch": False,
+        "optional": False,
+        "is_non_linear_format_io": False,
+    }
+    assert printed["max_batch_size"] == 0
+    assert printed["dynamic_batching"]["max_queue_delay_microseconds"] == 100
+    assert printed["dynamic_batching"]["priority_queue_policy"]["1"]["default_timeout_microseconds"] == 7
+    assert "version_policy" not in printed
