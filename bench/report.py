@@ -147,10 +147,19 @@ def write_plot(results: Results, path: Path) -> None:
     from matplotlib import pyplot
 
     works = list(dict.fromkeys(row.work for row in results.rows))
-    figure, axes = pyplot.subplots(1, len(works), figsize=(3.2 * len(works), 3.6), squeeze=False, layout="constrained")
-    for axis, work in zip(axes[0], works, strict=True):
+    columns = min(3, len(works))
+    lines = -(-len(works) // columns)
+    size = (4.2 * columns, 3.2 * lines + 0.6)
+    figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    handles: dict[str, Any] = {}
+    for axis, work in zip(axes.flat, works, strict=False):
         _plot_work(axis, [row for row in results.rows if row.work == work], results.limits.get(work))
-    axes[0][0].set_ylabel("requests per second")
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    for axis in axes.flat[len(works) :]:
+        axis.set_visible(False)
+    figure.supylabel("requests per second")
+    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=len(handles), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
@@ -171,4 +180,3 @@ def _plot_work(axis: Any, rows: Sequence[Row], limit: tuple[int, float] | None) 
     axis.set_xticks(range(len(concurrencies)), [str(concurrency) for concurrency in concurrencies])
     axis.set_xlabel("concurrency")
     axis.set_title(rows[0].work)
-    axis.legend(fontsize="small", frameon=False)
