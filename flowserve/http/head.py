@@ -73,6 +73,7 @@ class HeadParser:
         self._messages = 0
         self._is_complete = False
         self._has_body = False
+        self._keeps_alive = False
         self._parser = httptools.HttpRequestParser(self)
 
     # What httptools calls.
@@ -88,6 +89,8 @@ class HeadParser:
 
     def on_headers_complete(self) -> None:
         self._is_complete = True
+        # Asked now: where there is no body the message ends here, and llhttp forgets its flags.
+        self._keeps_alive = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         self._has_body = True
@@ -129,7 +132,7 @@ class HeadParser:
             "headers": tuple(self._headers),
             "extensions": {"flowserve.body": {}},
         }
-        head = Head(scope, keep_alive=self._parser.should_keep_alive())
+        head = Head(scope, keep_alive=self._keeps_alive)
         for name, value in self._headers:
             _FRAMING.get(name, _ignore)(head, value)
         return head

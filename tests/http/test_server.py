@@ -1,0 +1,540 @@
+"""The server over real sockets: the conversation, and what clients do to it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+from starlette.types import Receive, Scope, Send
+from trio.testing import MockClock
+
+from flowserve.http import server as server_module
+from flowserve.http.limits import Limits
+from flowserve.http.server import open_listeners
+
+GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+Start = Callable[..., Awaitable[Any]]
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body it got, or the path where there is none."""
+    body = (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": bytes(body) or scope["path"].encode()})
+
+
+def post(body: bytes, extra: bytes = b"") -> bytes:
+    return b"POST /echo HTTP/1.1\r\nHost: h\r\n%bContent-Length: %d\r\n\r\n%b" % (extra, len(body), body)
+
+
+class Counted:
+    """Echo that counts how often it was called, and can be told to wait."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.cancelled = 0
+        self.go_on = trio.Event()
+        self.go_on.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.calls += 1
+        try:
+            await self.go_on.wait()
+        except trio.Cancelled:
+            self.cancelled += 1
+            raise
+        await echo(scope, receive, send)
+
+
+# ---------------------------------------------------------------------------------------------- the conversation
+
+
+async def test_requests_follow_each_other_on_one_connection(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    for text in (b"one", b"two"):
+        answer = await client.ask(post(text))
+        assert (answer.status, answer.body) == (200, text)
+        assert "connection" not in answer.headers
+
+
+@pytest.mark.fault("H15")
+async def test_five_pipelined_requests_get_five_answers_in_order(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    await client.say(b"".join(post(b"body %d" % number) for number in range(5)))
+    assert [(await client.answer()).body for _ in range(5)] == [b"body %d" % number for number in range(5)]
+
+
+@pytest.mark.fault("H14")
+async def test_a_request_sent_byte_by_byte_is_served(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    for byte in post(b"slow"):
+        await client.say(bytes([byte]))
+        await trio.testing.wait_all_tasks_blocked()
+    assert (await client.answer()).body == b"slow"
+
+
+async def test_a_chunked_body_arrives_whole_and_the_next_request_is_found(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    await client.say(head + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" + post(b"next"))
+    assert (await client.answer()).body == b"abcde"
+    assert (await client.answer()).body == b"next"
+
+
+@pytest.mark.parametrize("size", [1, 16_384, 65_535, 65_536, 3_000_000])
+async def test_bodies_of_every_size_come_back_as_they_were(start: Start, size: int) -> None:
+    client = await (await start(echo)).connect()
+    body = bytes(range(256)) * (size // 256 + 1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.say, post(body[:size]) + post(b"next"))
+        assert (await client.answer()).body == body[:size]
+        assert (await client.answer()).body == b"next"
+
+
+async def test_a_large_body_is_one_read_only_buffer_with_its_first_tensor_aligned(start: Start) -> None:
+    import numpy as np
+
+    seen: list[tuple[type, bool, int]] = []
+
+    async def look(scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        address = np.frombuffer(body, np.uint8, offset=123).ctypes.data
+        seen.append((type(body), body.readonly, address % 64))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    client = await (await start(look)).connect()
+    await client.ask(post(bytes(600_000), b"Inference-Header-Content-Length: 123\r\n"))
+    assert seen == [(memoryview, True, 0)]
+
+
+async def test_a_large_body_goes_back_to_the_pool_when_it_was_answered(start: Start) -> None:
+    running = await start(echo)
+    client = await running.connect()
+    for _ in range(3):
+        await client.ask(post(bytes(600_000)))
+    statistics = running.server.pool.statistics()
+    assert (statistics.lent_bytes, statistics.taken, statistics.reused) == (0, 3, 2)
+
+
+@pytest.mark.fault("H16")
+async def test_a_client_that_asks_first_is_told_to_continue(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    head, body = post(b"abc", b"Expect: 100-continue\r\n").split(b"abc")[0], b"abc"
+    await client.say(head)
+    assert (await client.answer()).status == 100
+    await client.say(body)
+    assert (await client.answer()).body == b"abc"
+
+
+async def test_head_answers_have_the_length_and_no_body(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    await client.say(b"HEAD /four HTTP/1.1\r\n\r\n")
+    answer = await client.answer(has_body=False)
+    assert answer.headers["content-length"] == "5"
+    assert (await client.ask(GET)).body == b"/"
+
+
+async def test_http_1_0_closes_unless_asked_to_stay(start: Start) -> None:
+    running = await start(echo)
+    client = await running.connect()
+    answer = await client.ask(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    assert answer.headers["connection"] == "keep-alive"
+    await client.say(b"GET / HTTP/1.0\r\n\r\n")
+    assert (await client.rest()).endswith(b"connection: close\r\n\r\n/")
+
+
+async def test_an_answer_in_pieces_is_chunked_for_1_1_and_ends_the_connection_for_1_0(start: Start) -> None:
+    async def pieces(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"abc", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        await send({"type": "http.response.body", "body": b"de"})
+
+    running = await start(pieces)
+    client = await running.connect()
+    assert (await client.ask(GET)).body == b"abcde"
+    assert (await client.ask(GET)).body == b"abcde"
+    old = await running.connect()
+    await old.say(b"GET / HTTP/1.0\r\n\r\n")
+    assert (await old.rest()).endswith(b"\r\n\r\nabcde")
+
+
+async def test_a_list_of_buffers_is_sent_as_one_body(start: Start) -> None:
+    parts = [b"head", memoryview(bytes(300_000)), bytearray(b"tail")]
+
+    async def many(scope: Scope, receive: Receive, send: Send) -> None:
+        assert "flowserve.body" in scope["extensions"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "flowserve.parts": parts})
+
+    client = await (await start(many)).connect()
+    for _ in range(2):
+        assert (await client.ask(GET)).body == b"head" + bytes(300_000) + b"tail"
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.fault("H1", "H2")
+@pytest.mark.parametrize(
+    "noise",
+    [
+        bytes.fromhex("160301020001000 1fc0303".replace(" ", "")) + bytes(range(200)),
+        b"\x00\xff\xfe garbage",
+        b"hello\r\n\r\n",
+        b"GET / HTTP/1.1\r\nbad name: x\r\n\r\n",
+    ],
+)
+async def test_what_is_not_http_gets_400_and_the_connection_closes_quietly(
+    start: Start, noise: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Counted()
+    client = await (await start(app)).connect()
+    answer = await client.ask(noise)
+    assert answer.status == 400
+    assert "malformed HTTP request" in json.loads(answer.body)["error"]
+    assert answer.headers["connection"] == "close"
+    assert await client.rest() == b""
+    assert app.calls == 0
+    assert caplog.records == []
+
+
+@pytest.mark.fault("H3")
+async def test_a_smuggled_request_is_never_seen(start: Start) -> None:
+    app = Counted()
+    client = await (await start(app)).connect()
+    answer = await client.ask(
+        b"POST / HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + GET
+    )
+    assert answer.status == 400
+    assert await client.rest() == b""
+    assert app.calls == 0
+
+
+@pytest.mark.fault("H4", "H5")
+@pytest.mark.parametrize(
+    "cut",
+    [
+        b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nabc",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n",
+        b"POST / HTTP/1.1\r\nConte",
+    ],
+)
+async def test_a_request_that_is_cut_short_is_never_executed(
+    start: Start, cut: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Counted()
+    running = await start(app)
+    client = await running.connect()
+    await client.say(cut)
+    await client.stream.send_eof()
+    assert await client.rest() == b""
+    assert app.calls == 0
+    assert caplog.records == []
+
+
+@pytest.mark.fault("H6")
+@pytest.mark.parametrize("headers", [b"X-Big: " + b"x" * 300_000 + b"\r\n", b"x: y\r\n" * 5000])
+async def test_too_much_head_is_431(start: Start, headers: bytes) -> None:
+    client = await (await start(echo)).connect()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.say, b"GET / HTTP/1.1\r\n" + headers + b"\r\n")
+        assert (await client.answer()).status == 431
+
+
+@pytest.mark.fault("H7")
+async def test_a_url_of_100_kb_is_414(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.say, b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n")
+        assert (await client.answer()).status == 414
+
+
+@pytest.mark.fault("H11")
+async def test_a_body_over_the_limit_is_413_from_its_length_alone(start: Start) -> None:
+    app = Counted()
+    client = await (await start(app, Limits(max_body_bytes=1000))).connect()
+    await client.say(b"POST / HTTP/1.1\r\nContent-Length: 1001\r\n\r\n")
+    answer = await client.answer()
+    assert answer.status == 413
+    assert "exceeds the maximum allowed size of 1000 bytes" in json.loads(answer.body)["error"]
+    assert app.calls == 0
+
+
+@pytest.mark.fault("H11")
+async def test_a_client_that_goes_on_sending_still_reads_why_it_was_refused(start: Start) -> None:
+    client = await (await start(echo, Limits(max_body_bytes=1000))).connect()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.say, post(bytes(4_000_000)))
+        assert (await client.answer()).status == 413
+
+
+@pytest.mark.fault("H9")
+async def test_too_many_chunks_are_refused_on_the_wire_too(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(
+            client.say, b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 70_000 + b"0\r\n\r\n"
+        )
+        answer = await client.answer()
+    assert answer.status == 400
+    assert "exceeds maximum of 65536 non-empty chunks" in json.loads(answer.body)["error"]
+
+
+# ---------------------------------------------------------------------------------------------- what takes too long
+
+
+@pytest.mark.fault("O1")
+async def test_half_open_requests_do_not_hinder_others_and_end_with_408(start: Start, patient_clock: MockClock) -> None:
+    running = await start(echo)
+    halves = [await running.connect() for _ in range(100)]
+    for number, half in enumerate(halves):
+        await half.say(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc" if number % 2 else b"GET / HTTP/1.1\r\nA: ")
+    client = await running.connect()
+    began = trio.current_time()
+    assert [(await client.ask(GET)).status for _ in range(10)] == [200] * 10
+    assert trio.current_time() - began < 0.5
+    for number, half in enumerate(halves):
+        answer = await half.answer()
+        assert answer.status == 408
+        assert ("body" if number % 2 else "head") in json.loads(answer.body)["error"]
+    assert trio.current_time() - began < Limits().body_timeout_s + 2
+
+
+async def test_a_body_that_trickles_is_given_up_on_and_one_that_flows_is_not(
+    start: Start, patient_clock: MockClock
+) -> None:
+    running = await start(echo, Limits(body_timeout_s=10, body_bytes_per_s=100))
+    slow, steady = await running.connect(), await running.connect()
+    head = b"POST / HTTP/1.1\r\nContent-Length: 4000\r\n\r\n"
+    await slow.say(head)
+    await steady.say(head)
+
+    async def trickle() -> None:
+        with pytest.raises(trio.BrokenResourceError):  # noqa: PT012
+            while True:
+                await trio.sleep(1)
+                await slow.say(b"x")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trickle)
+        for _ in range(40):
+            await trio.sleep(1)
+            await steady.say(bytes(100))
+    assert (await slow.answer()).status == 408
+    assert len((await steady.answer()).body) == 4000
+
+
+async def test_a_connection_nobody_uses_is_closed(start: Start, patient_clock: MockClock) -> None:
+    running = await start(echo)
+    client, silent = await running.connect(), await running.connect()
+    await client.ask(GET)
+    assert await silent.rest() == b""
+    assert await client.rest() == b""
+    assert trio.current_time() == pytest.approx(Limits().idle_timeout_s, abs=2)
+
+
+@pytest.mark.fault("O3")
+async def test_clients_that_never_read_are_cut_and_others_are_served(start: Start, patient_clock: MockClock) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(16_000_000 if scope["path"] == "/big" else 1)})
+
+    running = await start(answer)
+    deaf = [await running.connect() for _ in range(4)]
+    for one in deaf:
+        await one.say(b"GET /big HTTP/1.1\r\n\r\n")
+    client = await running.connect()
+    assert (await client.ask(GET)).body == b"\0"
+    with trio.fail_after(Limits().write_timeout_s + 5):
+        while running.server.statistics().connections > 1:
+            await trio.sleep(1)
+    for one in deaf:
+        with pytest.raises(trio.BrokenResourceError):
+            await one.rest()
+    assert (await client.ask(GET)).body == b"\0"
+
+
+# ---------------------------------------------------------------------------------------------- clients that leave
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_a_client_that_hangs_up_cancels_its_request(start: Start, how: str) -> None:
+    app = Counted()
+    app.go_on = trio.Event()
+    running = await start(app)
+    client = await running.connect()
+    await client.say(GET)
+    while not app.calls:
+        await trio.sleep(0.001)
+    if how == "reset":
+        client.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    await client.stream.aclose()
+    with trio.fail_after(5):
+        while not app.cancelled:
+            await trio.sleep(0.001)
+    while running.server.statistics().connections:
+        await trio.sleep(0.001)
+
+
+async def test_a_client_that_half_closes_after_a_fast_request_gets_its_answer(start: Start) -> None:
+    client = await (await start(echo)).connect()
+    await client.say(GET)
+    await client.stream.send_eof()
+    assert (await client.answer()).body == b"/"
+    assert await client.rest() == b""
+
+
+# ---------------------------------------------------------------------------------------------- apps that fail
+
+
+async def test_an_app_that_raises_is_a_500_and_one_line_in_the_log(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("secret")
+
+    running = await start(broken)
+    client = await running.connect()
+    answer = await client.ask(b"GET /a%0Ab HTTP/1.1\r\n\r\n")
+    assert answer.status == 500
+    assert json.loads(answer.body) == {"error": "internal server error"}
+    assert caplog.messages == [r"GET '/a\nb' failed"]
+    assert (await (await running.connect()).ask(GET)).status == 500
+
+
+@pytest.mark.parametrize("value", [b"a\r\nX-Injected: yes", b"a\nb"])
+async def test_a_header_cannot_start_a_new_line(start: Start, value: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def splitting(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-value", value)]})
+        await send({"type": "http.response.body"})
+
+    client = await (await start(splitting)).connect()
+    await client.say(GET)
+    assert b"X-Injected" not in await client.rest()
+    assert "a line break in the response header" in caplog.text
+
+
+async def test_an_answer_of_another_length_than_announced_ends_the_connection(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def short(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
+        await send({"type": "http.response.body", "body": b"abc"})
+
+    client = await (await start(short)).connect()
+    await client.say(GET + GET)
+    assert (await client.rest()).endswith(b"\r\n\r\nabc")
+    assert "differs from its Content-Length" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------- ending
+
+
+@pytest.mark.fault("X1", "X2", "X3")
+async def test_a_drain_lets_requests_finish_and_everything_else_go(start: Start) -> None:
+    app = Counted()
+    running = await start(app)
+    idle = await running.connect()
+    await idle.ask(GET)
+    app.go_on = trio.Event()
+    busy = [await running.connect() for _ in range(5)]
+    for client in busy:
+        await client.say(GET)
+    while running.server.statistics().running < 5:
+        await trio.sleep(0.001)
+
+    running.server.drain(within_s=30)
+    assert await idle.rest() == b""
+    with pytest.raises(OSError, match="connect"):
+        await running.connect()
+    app.go_on.set()
+    for client in busy:
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert await client.rest() == b""
+    assert running.server.statistics().connections == 0
+
+
+async def test_a_request_already_in_the_kernel_when_the_drain_begins_is_answered(start: Start) -> None:
+    running = await start(echo)
+    client = await running.connect()
+    await client.ask(GET)
+    raw = client.stream.socket
+    assert await raw.send(GET) == len(GET)
+    running.server.drain(within_s=30)
+    assert (await client.answer()).status == 200
+
+
+@pytest.mark.fault("X2")
+async def test_a_drain_cuts_what_does_not_finish_in_time(start: Start, patient_clock: MockClock) -> None:
+    app = Counted()
+    app.go_on = trio.Event()
+    running = await start(app)
+    client = await running.connect()
+    await client.say(GET)
+    while not app.calls:
+        await trio.sleep(0.001)
+    running.server.drain(within_s=3)
+    assert await client.rest() == b""
+    assert trio.current_time() == pytest.approx(3, abs=1.1)
+    assert app.cancelled == 1
+
+
+async def test_serve_returns_once_drained() -> None:
+    listeners = open_listeners("127.0.0.1", 0)
+    server = server_module.Server(echo)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        server.drain(within_s=1)
+    assert [listener.fileno() for listener in listeners] == [-1]
+
+
+@pytest.mark.fault("R8")
+async def test_running_out_of_descriptors_pauses_accepting_and_recovers(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import resource
+
+    running = await start(echo)
+    client = await running.connect()
+    await client.ask(GET)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = socket.socket()
+    waiting.setblocking(False)
+    # The limit is one above the highest descriptor in use: the next accept has nowhere to go.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (waiting.fileno() + 1, hard))
+    try:
+        assert waiting.connect_ex(("127.0.0.1", running.port)) in (0, errno.EINPROGRESS)
+        while not caplog.records:
+            await trio.sleep(0.01)
+        assert (await client.ask(GET)).status == 200
+        await trio.sleep(0.25)
+        assert len(caplog.records) < 10, "a busy loop would have tried thousands of times"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    async with trio.SocketStream(trio.socket.from_stdlib_socket(waiting)) as stream:
+        await stream.send_all(GET)
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 200")
+
+
+async def test_several_listeners_share_one_port_number() -> None:
+    listeners = open_listeners("localhost", 0)
+    try:
+        assert len({listener.getsockname()[1] for listener in listeners}) == 1
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+@pytest.mark.fault("K4")
+async def test_a_port_in_use_is_an_error_at_once() -> None:
+    (first,) = open_listeners("127.0.0.1", 0)
+    with first, pytest.raises(OSError, match="in use"):
+        open_listeners("127.0.0.1", first.getsockname()[1])
