@@ -7,7 +7,7 @@ ends. Scheduling is the dispatcher's, loading is loader.py's, computing is the h
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -130,9 +130,10 @@ class Engine:
             raise Invalid(f"requested model version is not available for model '{name}'")
         return rows_as_json([entry.ready[int(version)].statistics])
 
-    def pending(self) -> Mapping[ModelKey, int]:
-        """How many requests wait in each model's queue."""
-        return self.dispatcher.waiting()
+    def counters(self) -> list[tuple[Statistics, int]]:
+        """Every deployment version's counters, and how many requests wait in its model's queue (0 for an ensemble)."""
+        waiting = self.dispatcher.waiting()
+        return [(statistics, waiting.get(key, 0)) for key, statistics in self._statistics.items()]
 
     # ------------------------------------------------------------------ serving
 
@@ -273,7 +274,7 @@ def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:
 async def open_engine(
     options: EngineOptions, *, on_close: Callable[[list[str]], None] | None = None, exit_timeout_s: float = 30.0
 ) -> AsyncIterator[Engine]:
-    """An engine whose pump runs; empty until deployments are loaded into it. Leaving the block closes every instance."""
+    """An engine whose pump runs, empty until something is loaded into it. Leaving the block closes every instance."""
     async with trio.open_nursery() as nursery:
         engine = Engine(options)
         nursery.start_soon(engine.run_pump, name="pump")

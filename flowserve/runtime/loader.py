@@ -182,7 +182,7 @@ class _Load:
             await self._in_thread(host.close)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Blocking work of other rooms, at most LOAD_THREADS of it at once. What is not a FlowserveError becomes one."""
+        """Blocking work of other rooms, at most LOAD_THREADS at once. What is not a FlowserveError becomes one."""
         try:
             return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._threads)
         except FlowserveError:

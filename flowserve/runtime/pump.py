@@ -33,15 +33,14 @@ class Pump:
         """Pump for ever. Ends only by cancellation."""
         dispatcher = self._dispatcher
         while True:
+            dispatcher.pump(self._clock())  # before the first sleep too: a poke that came earlier woke nobody
             deadline_ns = dispatcher.next_deadline()
             if deadline_ns is None:
                 await self._park()
-            else:
-                now_ns = self._clock()
-                with trio.move_on_at(trio_deadline(deadline_ns, now_ns)):
-                    await self._park()
-                dispatcher.wake(self._clock())
-            dispatcher.pump(self._clock())
+                continue
+            with trio.move_on_at(trio_deadline(deadline_ns, self._clock())):
+                await self._park()
+            dispatcher.wake(self._clock())
 
     async def _park(self) -> None:
         self._task = current_task()

@@ -1,0 +1,262 @@
+"""The trio shell: what only a running loop can show. Policy is tested in tests/scheduling, without one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from flowserve.errors import Invalid, ModelFailed, NotFound, Unavailable
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.placement import Placement
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.testing.engine import add_chain, add_function
+from flowserve.values import Array, Request
+
+HOUR_NS = 3_600_000_000_000
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Engine]:
+    async with open_engine(EngineOptions()) as engine:
+        await wait_all_tasks_blocked()  # the pump sleeps: what a test submits in one turn is one turn
+        yield engine
+        await wait_all_tasks_blocked()
+        assert engine.dispatcher.in_flight == 0
+        engine.dispatcher.check()
+
+
+def request(engine: Engine, value: float = 1.0, rows: int = 1) -> Request:
+    return Request({"IN": np.full((rows, 4), value, np.float32)}, stamp=engine.next_stamp())
+
+
+async def ask(engine: Engine, name: str, value: float, answers: dict[float, float]) -> None:
+    response = await engine.infer(engine.find(name), request(engine, value))
+    assert response.outputs["OUT"].shape == (1, 4)
+    answers[value] = float(response.outputs["OUT"][0, 0])
+
+
+def double(array: Array) -> Array:
+    return array * 2
+
+
+def behind(gate: threading.Event) -> Callable[[Array], Array]:
+    def wait(array: Array) -> Array:
+        assert gate.wait(10)
+        return array
+
+    return wait
+
+
+def poisoned(array: Array) -> Array:
+    if (array == 13).any():
+        raise ValueError("thirteen")
+    return array * 2
+
+
+async def test_requests_of_one_turn_run_as_one_batch_and_stay_one_through_the_chain() -> None:
+    async with running() as engine:
+        first = add_function(engine, "first", [double])[0]
+        last = add_function(engine, "last", [lambda array: array + 1])[0]
+        add_chain(engine, "chain", ["first", "last"])
+        answers: dict[float, float] = {}
+        async with trio.open_nursery() as nursery:
+            for i in range(16):
+                nursery.start_soon(ask, engine, "chain", float(i), answers)
+        assert answers == {float(i): 2.0 * i + 1 for i in range(16)}
+        assert first.batches == last.batches == [[1] * 16]
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
+async def test_a_place_does_not_change_the_answer(inline: bool) -> None:
+    async with running() as engine:
+        add_function(engine, "double", [double, double], inline=inline)
+        answers: dict[float, float] = {}
+        async with trio.open_nursery() as nursery:
+            for i in range(40):
+                nursery.start_soon(ask, engine, "double", float(i), answers)
+        assert answers == {float(i): 2.0 * i for i in range(40)}
+
+
+async def test_a_lone_request_leaves_when_its_delay_is_over(autojump_clock: trio.testing.MockClock) -> None:
+    async with running() as engine:
+        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=HOUR_NS))
+        add_function(engine, "slow", [double], batcher=batcher)
+        started = trio.current_time()
+        await engine.infer(engine.find("slow"), request(engine))
+        assert trio.current_time() - started == pytest.approx(3600)
+
+
+async def test_a_caller_who_leaves_is_withdrawn_and_never_run(autojump_clock: trio.testing.MockClock) -> None:
+    async with running() as engine:
+        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=HOUR_NS))
+        instance = add_function(engine, "slow", [double], batcher=batcher)[0]
+        with trio.move_on_after(1):
+            await engine.infer(engine.find("slow"), request(engine))
+        assert len(batcher) == 0
+        await engine.infer(engine.find("slow"), request(engine, 3.0))
+        assert instance.batches == [[1]]
+
+
+async def test_a_caller_who_leaves_while_its_batch_runs_disturbs_nobody() -> None:
+    gate = threading.Event()
+    entered = threading.Event()
+
+    def wait(array: Array) -> Array:
+        entered.set()
+        assert gate.wait(10)
+        return array * 2
+
+    async with running() as engine:
+        add_function(engine, "gated", [wait], inline=False)
+        answers: dict[float, float] = {}
+        async with trio.open_nursery() as nursery:
+            leaver = trio.CancelScope()
+
+            async def leave_early() -> None:
+                with leaver:
+                    await engine.infer(engine.find("gated"), request(engine, 1.0))
+
+            nursery.start_soon(leave_early)
+            nursery.start_soon(ask, engine, "gated", 2.0, answers)
+            await trio.to_thread.run_sync(entered.wait, 10)
+            leaver.cancel()
+            await wait_all_tasks_blocked()
+            gate.set()
+        assert answers == {2.0: 4.0}
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
+async def test_one_poisonous_request_of_a_pure_model_fails_alone(inline: bool) -> None:
+    async with running() as engine:
+        add_function(engine, "pure", [poisoned], is_pure=True, inline=inline)
+        answers: dict[float, float] = {}
+        failures: list[str] = []
+
+        async def ask_and_survive(value: float) -> None:
+            try:
+                await ask(engine, "pure", value, answers)
+            except ModelFailed as error:
+                failures.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            for i in range(16):
+                nursery.start_soon(ask_and_survive, float(i))
+        assert answers == {float(i): 2.0 * i for i in range(16) if i != 13}
+        assert len(failures) == 1
+        assert "thirteen" in failures[0]
+        row = engine.statistics("pure")[0]["inference_stats"]
+        assert (row["success"]["count"], row["fail"]["count"]) == (15, 1)
+
+
+@pytest.mark.fault("E7")
+async def test_a_failing_step_fails_its_ensemble_with_the_steps_own_text() -> None:
+    async with running() as engine:
+        add_function(engine, "first", [double])
+        add_function(engine, "bad", [poisoned])
+        add_chain(engine, "chain", ["first", "bad"])
+        with pytest.raises(ModelFailed, match=r"^in ensemble 'chain', .*'bad'.*thirteen"):
+            await engine.infer(engine.find("chain"), request(engine, 6.5))
+        assert engine.statistics("chain")[0]["inference_stats"]["fail"]["count"] == 1
+        assert engine.statistics("bad")[0]["inference_stats"]["fail"]["count"] == 1
+        answers: dict[float, float] = {}
+        await ask(engine, "chain", 1.0, answers)
+        assert answers == {1.0: 4.0}
+
+
+async def test_a_slow_model_does_not_hold_up_its_neighbour() -> None:
+    gate = threading.Event()
+    async with running() as engine:
+        add_function(engine, "stuck", [behind(gate)], inline=False)
+        add_function(engine, "quick", [double], inline=False)
+        answers: dict[float, float] = {}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, "stuck", 5.0, answers)
+            await ask(engine, "quick", 1.0, answers)
+            assert answers == {1.0: 2.0}
+            gate.set()
+        assert answers == {1.0: 2.0, 5.0: 5.0}
+
+
+async def test_two_instances_share_the_work_of_one_queue() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    def meet(array: Array) -> Array:
+        both.wait()
+        return array
+
+    async with running() as engine:
+        instances = add_function(engine, "pair", [meet, meet], inline=False, max_batch_size=1)
+        answers: dict[float, float] = {}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, "pair", 1.0, answers)
+            nursery.start_soon(ask, engine, "pair", 2.0, answers)
+        assert [instance.batches for instance in instances] == [[[1]], [[1]]]
+
+
+async def test_a_node_measured_to_be_cheap_moves_onto_the_loop() -> None:
+    threads: list[int] = []
+
+    def note(array: Array) -> Array:
+        threads.append(threading.get_ident())
+        return array
+
+    async with running() as engine:
+        add_function(engine, "cheap", [note], inline=False, placement=Placement())
+        for _ in range(20):
+            await engine.infer(engine.find("cheap"), request(engine))
+        assert threads[0] != threading.get_ident()
+        assert threads[-1] == threading.get_ident()
+
+
+async def test_draining_refuses_new_requests_and_waits_for_those_in_flight() -> None:
+    gate = threading.Event()
+    async with running() as engine:
+        add_function(engine, "gated", [behind(gate)], inline=False)
+        engine.loaded()
+        assert engine.is_ready
+        answers: dict[float, float] = {}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, "gated", 1.0, answers)
+            await wait_all_tasks_blocked()
+            assert await engine.drain(trio.current_time() + 0.05) == ["gated_0"]
+            assert not engine.is_ready
+            with pytest.raises(Unavailable, match="Server is stopping"):
+                await engine.infer(engine.find("gated"), request(engine))
+            gate.set()
+            assert await engine.drain(trio.current_time() + 10) == []
+        assert answers == {1.0: 1.0}
+
+
+async def test_statistics_count_rows_batches_and_requests() -> None:
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        answers: dict[float, float] = {}
+        async with trio.open_nursery() as nursery:
+            for i in range(4):
+                nursery.start_soon(ask, engine, "double", float(i), answers)
+        await engine.infer(engine.find("double"), request(engine, 1.0, rows=3))
+        row = engine.statistics("double", "1")[0]
+        assert (row["inference_count"], row["execution_count"]) == (7, 2)
+        assert [size["batch_size"] for size in row["batch_stats"]] == [3, 4]
+        assert row["inference_stats"]["success"]["count"] == 5
+        assert row["inference_stats"]["queue"]["ns"] >= 0
+        assert row["last_inference"] > 0
+
+
+async def test_unknown_names_and_versions_say_what_is_missing() -> None:
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        assert engine.find("double", "1") is engine.find("double")
+        with pytest.raises(NotFound, match="Request for unknown model: 'nope' is not found"):
+            engine.find("nope")
+        with pytest.raises(NotFound, match="Request for unknown model: 'double' version 9 is not found"):
+            engine.find("double", "9")
+        for version in ("0", "-1", "abc", "1x", "99999999999999999999999"):
+            with pytest.raises(Invalid, match="version"):
+                engine.find("double", version)
