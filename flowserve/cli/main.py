@@ -131,4 +131,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case _:
             from flowserve.cli.check import check
 
-            return check(parsed.repository)
+            return check([parsed.repository], sys.stdout, sys.stderr, color=sys.stderr.isatty())

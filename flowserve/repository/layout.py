@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from flowserve.config.load import CONFIG_FILE
 from flowserve.config.types import VersionPolicy
 from flowserve.errors import NotFound, Place, Problem, Problems
 
-CONFIG_FILE: Final = "config.pbtxt"
 # Folders of a model that are no versions: Triton's own, and what Python leaves behind.
 SET_ASIDE: Final = frozenset({"warmup", "initial_state", "configs", "labels", "__pycache__"})
 VERSION_MAX: Final = 2**63 - 1

@@ -1,0 +1,36 @@
+"""What is right about a graph and yet makes it slow: where batches that were formed once fall apart again.
+
+Decided here: what is worth a warning when a user asks for a check. Nothing is refused, and nothing that runs reads
+this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from flowserve.config.types import ModelConfig
+from flowserve.graph.types import Graph, ModelKey
+
+
+def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """One sentence per model of an ensemble that breaks up what its other models batch together.
+
+    Silent where none of them forms batches. `configs` has every model of the graph by name.
+    """
+    models = {node.model: configs[node.model.name] for node in graph.nodes if node.is_batching}
+    batchers = {key: config for key, config in models.items() if config.dynamic_batching is not None}
+    if not batchers:
+        return
+    largest = max(batchers, key=lambda key: batchers[key].max_batch_size)
+    for key, config in models.items():
+        yield from _breaks(graph, key, config, largest, batchers[largest].max_batch_size)
+
+
+def _breaks(graph: Graph, key: ModelKey, config: ModelConfig, largest: ModelKey, rows: int) -> Iterator[str]:
+    where = (
+        f"{config.source.place('max_batch_size')}: ensemble '{graph.name}': batches fall apart at model '{key.name}'"
+    )
+    if config.dynamic_batching is None:
+        yield f"{where}: it has no dynamic_batching; add `dynamic_batching {{ }}`"
+    elif config.max_batch_size < rows:
+        yield f"{where}: it takes {config.max_batch_size} rows at once and model '{largest.name}' {rows}"

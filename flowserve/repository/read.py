@@ -1,0 +1,93 @@
+"""One model folder, read whole: configuration, the model's own word, versions.
+
+Decided here: that all three are asked before anything is refused, so that a user sees every mistake of a folder at
+once. What the backends say comes through a function that is handed in: this room and theirs do not know each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flowserve.config.load import Draft, finish, read_draft
+from flowserve.config.types import Completion, ModelConfig
+from flowserve.errors import FlowserveError, Place, Problem, Problems
+from flowserve.repository.layout import ModelFolder, missing_versions, versions_to_serve
+
+# Asks the backend of a configuration about one version of it. May block; raises FlowserveError.
+Complete = Callable[[ModelConfig, ModelFolder, int], Completion]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A folder that is right as far as can be seen from itself.
+
+    `versions` are those to serve, ascending, at least one.
+    """
+
+    folder: ModelFolder
+    config: ModelConfig
+    versions: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def read_model(
+    folder: ModelFolder, default_files: Mapping[str, str], complete: Complete, *, gpu: bool = True
+) -> ReadModel:
+    """Read one folder; its files are opened once, so that a change meanwhile gives the old or the new state, never a
+    mixture.
+
+    `default_files`: what a version folder holds, by backend. `gpu` False puts on the CPU what asks for a GPU. Blocks.
+    Raises Problems with every mistake of the folder.
+    """
+    try:
+        draft = read_draft(folder.path, folder.repository, default_files)
+    except OSError as error:
+        raise Problems([Problem(f"cannot be read: {error.strerror}", Place(folder.name))]) from error
+    versions, problems = _versions(folder, draft)
+    completion: Completion | None = None
+    if versions and draft.backend in draft.backends:
+        try:
+            completion = _ask(draft, folder, versions[-1], complete)
+        except Problems as refused:
+            problems += refused.problems
+    try:
+        config = finish(draft, completion, gpu=gpu)
+    except Problems as broken:
+        # Whoever could not be asked might have filled in what is not written, so only what is written counts against
+        # it.
+        was_asked = completion is not None or not problems
+        problems += [problem for problem in broken.problems if was_asked or (problem.place and problem.place.line)]
+        raise Problems(problems or broken.problems) from None
+    if problems:
+        raise Problems(problems)
+    return ReadModel(folder, config, versions, (*folder.warnings, *_warnings(folder, config)))
+
+
+def _versions(folder: ModelFolder, draft: Draft) -> tuple[tuple[int, ...], list[Problem]]:
+    policy, is_ensemble = draft.preliminary.version_policy, draft.preliminary.is_ensemble
+    try:
+        return versions_to_serve(folder, policy, is_ensemble), []
+    except Problems as none:
+        return (), list(none.problems)
+
+
+def _ask(draft: Draft, folder: ModelFolder, version: int, complete: Complete) -> Completion:
+    """What the model's own files say, every failure as Problems at the place of the configuration."""
+    place = draft.source.place("")
+    try:
+        return complete(draft.preliminary, folder, version)
+    except Problems:
+        raise
+    except FlowserveError as error:
+        raise Problems([Problem(str(error), place)]) from error
+    except Exception as error:  # backends run other people's code: plug-ins, and model.py files through them
+        text = f"model '{draft.name}': backend '{draft.backend}' failed to read it: {type(error).__name__}: {error}"
+        raise Problems([Problem(text, place)]) from error
+
+
+def _warnings(folder: ModelFolder, config: ModelConfig) -> list[str]:
+    return [
+        f"{folder.name}: version {version} of its version policy is not there; served without it"
+        for version in missing_versions(folder, config.version_policy)
+    ]

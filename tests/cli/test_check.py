@@ -1,0 +1,163 @@
+"""`flowserve check` on real folders: what it prints, where, and its exit status."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from flowserve.cli.check import check
+
+Checked = tuple[int, str, str]
+
+
+def write_identity(path: Path) -> None:
+    """An ONNX file that hands on X [batch, 4] as Y."""
+    shape = ["batch", 4]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["X"], ["Y"])],
+        "identity",
+        [onnx.helper.make_tensor_value_info("X", onnx.TensorProto.FLOAT, shape)],
+        [onnx.helper.make_tensor_value_info("Y", onnx.TensorProto.FLOAT, shape)],
+    )
+    made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(made, path)
+
+
+ENSEMBLE = """\
+platform: "ensemble"
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: 4 }
+output { name: "y" data_type: TYPE_FP32 dims: 4 }
+ensemble_scheduling {
+  step {
+    model_name: "same"
+    model_version: -1
+    input_map { key: "X" value: "x" }
+    output_map { key: "Y" value: "y" }
+  }
+}
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The model "same" without any configuration, and the ensemble "pipe" of it."""
+    write_identity(tmp_path / "models" / "same" / "1" / "model.onnx")
+    (tmp_path / "models" / "pipe" / "1").mkdir(parents=True)
+    (tmp_path / "models" / "pipe" / "config.pbtxt").write_text(ENSEMBLE)
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def checked(repository: Path) -> Callable[..., Checked]:
+    def run(*more: Path, color: bool = False) -> Checked:
+        out, err = io.StringIO(), io.StringIO()
+        status = check([repository, *more], out, err, color)
+        return status, out.getvalue(), err.getvalue()
+
+    return run
+
+
+def edit(repository: Path, old: str, new: str) -> None:
+    path = repository / "pipe" / "config.pbtxt"
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_a_good_repository_is_printed_as_its_graphs(checked: Callable[..., Checked]) -> None:
+    status, out, err = checked()
+    assert (status, err) == (0, "")
+    assert "ensemble pipe, version 1, batches up to 4\n" in out
+    assert "model same, version 1, batches up to 4\n" in out
+    assert "  1. same: model same/1, batches up to 4\n" in out
+    assert out.endswith("no problems in 2 deployments\n")
+
+
+def test_every_problem_of_every_model_is_printed_with_its_place(
+    checked: Callable[..., Checked], repository: Path
+) -> None:
+    edit(repository, '"X" value', '"Z" value')
+    edit(repository, "max_batch_size: 4", "max_batch_size: 5")
+    other = repository / "other"
+    write_identity(other / "1" / "model.onnx")
+    (other / "config.pbtxt").write_text("max_batch_size: -1\n")
+    status, out, err = checked()
+    assert (status, out) == (1, "")
+    lines = err.splitlines()
+    assert any(line.startswith("other/config.pbtxt:1:1: error: ") for line in lines)
+    assert any(line.startswith("pipe/config.pbtxt:2:1: error: ensemble pipe allows maximum") for line in lines)
+    assert any(line.startswith("pipe/config.pbtxt:9:") and line.endswith(" [G5]") for line in lines)
+    assert any("input X in model same is not mapped" in line and line.endswith(" [G7]") for line in lines)
+    assert lines[-1].endswith("1 of 3 deployments are right")
+
+
+@pytest.mark.fault("C1")
+def test_a_file_that_is_no_configuration_at_all_is_one_problem_among_the_others(
+    checked: Callable[..., Checked], repository: Path
+) -> None:
+    (repository / "same" / "config.pbtxt").write_bytes(bytes(range(256)) * 40)
+    status, _, err = checked()
+    assert status == 1
+    assert re.search(r"^same/config\.pbtxt:\d+:\d+: error: ", err, re.MULTILINE)
+    assert "depends on 'same' which is not valid" in err
+
+
+@pytest.mark.fault("C12")
+def test_a_truncated_model_file_is_named(checked: Callable[..., Checked], repository: Path) -> None:
+    path = repository / "same" / "1" / "model.onnx"
+    path.write_bytes(path.read_bytes()[:20])
+    status, _, err = checked()
+    assert status == 1
+    assert "same" in err.splitlines()[0]
+
+
+def test_a_name_in_two_repositories_is_a_problem(checked: Callable[..., Checked], tmp_path: Path) -> None:
+    write_identity(tmp_path / "more" / "same" / "1" / "model.onnx")
+    status, _, err = checked(tmp_path / "more")
+    assert status == 1
+    assert "model 'same' appears in two or more repositories" in err
+
+
+def test_a_repository_that_is_not_there_is_a_problem(checked: Callable[..., Checked], tmp_path: Path) -> None:
+    status, _, err = checked(tmp_path / "nowhere")
+    assert status == 1
+    assert "does not exist" in err
+
+
+def test_warnings_do_not_fail_a_check(checked: Callable[..., Checked], repository: Path) -> None:
+    (repository / "same" / "old").mkdir()
+    status, _, err = checked()
+    assert status == 0
+    assert err == "warning: same/old: not a version (a positive number without leading zeros); ignored\n"
+
+
+def test_colors_come_only_where_they_were_asked_for(checked: Callable[..., Checked], repository: Path) -> None:
+    edit(repository, '"same"', '"some"')
+    assert "\x1b" not in checked()[2]
+    assert "\x1b[31merror:\x1b[0m" in checked(color=True)[2]
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(
+    checked: Callable[..., Checked], repository: Path
+) -> None:
+    edit(repository, '"same"', r'"sa\033[2Jme"')
+    _, _, err = checked()
+    assert "\x1b" not in err
+    assert r"sa\x1b[2Jme" in err
+
+
+def test_the_command_exits_as_the_check_says(repository: Path) -> None:
+    command = [sys.executable, "-m", "flowserve", "check", str(repository)]
+    good = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (good.returncode, good.stderr) == (0, "")
+    edit(repository, '"same"', '"some"')
+    bad = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert bad.returncode == 1
+    assert 'did you mean "same"?' in bad.stderr

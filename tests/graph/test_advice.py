@@ -1,0 +1,49 @@
+"""Where batches that were formed once fall apart again, said in a warning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowserve.config.types import DynamicBatching, ModelConfig
+from flowserve.graph.advice import advise
+from flowserve.graph.compile import compile_ensemble
+from flowserve.testing.ensembles import available, ensemble, model
+
+FIRST = model("first", {"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=16)
+SECOND = model("second", {"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=16)
+PIPE = ensemble(
+    "pipe",
+    {"x": "FP32[4]"},
+    {"y": "FP32[4]"},
+    [("first", {"X": "x"}, {"Y": "half"}), ("second", {"X": "half"}, {"Y": "y"})],
+)
+
+
+def advice(first: ModelConfig, second: ModelConfig) -> list[str]:
+    graph = compile_ensemble(PIPE, 1, available(first, second))
+    return list(advise(graph, {"first": first, "second": second}))
+
+
+def batched(config: ModelConfig, rows: int = 16) -> ModelConfig:
+    return replace(config, max_batch_size=rows, dynamic_batching=DynamicBatching())
+
+
+def test_models_that_all_batch_alike_need_no_advice() -> None:
+    assert advice(batched(FIRST), batched(SECOND)) == []
+
+
+def test_where_nobody_forms_batches_none_fall_apart() -> None:
+    assert advice(FIRST, SECOND) == []
+
+
+def test_a_model_without_a_batcher_behind_one_that_has_it_is_named() -> None:
+    (text,) = advice(batched(FIRST), SECOND)
+    assert text == (
+        "second/config.pbtxt: ensemble 'pipe': batches fall apart at model 'second': "
+        "it has no dynamic_batching; add `dynamic_batching { }`"
+    )
+
+
+def test_a_model_that_takes_fewer_rows_than_another_is_named_with_both_numbers() -> None:
+    (text,) = advice(batched(FIRST), batched(SECOND, rows=8))
+    assert text.endswith("at model 'second': it takes 8 rows at once and model 'first' 16")

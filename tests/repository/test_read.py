@@ -1,0 +1,142 @@
+"""One folder, read whole.
+
+What the user wrote, what the model says, which versions; and all that is wrong with it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowserve.config.types import Completion, ModelConfig
+from flowserve.errors import Invalid, Problems
+from flowserve.repository.layout import ModelFolder, scan
+from flowserve.repository.read import ReadModel, read_model
+from flowserve.testing.ensembles import tensors
+
+FILES = {"onnxruntime": "model.onnx"}
+INPUT = 'input { name: "X" data_type: TYPE_FP32 dims: 4 }'
+OUTPUT = 'output { name: "Y" data_type: TYPE_FP32 dims: 4 }'
+ENSEMBLE = f"""
+platform: "ensemble"
+{INPUT}
+{OUTPUT}
+ensemble_scheduling {{ step {{ model_name: "m" model_version: -1
+  input_map {{ key: "X" value: "X" }} output_map {{ key: "Y" value: "Y" }} }} }}
+"""
+
+
+def says(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
+    return Completion(inputs=tensors({"X": "FP32[4]"}), outputs=tensors({"Y": "FP32[4]"}), max_batch_size=0)
+
+
+def is_broken(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
+    raise Invalid(f"{folder.name}/{version}/model.onnx is truncated")
+
+
+def raises(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
+    raise ZeroDivisionError("somebody else's code")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., ModelFolder]:
+    """Make the folder of a model "m": its configuration, and an empty model.onnx in each of its versions."""
+
+    def create(config: str | None, *versions: str, files: bool = True) -> ModelFolder:
+        home = tmp_path / "models" / "m"
+        home.mkdir(parents=True)
+        if config is not None:
+            (home / "config.pbtxt").write_text(config)
+        for version in versions:
+            (home / version).mkdir()
+            if files:
+                (home / version / "model.onnx").touch()
+        (found,) = scan(tmp_path / "models")
+        return found
+
+    return create
+
+
+Make = Callable[..., ModelFolder]
+
+
+def refused(folder: ModelFolder, complete: Callable[[ModelConfig, ModelFolder, int], Completion] = says) -> Problems:
+    with pytest.raises(Problems) as caught:
+        read_model(folder, FILES, complete)
+    return caught.value
+
+
+def test_a_folder_without_configuration_is_what_its_model_says(folder: Make) -> None:
+    read = read_model(folder(None, "1"), FILES, says)
+    assert isinstance(read, ReadModel)
+    assert read.config.backend == "onnxruntime"
+    assert [spec.name for spec in (*read.config.inputs, *read.config.outputs)] == ["X", "Y"]
+    assert read.versions == (1,)
+
+
+def test_the_newest_version_to_be_served_is_the_one_that_is_asked(folder: Make) -> None:
+    asked = []
+
+    def note(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
+        asked.append(version)
+        return says(config, folder, version)
+
+    read = read_model(folder("version_policy { specific { versions: [1, 9] } }", "1", "9", "10"), FILES, note)
+    assert asked == [9]
+    assert read.versions == (1, 9)
+
+
+def test_an_ensemble_is_asked_nothing_and_needs_nothing_in_its_version_folder(folder: Make) -> None:
+    read = read_model(folder(ENSEMBLE, "1", files=False), FILES, raises)
+    assert read.config.is_ensemble
+    assert read.versions == (1,)
+
+
+def test_an_ensemble_without_a_version_folder_is_told_to_make_one(folder: Make) -> None:
+    assert "mkdir m/1" in str(refused(folder(ENSEMBLE)))
+
+
+def test_a_configuration_that_does_not_parse_says_where(folder: Make) -> None:
+    (problem,) = refused(folder("max_batch_size: many", "1")).problems
+    assert str(problem.place) == "m/config.pbtxt:1:17"
+
+
+@pytest.mark.fault("C12")
+def test_a_model_file_that_cannot_be_read_is_the_reason_and_what_it_would_have_said_is_not_missed(folder: Make) -> None:
+    problems = refused(folder(None, "1"), is_broken).problems
+    assert [problem.message for problem in problems] == ["m/1/model.onnx is truncated"]
+
+
+def test_a_broken_model_file_does_not_hide_what_is_wrong_in_the_configuration(folder: Make) -> None:
+    text = str(refused(folder(f"max_batch_size: -3\n{INPUT}\n{OUTPUT}", "1"), is_broken))
+    assert "m/1/model.onnx is truncated" in text
+    assert "m/config.pbtxt:1:1" in text
+
+
+def test_no_version_does_not_hide_what_is_wrong_in_the_configuration(folder: Make) -> None:
+    text = str(refused(folder(f'backend: "onnxruntime"\nmax_batch_size: -3\n{INPUT}\n{OUTPUT}')))
+    assert "at least one version must be available under the version policy of model 'm'" in text
+    assert "m/config.pbtxt:2:1" in text
+
+
+def test_a_backend_that_raises_anything_at_all_is_named(folder: Make) -> None:
+    text = str(refused(folder(None, "1"), raises))
+    assert "backend 'onnxruntime' failed to read it: ZeroDivisionError: somebody else's code" in text
+
+
+def test_versions_asked_for_and_not_there_are_a_warning(folder: Make) -> None:
+    read = read_model(folder("version_policy { specific { versions: [1, 7] } }", "1"), FILES, says)
+    assert read.warnings == ("m: version 7 of its version policy is not there; served without it",)
+
+
+@pytest.mark.fault("C14")
+def test_a_configuration_that_changes_while_its_model_is_asked_counts_as_it_was(folder: Make) -> None:
+    home = folder(f"max_batch_size: 4\n{INPUT}\n{OUTPUT}", "1")
+
+    def change(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
+        (folder.path / "config.pbtxt").write_text("max_batch_size: 8 and then nonsense")
+        return Completion()
+
+    assert read_model(home, FILES, change).config.max_batch_size == 4
