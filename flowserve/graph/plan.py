@@ -42,16 +42,19 @@ class PlanNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """`missing[n]`: how many distinct slots node n waits for. `consumers[s]`: the nodes that read slot s.
-    `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a flow's slots after its
-    inputs begin as.
+    """`missing[n]`: how many distinct slots node n waits for; `sources`: the nodes that wait for none.
+    `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it, ""
+    where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a flow's
+    slots after its inputs begin as.
     """
 
     graph: Graph
     nodes: tuple[PlanNode, ...]
     blank: tuple[None, ...]
     missing: tuple[int, ...]
+    sources: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
+    needed_by: tuple[str, ...]
     readers: tuple[int, ...]
     output_slots: tuple[int, ...]
 
@@ -65,6 +68,7 @@ def make_plan(graph: Graph) -> Plan:
     fed: dict[tuple[int, int], int] = {}
     consumers: list[list[int]] = [[] for _ in slot_of]
     readers = [0] * len(slot_of)
+    needed_by = [""] * len(slot_of)
     output_slots = [NO_SLOT] * len(graph.outputs)
     for edge in graph.edges:
         slot = slot_of[edge.producer, edge.output]
@@ -73,13 +77,18 @@ def make_plan(graph: Graph) -> Plan:
             readers[slot] += 1
             continue
         fed[edge.consumer, edge.input] = slot
-        wanted = graph.nodes[edge.consumer].inputs[edge.input].dims
+        reader = graph.nodes[edge.consumer]
+        spec = reader.inputs[edge.input]
+        wanted = _full(spec.dims, reader.max_batch_size)
         if edge.producer != GRAPH:
-            promised = graph.nodes[edge.producer].outputs[edge.output].dims
+            writer = graph.nodes[edge.producer]
+            promised = _full(writer.outputs[edge.output].dims, writer.max_batch_size)
         else:
-            promised = graph.inputs[edge.output].dims
-        if any(want != -1 and promise == -1 for want, promise in zip(wanted, promised, strict=False)):
-            checks[edge.consumer].append((edge.input, wanted))
+            promised = _full(graph.inputs[edge.output].dims, graph.max_batch_size)
+        if any(want != -1 and promise == -1 for want, promise in zip(wanted, promised, strict=True)):
+            checks[edge.consumer].append((edge.input, spec.dims))
+        if not spec.optional and not needed_by[slot]:
+            needed_by[slot] = reader.name
         if edge.consumer not in consumers[slot]:
             consumers[slot].append(edge.consumer)
             readers[slot] += 1
@@ -107,7 +116,16 @@ def make_plan(graph: Graph) -> Plan:
         nodes=tuple(nodes),
         blank=(None,) * (len(slot_of) - len(graph.inputs)),
         missing=tuple(len(node.distinct_inputs) for node in nodes),
+        sources=tuple(node.index for node in nodes if not node.distinct_inputs),
         consumers=tuple(tuple(nodes_) for nodes_ in consumers),
+        needed_by=tuple(needed_by),
         readers=tuple(readers),
         output_slots=tuple(output_slots),
     )
+
+
+def _full(dims: tuple[int, ...], max_batch_size: int) -> tuple[int, ...]:
+    """The whole shape, a leading -1 for the batch dimension where there is one: a model without one may read or write
+    it.
+    """
+    return (-1, *dims) if max_batch_size else dims

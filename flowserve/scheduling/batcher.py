@@ -1,7 +1,8 @@
 """Which waiting tickets of one model leave together, and when.
 
-Membership and timing of batches are decided in this file and nowhere else. It never learns the time by itself: callers bring `now_ns`.
-It does not know instances: it is asked (`take`) only when one is free, so that a batch may grow until an instance takes it.
+Membership and timing of batches are decided in this file and nowhere else. It never learns the time by itself:
+callers bring `now_ns`. It does not know instances: it is asked (`take`) only when one is free, so that a batch may
+grow until an instance takes it.
 
 Always true after every call (see `check`):
   (1) tickets leave in the order they came;
@@ -84,9 +85,9 @@ class OneByOne:
 class DynamicBatcher:
     """Triton's dynamic batcher: preferred sizes, a delay, a maximum; sizes are rows, not requests.
 
-    The queue is walked in order and never skipped. What closes a batch at once: the next ticket does not fit, or has another key. Otherwise,
-    while the delay is not over, only a preferred size leaves (the largest reached), and the queue waits for company; once it is
-    over (or there is none), everything leaves, up to the maximum.
+    The queue is walked in order and never skipped. What closes a batch at once: the next ticket does not fit, or has
+    another key. Otherwise, while the delay is not over, only a preferred size leaves (the largest reached), and the
+    queue waits for company; once it is over (or there is none), everything leaves, up to the maximum.
     """
 
     __slots__ = ("_delay_ns", "_largest", "_max", "_preferred", "_waiting", "may_wait")
@@ -122,7 +123,7 @@ class DynamicBatcher:
         size = count = candidate = 0
         closed = False
         for ticket in waiting:
-            bigger = size + ticket.rows
+            bigger = size + (ticket.rows or 1)  # a request of no rows takes a place like any other, as on Triton
             if count and (bigger > self._max or ticket.key != key):
                 closed = True
                 break

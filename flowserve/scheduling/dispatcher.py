@@ -1,8 +1,9 @@
 """All machines of a server, composed: requests in, batches and answers out.
 
-Decided here: in which order work that became ready is queued, which free instance takes a batch, who is told when a flow is over. It is the only
-class of this room that the runtime talks to, and it is touched from one thread only. Its outputs are the two callables
-it is given: `run` starts a batch, `answered` is told of every flow that is over; both may call straight back in.
+Decided here: in which order work that became ready is queued, which free instance takes a batch, who is told when a
+flow is over. It is the only class of this room that the runtime talks to, and it is touched from one thread only. Its
+outputs are the two callables it is given: `run` starts a batch, `answered` is told of every flow that is over; both
+may call straight back in.
 
 Always true between two calls of `pump` (see `check`):
   (1) every flow that was submitted is answered exactly once;
@@ -89,7 +90,9 @@ class Dispatcher:
         self._arrivals.append(flow)
 
     def cancel(self, flow: Flow) -> None:
-        """Nobody waits for this flow any more: what is queued of it leaves every queue, what runs runs out. Harmless afterwards."""
+        """Nobody waits for this flow any more: what is queued of it leaves every queue, what runs runs out. Harmless
+        afterwards.
+        """
         if not flow.done:
             self._end(flow)
 
@@ -100,7 +103,9 @@ class Dispatcher:
         errors: Mapping[int, FlowserveError],
         now_ns: int,
     ) -> None:
-        """A batch ran. `outputs[j][m]` is the model's j-th output for the m-th ticket; `errors[m]` why ticket m failed."""
+        """A batch ran. `outputs[j][m]` is the model's j-th output for the m-th ticket; `errors[m]` why ticket m
+        failed.
+        """
         self._set_free(batch)
         m = -1
         for ticket in batch.tickets:
@@ -179,11 +184,17 @@ class Dispatcher:
         for flow in arrivals:
             if not flow.done:
                 self._fail(flow, Unavailable(reason))
+        halves, self._halves = self._halves, deque()
+        for _, tickets in halves:
+            self._fail_each(tickets, reason)
         for queue in self._queues:
-            while tickets := queue.batcher.take(1 << 62):
-                for ticket in tickets:
-                    if not ticket.flow.done:
-                        self._fail(ticket.flow, Unavailable(reason))
+            while taken := queue.batcher.take(1 << 62):
+                self._fail_each(taken, reason)
+
+    def _fail_each(self, tickets: Sequence[Ticket], reason: str) -> None:
+        for ticket in tickets:
+            if not ticket.flow.done:
+                self._fail(ticket.flow, Unavailable(reason))
 
     def _queue_arrivals(self, now_ns: int) -> None:
         arrivals = self._arrivals
@@ -270,3 +281,7 @@ class Dispatcher:
                 f"(2) {queue.key}: an instance is lost or doubled"
             )
             assert not queue.is_dirty, f"(3) {queue.key} was left unlooked at"
+        for queue, tickets in self._halves:
+            assert not queue.free, (
+                f"(3) {queue.key}: {len(tickets)} tickets of a failed batch wait beside a free instance"
+            )

@@ -1,7 +1,8 @@
 """How one request moves through its graph: readiness by counting, tensors released by counting readers.
 
-Decided here: which steps of a flow are ready, when a tensor has no reader left, when the flow is answered. What lies in a slot is an
-opaque handle with facts (rows, shape); this file never opens it. It does not know queues, batches, instances or clocks.
+Decided here: which steps of a flow are ready, when a tensor has no reader left, when the flow is answered. What lies
+in a slot is an opaque handle with facts (rows, shape); this file never opens it. It does not know queues, batches,
+instances or clocks.
 
 Always true of a flow that is not done (see `Flow.check`):
   (1) a slot holds a handle exactly while it was written and still has readers;
@@ -19,7 +20,9 @@ from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
 
 
 class Facts(Protocol):
-    """What scheduling may know of a tensor: its rows (`start` to `stop`, both 0 and -1 without a batch dimension) and its shape."""
+    """What scheduling may know of a tensor: its rows (`start` to `stop`, both 0 and -1 without a batch dimension) and
+    its shape.
+    """
 
     start: int
     stop: int
@@ -29,7 +32,9 @@ class Facts(Protocol):
 
 
 class Ticket:
-    """A step as a queue sees it: rows, a key that all members of a batch must share, and when it was queued. No tensor data."""
+    """A step as a queue sees it: rows, a key that all members of a batch must share, and when it was queued. No
+    tensor data.
+    """
 
     __slots__ = ("flow", "key", "node", "queued_ns", "rows")
 
@@ -48,8 +53,8 @@ class Flow:
     """One traversal of a graph for one request.
 
     `route[n]` is the queue of node n's model, which pins the flow to what its graph was loaded with.
-    `request`, `owner`, `wanted` and `waiter` belong to the runtime; nothing here reads them. `queue_ns` and `compute_*_ns` sum what its steps
-    took, for the statistics of the graph.
+    `request`, `owner`, `wanted` and `waiter` belong to the runtime; nothing here reads them. `queue_ns` and
+    `compute_*_ns` sum what its steps took, for the statistics of the graph.
     """
 
     __slots__ = (
@@ -110,7 +115,7 @@ class Flow:
             self.open = 1
             missing[0] = 0
             return [self._ticket(plan.nodes[0])]
-        ready: list[int] = []
+        ready = [*plan.sources]
         for slot in range(len(plan.graph.inputs)):
             for consumer in plan.consumers[slot]:
                 missing[consumer] -= 1
@@ -122,7 +127,8 @@ class Flow:
     def finish_step(self, node: PlanNode, outputs: Sequence[Facts | None]) -> list[Ticket]:
         """Store a finished step's outputs (in its model's order) and return the steps that became ready.
 
-        Afterwards `is_complete` tells whether that was the last one. Raises a FlowserveError where the flow cannot go on.
+        Afterwards `open` is 0 where that was the last one. An output that was left out (None) is left out of the
+        answer, and of the optional inputs it feeds. Raises a FlowserveError where the flow cannot go on.
         """
         plan = self.plan
         tensors = self.tensors
@@ -132,7 +138,7 @@ class Flow:
         for slot, handle in zip(node.outputs, outputs, strict=True):
             if slot == NO_SLOT:
                 continue
-            if handle is None and plan.graph.is_ensemble:
+            if handle is None and plan.needed_by[slot]:
                 raise self._deadlock(node, slot)
             tensors[slot] = handle
             for consumer in plan.consumers[slot]:
@@ -210,7 +216,8 @@ class Flow:
         output = self.plan.graph.nodes[node.index].outputs[node.outputs.index(slot)].name
         return ModelFailed(
             f"unexpected deadlock, at least one output is not set while no more "
-            f"ensemble steps can be made: step '{node.name}' answered without its output '{output}', which the graph needs"
+            f"ensemble steps can be made: step '{node.name}' answered without its output '{output}', which "
+            f"step '{self.plan.needed_by[slot]}' cannot do without"
         )
 
     def check(self) -> None:
