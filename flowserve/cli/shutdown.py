@@ -20,7 +20,7 @@ from typing import Final, Self
 import trio
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-GRACE_S: Final = 1.0  # what the loop gets, beyond the exit timeout, to say itself what is still running
+GRACE_S: Final = 0.5  # what the loop gets, beyond the exit timeout, to say itself what is still running
 
 
 class Shutdown:

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flowserve.testing.serve import DidNotServe, Served
+from flowserve.testing.serve import START_S_MAX, DidNotServe, Served
 
 pytestmark = pytest.mark.server
 
@@ -129,7 +129,7 @@ def test_a_port_in_use_ends_the_start_before_anything_is_loaded(tmp_path: Path, 
     (tmp_path / "empty").mkdir()
     first = serve(tmp_path / "empty")
     command = [sys.executable, "-m", "flowserve", "run", str(tmp_path / "models"), "--http-port", str(first.port)]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=START_S_MAX, check=False)
     assert second.returncode == 1
     assert second.stderr.startswith(f"flowserve: cannot listen on 127.0.0.1 port {first.port}: address already in use;")
     assert "--http-port" in second.stderr
