@@ -1,0 +1,126 @@
+"""Trains `detect_language_classify` and writes its model.onnx, and languages.txt beside the model that needs it.
+
+    python graphs/detect_language/train/train.py
+
+Decided here: how sentences.txt and words.txt become training text (whole sentences, pieces of them, so that short texts work too,
+and frequent words in any order) and the network: the mean of the tokens' vectors, then two dense layers. Seeded; under a minute. Needs numpy and onnx.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+
+GRAPHS = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(GRAPHS)]
+
+from training import Dense, Floats, Network, TensorProto, Writer, train  # noqa: E402
+
+SEED = 20263
+HELD_OUT = 8
+PIECES = 12
+WORD_SALADS = 800
+EPOCHS = 12
+VECTOR = 24
+
+
+def tokeniser() -> types.ModuleType:
+    """The tokenising step itself, so that training sees what serving sees."""
+    sys.modules.setdefault("triton_python_backend_utils", types.ModuleType("triton_python_backend_utils"))
+    spec = importlib.util.spec_from_file_location("tokenise", GRAPHS / "detect_language_tokenise" / "1" / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TOKENISE = tokeniser()
+
+
+def sentences() -> dict[str, list[str]]:
+    """The sentences of each language, in the order of the file."""
+    found: dict[str, list[str]] = {}
+    for line in (Path(__file__).parent / "sentences.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            language = line.strip("[]")
+            found[language] = []
+        elif line and not line.startswith("#"):
+            found[language].append(line)
+    return found
+
+
+def words() -> dict[str, list[str]]:
+    """Frequent words of each language."""
+    lines = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8").splitlines()
+    return {line[1:3]: line[4:].split() for line in lines if line.startswith("[")}
+
+
+def frequencies(texts: list[str]) -> Floats:
+    """How often each token is in each text, as a fraction: [texts, 1 + BUCKETS]."""
+    table = np.zeros((len(texts), 1 + TOKENISE.BUCKETS), np.float32)
+    for row, text in zip(table, texts, strict=True):
+        tokens = TOKENISE.tokens_of(text)
+        tokens = tokens[tokens > 0]
+        np.add.at(row, tokens, np.float32(1 / max(1, len(tokens))))
+    return table
+
+
+def pieces(rng: np.random.Generator, lines: list[str], frequent: list[str]) -> list[str]:
+    """Sentences, two in a row, a few words out of one, and frequent words in any order."""
+    made = list(lines)
+    for _ in range(WORD_SALADS):
+        made.append(" ".join(rng.choice(frequent, rng.integers(1, 6))))
+    for line in lines:
+        words = line.split()
+        for _ in range(PIECES):
+            length = int(rng.integers(2, len(words) + 1))
+            start = int(rng.integers(0, len(words) - length + 1))
+            made.append(" ".join(words[start : start + length]))
+        made.append(f"{line} {rng.choice(lines)}")
+    return made
+
+
+def export(network: Network, languages: list[str]) -> None:
+    vectors, *rest = network.dense
+    out = Writer()
+    used = out.node("Cast", out.node("Greater", "TOKENS", out.constant(np.array(0, np.int32))), to=TensorProto.FLOAT)
+    count = out.node("Max", out.node("ReduceSum", used, out.ints(1), keepdims=1), out.constant(np.array(1, np.float32)))
+    # Unused places gather row 0, which no text trains: it is cleared, so that they add nothing.
+    table = vectors.weight.copy()
+    table[0] = 0
+    total = out.node("ReduceSum", out.node("Gather", out.constant(table), "TOKENS"), out.ints(1), keepdims=0)
+    mean = out.node("Relu", out.node("Add", out.node("Div", total, count), out.constant(vectors.bias)))
+    out.node("Softmax", out.network(Network([], rest), mean), axis=1, output="PROBABILITIES")
+    out.save(
+        GRAPHS / "detect_language_classify" / "1" / "model.onnx",
+        "detect_language_classify",
+        {"TOKENS": (TensorProto.INT32, ["batch", TOKENISE.MOST_TOKENS])},
+        {"PROBABILITIES": (TensorProto.FLOAT, ["batch", len(languages)])},
+    )
+    names = GRAPHS / "detect_language_label" / "1" / "languages.txt"
+    names.write_text("\n".join(languages) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    rng = np.random.default_rng(SEED)
+    lines = sentences()
+    languages, frequent = list(lines), words()
+    seen = [(text, i) for i, name in enumerate(languages) for text in pieces(rng, lines[name][:-HELD_OUT], frequent[name])]
+    unseen = [(text, i) for i, name in enumerate(languages) for text in lines[name][-HELD_OUT:]]
+    network = Network(
+        [], [Dense(rng, 1 + TOKENISE.BUCKETS, VECTOR), Dense(rng, VECTOR, 24), Dense(rng, 24, len(languages), relu=False)]
+    )
+    texts, labels = zip(*seen, strict=True)
+    train(network, frequencies(list(texts)), np.array(labels), rng, epochs=EPOCHS, rate=1e-2)
+    for name, change in (("whole sentences", lambda text: text), ("first three words", lambda text: " ".join(text.split()[:3]))):
+        right = network.predict(frequencies([change(text) for text, _ in unseen])) == np.array([i for _, i in unseen])
+        print(f"held-out accuracy, {name}: {right.mean():.4f} ({int(right.sum())} of {len(right)})")
+    export(network, languages)
+
+
+if __name__ == "__main__":
+    main()
