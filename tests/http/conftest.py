@@ -93,6 +93,12 @@ class Running:
         self.sockets.callback(stream.socket.close)
         return Client(stream)
 
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Come back when `condition` holds; it depends on what the server does, which sets no event for tests."""
+        with trio.fail_after(60):
+            while not condition():  # noqa: ASYNC110
+                await trio.sleep(0.001)
+
 
 Start = Callable[..., Awaitable[Running]]
 
@@ -113,7 +119,7 @@ async def start(nursery: trio.Nursery) -> AsyncIterator[Start]:
 
 @pytest.fixture
 def patient_clock() -> MockClock:
-    """Time that jumps when nothing happens. Not at once: bytes on their way through the kernel are something happening."""
+    """Time that jumps when nothing happens. Not at once: bytes on their way through the kernel are something."""
     return MockClock(autojump_threshold=0.02)
 
 
