@@ -40,7 +40,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._status = self._console.status("reading configurations")
+            self._status = self._console.status("reading")
             self._status.start()
         return self
 
@@ -63,8 +63,8 @@ class Progress:
             case _:
                 self._done(name)
                 self._console.print(f"failed  {name}", style="red")
-        if self._status is not None and self._loading:
-            self._status.update(Text("loading " + ", ".join(self._loading)))
+        if self._status is not None:
+            self._status.update(Text("loading " + ", ".join(self._loading) if self._loading else "reading"))
 
     def _done(self, name: str) -> None:
         if name in self._loading:
