@@ -1,7 +1,7 @@
 """A small neural network in numpy, and its way into an ONNX file: what the training scripts of these folders share.
 
-Decided here: convolutions, dense layers, Adam, and how they are written as ONNX nodes. Knows nothing of any data. Everything is
-seeded: one machine makes the same file twice. Not a deployment: the server reads folders only.
+Decided here: convolutions, dense layers, Adam, and how they are written as ONNX nodes. Knows nothing of any data.
+Everything is seeded: one machine makes the same file twice. Not a deployment: the server reads folders only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
+Values = dict[str, tuple[int, list[int | str]]]
 
 OPSET = 17
 IR_VERSION = 9
@@ -91,7 +92,7 @@ class Network:
         self.convs, self.dense = convs, dense
 
     def logits(self, x: Floats, extra: Floats | None = None) -> Floats:
-        """x: [n, height, width, channels] (or [n, numbers] without convolutions); extra: [n, numbers]. Returns [n, classes]."""
+        """x: [n, height, width, channels], or [n, numbers] without convolutions; extra: [n, numbers]."""
         for conv in self.convs:
             x = conv.forward(x)
         self.shape = x.shape
@@ -114,10 +115,9 @@ class Network:
 
     def predict(self, x: Floats, extra: Floats | None = None) -> npt.NDArray[np.int64]:
         """The best class of each example, in pieces that fit into memory."""
-        pieces = range(0, len(x), 1024)
-        return np.concatenate(
-            [self.logits(x[i : i + 1024], None if extra is None else extra[i : i + 1024]).argmax(axis=1) for i in pieces]
-        )
+        pieces = [slice(start, start + 1024) for start in range(0, len(x), 1024)]
+        logits = [self.logits(x[piece], None if extra is None else extra[piece]) for piece in pieces]
+        return np.concatenate(logits).argmax(axis=1)
 
 
 def softmax(logits: Floats) -> Floats:
@@ -203,9 +203,7 @@ class Writer:
                 x = self.node("Relu", x)
         return x
 
-    def save(
-        self, path: Path, name: str, inputs: dict[str, tuple[int, list[int | str]]], outputs: dict[str, tuple[int, list[int | str]]]
-    ) -> None:
+    def save(self, path: Path, name: str, inputs: Values, outputs: Values) -> None:
         """Check the file and write it. `inputs` and `outputs`: name -> (ONNX element type, shape)."""
         graph = helper.make_graph(
             self.nodes,

@@ -1,7 +1,7 @@
 """Probabilities -> names of the likeliest languages, likeliest first.
 
-The languages are listed in languages.txt, one a line in the order of the probabilities, written by the script that trained
-the classifier.
+The languages are listed in languages.txt, one a line in the order of the probabilities, written by the script that
+trained the classifier.
 """
 
 from pathlib import Path

@@ -1,9 +1,10 @@
-"""Trains `detect_language_classify` and writes its model.onnx, and languages.txt beside the model that needs it.
+"""Trains this model and writes its model.onnx, and languages.txt beside the step that needs it.
 
-    python graphs/detect_language/train/train.py
+    python graphs/detect_language_classify/train.py
 
-Decided here: how sentences.txt and words.txt become training text (whole sentences, pieces of them, so that short texts work too,
-and frequent words in any order) and the network: the mean of the tokens' vectors, then two dense layers. Seeded; under a minute. Needs numpy and onnx.
+Decided here: how sentences.txt and words.txt become training text (whole sentences, pieces of them, so that short texts
+work too, and frequent words in any order) and the network: the mean of the tokens' vectors, then two dense layers.
+Seeded; under a minute. Needs numpy and onnx.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-GRAPHS = Path(__file__).resolve().parents[2]
+GRAPHS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(GRAPHS)]
 
 from training import Dense, Floats, Network, TensorProto, Writer, train  # noqa: E402
@@ -32,7 +33,8 @@ def tokeniser() -> types.ModuleType:
     """The tokenising step itself, so that training sees what serving sees."""
     sys.modules.setdefault("triton_python_backend_utils", types.ModuleType("triton_python_backend_utils"))
     spec = importlib.util.spec_from_file_location("tokenise", GRAPHS / "detect_language_tokenise" / "1" / "model.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -72,8 +74,7 @@ def frequencies(texts: list[str]) -> Floats:
 def pieces(rng: np.random.Generator, lines: list[str], frequent: list[str]) -> list[str]:
     """Sentences, two in a row, a few words out of one, and frequent words in any order."""
     made = list(lines)
-    for _ in range(WORD_SALADS):
-        made.append(" ".join(rng.choice(frequent, rng.integers(1, 6))))
+    made += [" ".join(rng.choice(frequent, rng.integers(1, 6))) for _ in range(WORD_SALADS)]
     for line in lines:
         words = line.split()
         for _ in range(PIECES):
@@ -109,15 +110,19 @@ def main() -> None:
     rng = np.random.default_rng(SEED)
     lines = sentences()
     languages, frequent = list(lines), words()
-    seen = [(text, i) for i, name in enumerate(languages) for text in pieces(rng, lines[name][:-HELD_OUT], frequent[name])]
+    seen = [
+        (text, i) for i, name in enumerate(languages) for text in pieces(rng, lines[name][:-HELD_OUT], frequent[name])
+    ]
     unseen = [(text, i) for i, name in enumerate(languages) for text in lines[name][-HELD_OUT:]]
     network = Network(
-        [], [Dense(rng, 1 + TOKENISE.BUCKETS, VECTOR), Dense(rng, VECTOR, 24), Dense(rng, 24, len(languages), relu=False)]
+        [],
+        [Dense(rng, 1 + TOKENISE.BUCKETS, VECTOR), Dense(rng, VECTOR, 24), Dense(rng, 24, len(languages), relu=False)],
     )
     texts, labels = zip(*seen, strict=True)
     train(network, frequencies(list(texts)), np.array(labels), rng, epochs=EPOCHS, rate=1e-2)
-    for name, change in (("whole sentences", lambda text: text), ("first three words", lambda text: " ".join(text.split()[:3]))):
-        right = network.predict(frequencies([change(text) for text, _ in unseen])) == np.array([i for _, i in unseen])
+    answers = np.array([i for _, i in unseen])
+    for most, name in ((1000, "whole sentences"), (3, "first three words")):
+        right = network.predict(frequencies([" ".join(text.split()[:most]) for text, _ in unseen])) == answers
         print(f"held-out accuracy, {name}: {right.mean():.4f} ({int(right.sum())} of {len(right)})")
     export(network, languages)
 

@@ -1,9 +1,9 @@
 """Trains `digit` and writes its model.onnx, and held_out.json beside this script: digits the model never saw.
 
-    python graphs/digit/train/train.py
+    python graphs/digit/train.py
 
-Decided here: what the made-up digits look like (8 x 8 pixels, grey levels 0 to 9, so that one fits a request one can read) and the
-network. Seeded; under a minute. Needs numpy, Pillow, matplotlib (for its fonts) and onnx.
+Decided here: what the made-up digits look like (8 x 8 pixels, grey levels 0 to 9, so that one fits a request one can
+read) and the network. Seeded; under a minute. Needs numpy, Pillow, matplotlib (for its fonts) and onnx.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-GRAPHS = Path(__file__).resolve().parents[2]
+GRAPHS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(GRAPHS)]
 
 from training import Conv, Dense, Floats, Network, TensorProto, Writer, train  # noqa: E402
@@ -36,7 +36,9 @@ def some_digit(rng: np.random.Generator, digit: int) -> npt.NDArray[np.uint8]:
     else:
         font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/{rng.choice(FONTS)}.ttf", 64)
     picture = Image.new("L", (80, 80))
-    ImageDraw.Draw(picture).text((40, 40), str(digit), font=font, fill=255, anchor="mm", stroke_width=int(rng.integers(0, 4)))
+    ImageDraw.Draw(picture).text(
+        (40, 40), str(digit), font=font, fill=255, anchor="mm", stroke_width=int(rng.integers(0, 4))
+    )
     angle, (wide, high), slant = rng.normal(0, 0.08), rng.uniform(0.6, 0.95, 2), rng.normal(0, 0.1)
     shift = rng.normal(0, 2, 2)
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
@@ -77,7 +79,9 @@ def main() -> None:
     rng = np.random.default_rng(SEED)
     pixels, labels = some_digits(rng, DIGITS)
     unseen, answers = some_digits(rng, HELD_OUT)
-    network = Network([Conv(rng, 3, 1, 16), Conv(rng, 3, 16, 32)], [Dense(rng, 2 * 2 * 32, 64), Dense(rng, 64, 10, relu=False)])
+    network = Network(
+        [Conv(rng, 3, 1, 16), Conv(rng, 3, 16, 32)], [Dense(rng, 2 * 2 * 32, 64), Dense(rng, 64, 10, relu=False)]
+    )
     train(network, scaled(pixels), labels, rng, epochs=EPOCHS)
     right = network.predict(scaled(unseen)) == answers
     print(f"held-out accuracy {right.mean():.4f} ({int(right.sum())} of {len(right)})")
