@@ -26,12 +26,12 @@ AUTHORS: Final = frozenset({"python"})
 
 def merge(message: ModelConfigProto, completion: Completion, source: SourceMap) -> list[Problem]:
     """Fill `message` in place. Returns every disagreement."""
-    both_given = bool(message.input) and bool(message.output)
+    both_given = _is_whole(message.input) and _is_whole(message.output)
     merger = _Merger(message, completion, source, both_given)
-    problems = [*merger.batch_size()]
-    if not problems:  # a wrong batch size shifts every dimension: one mistake, not ten
-        problems += [*merger.tensors("input"), *merger.tensors("output")]
+    about_batches = [*merger.batch_size()]
+    about_tensors = [*merger.tensors("input"), *merger.tensors("output")]
     merger.policies()
+    problems = about_batches or about_tensors  # a wrong batch size shifts every dimension: one mistake, not ten
     return [replace(problem, rule=RULE) for problem in problems]
 
 
@@ -40,7 +40,7 @@ class _Merger:
     message: ModelConfigProto
     completion: Completion
     source: SourceMap
-    # Triton does not ask an ONNX file for anything where the user wrote both inputs and outputs.
+    # Triton does not ask an ONNX file for anything where the user wrote both inputs and outputs whole.
     both_given: bool
 
     @property
@@ -144,10 +144,12 @@ class _Merger:
     def _full_dims(self, spec: TensorSpec) -> list[int]:
         """The shape as the model's file has it: a completion leaves out the batch dimension where it batches."""
         dims = list(spec.dims if spec.reshape is None else spec.reshape)
-        left_out = (self.completion.max_batch_size or 0) > 0
-        if self.completion.max_batch_size is None:
-            left_out = self.message.max_batch_size > 0
-        return [-1, *dims] if left_out else dims
+        return [-1, *dims] if self._leaves_batch_out else dims
+
+    @property
+    def _leaves_batch_out(self) -> bool:
+        theirs = self.completion.max_batch_size
+        return (self.message.max_batch_size if theirs is None else theirs) > 0
 
     def _add(self, side: Side, spec: TensorSpec) -> None:
         if side == "input":
@@ -163,7 +165,7 @@ class _Merger:
         """Single values are [1] to clients. Batched ones are reshaped to nothing for the model, as on Triton."""
         batches = self.message.max_batch_size > 0
         if spec.reshape is None:
-            dims = self._full_dims(spec)[1:] if batches else self._full_dims(spec)
+            dims = self._full_dims(spec)[1:] if batches and self._leaves_batch_out else self._full_dims(spec)
         else:
             dims = list(spec.dims)
             tensor.reshape.shape.extend(spec.reshape)
@@ -173,6 +175,11 @@ class _Merger:
 
     def _problem(self, path: str, message: str, hint: str = "") -> Problem:
         return Problem(message, self.source.place(path), hint=hint)
+
+
+def _is_whole(tensors: Sequence[ModelInput | ModelOutput]) -> bool:
+    """Whether nothing is left to complete about these tensors."""
+    return bool(tensors) and all(tensor.data_type and tensor.dims for tensor in tensors)
 
 
 def _fits(written: Sequence[int], model: Sequence[int]) -> bool:

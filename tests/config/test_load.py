@@ -1,0 +1,173 @@
+"""A model's folder, read, guessed and finished: defaults included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowserve.config.load import Draft, finish, read_draft
+from flowserve.config.types import DynamicBatching, InstanceGroup, VersionPolicy
+from flowserve.errors import Problems
+from flowserve.values import DType, TensorSpec
+
+Read = Callable[..., Draft]
+
+TENSORS = """
+input { name: "X" data_type: TYPE_STRING dims: [ 1 ] optional: true }
+output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "backend", "platform", "filename"),
+    [
+        (None, ("1/model.onnx",), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        (None, ("1/model.onnx/weights",), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        (None, ("1/model.py",), "python", "", "model.py"),
+        (None, ("1/model.py", "1/model.onnx"), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        (None, ("2/model.py", "10/model.onnx"), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        (None, ("1/model.plan",), "tensorrt", "tensorrt_plan", "model.plan"),
+        (None, ("1/model.savedmodel/x",), "tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+        (None, ("1/model.pt2",), "pytorch", "pytorch_libtorch", "model.pt"),
+        (None, ("1/model.xml",), "openvino", "", "model.xml"),
+        (None, ("warmup/model.py",), "", "", ""),
+        (None, (), "", "", ""),
+        ('backend: "python"', (), "python", "", "model.py"),
+        ('backend: "mine"', ("1/model.onnx",), "mine", "", ""),
+        ('platform: "onnxruntime_onnx"', (), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        ('platform: "pytorch_libtorch"', (), "pytorch", "pytorch_libtorch", "model.pt"),
+        ('default_model_filename: "net.onnx"', (), "onnxruntime", "onnxruntime_onnx", "net.onnx"),
+        ('platform: "ensemble"', ("1/model.py",), "", "ensemble", ""),
+        ("ensemble_scheduling { }", ("1/model.py",), "", "", ""),
+    ],
+)
+def test_the_backend_is_told_from_what_is_there(
+    draft: Read, text: str | None, files: tuple[str, ...], backend: str, platform: str, filename: str
+) -> None:
+    read = draft(text, *files)
+    assert read.backend == backend
+    assert read.preliminary.platform == platform
+    assert read.preliminary.default_model_filename == filename
+
+
+def test_a_name_with_a_dot_names_a_backend_of_its_own(draft: Read) -> None:
+    assert draft(None, name="model.identity").backend == "identity"
+
+
+def test_a_third_party_backend_is_found_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.gguf").write_bytes(b"")
+    assert read_draft(tmp_path / "m", tmp_path, {"llama": "model.gguf"}).backend == "llama"
+
+
+def test_a_draft_shows_what_was_written_even_where_it_is_unfinished(draft: Read) -> None:
+    read = draft('max_batch_size: 4 input { name: "X" } input { name: "Z" data_type: TYPE_BF16 }', "1/model.py")
+    assert read.preliminary.inputs == (TensorSpec("Z", DType.BF16, ()),)
+    assert read.preliminary.max_batch_size == 4
+    assert [tensor["name"] for tensor in read.preliminary.json["input"]] == ["X", "Z"]
+
+
+@pytest.mark.fault("C1")
+def test_a_configuration_that_does_not_parse_raises_with_its_place(draft: Read) -> None:
+    with pytest.raises(Problems, match=r"^m/config\.pbtxt:2:3: extensions"):
+        draft('name: "m"\n  [[')
+
+
+@pytest.mark.fault("C10")
+def test_a_configuration_that_is_a_loop_of_links_raises(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.pbtxt").symlink_to("config.pbtxt")
+    with pytest.raises(Problems, match=r"^m/config\.pbtxt: cannot be read: Too many levels of symbolic links"):
+        read_draft(tmp_path / "m", tmp_path, {})
+
+
+def test_a_folder_without_configuration_is_its_own_place(draft: Read) -> None:
+    with pytest.raises(Problems, match=r"^m: Invalid model name: Could not determine backend"):
+        finish(draft(None), None)
+
+
+def test_defaults_are_filled_in_and_shown(draft: Read) -> None:
+    config = finish(draft(f"max_batch_size: 8 dynamic_batching {{ }} {TENSORS}", "1/model.py", "labels.txt"), None)
+    assert config.version_policy == VersionPolicy(latest=1)
+    assert config.dynamic_batching == DynamicBatching(preferred_batch_sizes=(8,))
+    assert config.instance_groups == (InstanceGroup("m"),)
+    assert config.inputs == (TensorSpec("X", DType.BYTES, (1,), optional=True),)
+    assert config.outputs == (TensorSpec("Y", DType.FP32, (-1,), labels="labels.txt"),)
+    assert config.json["name"] == "m"
+    assert config.json["version_policy"] == {"latest": {"num_versions": 1}}
+    assert config.json["optimization"]["input_pinned_memory"] == {"enable": True}
+    assert config.json["dynamic_batching"]["preferred_batch_size"] == [8]
+    assert config.json["instance_group"][0]["name"] == "m"
+
+
+@pytest.mark.fault("C11")
+def test_groups_without_a_name_are_numbered_and_counts_without_a_number_are_left_to_the_backend(draft: Read) -> None:
+    text = 'instance_group [ { count: 0 }, { name: "mine" count: 3 kind: KIND_CPU }, { count: -1 } ]' + TENSORS
+    config = finish(draft(text, "1/model.py", "labels.txt"), None)
+    assert [(group.name, group.count, group.kind) for group in config.instance_groups] == [
+        ("m_0", 0, "KIND_AUTO"),
+        ("mine", 3, "KIND_CPU"),
+        ("m_2", 0, "KIND_AUTO"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "policy"),
+    [
+        ("version_policy { latest { num_versions: 2 } }", VersionPolicy(latest=2)),
+        ("version_policy { all { } }", VersionPolicy(latest=0, all=True)),
+        ("version_policy: { specific: { versions: [ 1, 3 ] } }", VersionPolicy(latest=0, specific=(1, 3))),
+        ("version_policy { }", VersionPolicy(latest=1)),
+    ],
+)
+def test_each_version_policy_is_read(draft: Read, written: str, policy: VersionPolicy) -> None:
+    assert finish(draft(written + TENSORS, "1/model.py", "labels.txt"), None).version_policy == policy
+
+
+def test_parameters_are_plain_words(draft: Read) -> None:
+    text = 'parameters [ { key: "a" value { string_value: "1" } }, { key: "b" value { } } ]'
+    assert finish(draft(text + TENSORS, "1/model.py", "labels.txt"), None).parameters == {"a": "1", "b": ""}
+
+
+def test_an_ensemble_keeps_its_steps_in_order_with_their_places(draft: Read) -> None:
+    text = """platform: "ensemble"
+    input { name: "A" data_type: TYPE_FP32 dims: [ 4 ] }
+    output { name: "B" data_type: TYPE_FP32 dims: [ 4 ] }
+    ensemble_scheduling { step [
+      { model_name: "a" model_version: -1 input_map { key: "X" value: "A" } output_map { key: "Y" value: "t" } },
+      { model_name: "b" model_version: 3 input_map { key: "X" value: "t" } output_map { key: "Y" value: "B" } }
+    ] }"""
+    config = finish(draft(text), None)
+    assert config.ensemble is not None
+    first, second = config.ensemble.steps
+    assert (first.model, first.version, first.input_map, first.output_map) == ("a", -1, {"X": "A"}, {"Y": "t"})
+    assert (second.model, second.version) == ("b", 3)
+    assert str(config.source.place(f"{second.path}.input_map[X]")) == "m/config.pbtxt:6:54"
+    assert config.instance_groups == ()
+    assert "optimization" not in config.json
+    assert config.json["model_transaction_policy"] == {"decoupled": False}
+
+
+def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(draft: Read) -> None:
+    text = """name: "other"
+platform: "tensorrt_plan"
+max_batch_size: -1
+sequence_batching { }
+output { name: "Y" data_type: TYPE_FP32 dims: [ 0 ] }
+"""
+    with pytest.raises(Problems) as caught:
+        finish(draft(text), None)
+    assert [(problem.rule, problem.place and problem.place.line) for problem in caught.value.problems] == [
+        ("M2", 1),
+        ("N22", 2),
+        ("M8", 3),
+        ("N1", 4),
+        ("M23", 5),
+    ]
+
+
+def test_finishing_twice_gives_the_same(draft: Read) -> None:
+    read = draft("max_batch_size: 8 dynamic_batching { }" + TENSORS, "1/model.py", "labels.txt")
+    assert finish(read, None) == finish(read, None)

@@ -1,0 +1,676 @@
+"""Every numbered rule of config/rules: what it refuses, in Triton's words, at which place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowserve.config.rules import RULES
+from flowserve.errors import Problem
+
+Judge = Callable[..., list[Problem]]
+
+GOOD = """
+backend: "python"
+max_batch_size: 8
+input [ { name: "X" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ 4 ] } ]
+"""
+PIPE = """
+platform: "ensemble"
+input [ { name: "A" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "B" data_type: TYPE_FP32 dims: [ 4 ] } ]
+"""
+STEP = 'step { model_name: "m" model_version: -1 input_map { key: "X" value: "A" } output_map { key: "Y" value: "B" } }'
+
+
+@pytest.fixture
+def said(judge: Judge) -> Callable[..., list[str]]:
+    """`said("M8", text)`: that rule's problems without their number, places shortened to line:column."""
+
+    def problems(rule: str, text: str | None, *files: str, name: str = "m") -> list[str]:
+        found = [problem for problem in judge(text, *files, name=name) if problem.rule == rule]
+        return [
+            str(problem).removesuffix(f" [{rule}]").replace(f"{name}/config.pbtxt:", "").strip() for problem in found
+        ]
+
+    return problems
+
+
+Said = Callable[..., list[str]]
+
+
+def test_every_rule_has_a_test_and_every_test_a_rule() -> None:
+    tested = re.findall(r"^def test_rule_(M\d+)_", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(tested) == set(RULES)
+
+
+def test_a_good_model_and_a_good_ensemble_break_no_rule(judge: Judge) -> None:
+    assert judge(GOOD) == []
+    assert judge(f"{PIPE} ensemble_scheduling {{ {STEP} }}") == []
+
+
+def test_all_rules_speak_at_once(judge: Judge) -> None:
+    text = 'name: "other" backend: "python" max_batch_size: -1 input { name: "X" } output { dims: 0 }'
+    assert {problem.rule for problem in judge(text)} == {"M2", "M8", "M20", "M21", "M22", "M23"}
+
+
+# The model
+
+
+@pytest.mark.parametrize("name", ["  ", "a\nb", "a\x7f", "b\\c"])
+def test_rule_M1_a_name_is_one_visible_word_of_a_path(said: Said, name: str) -> None:
+    (text,) = said("M1", None, name=name)
+    assert f": Invalid model name: {name!r}" in text
+
+
+def test_rule_M1_counts_bytes(said: Said) -> None:
+    assert said("M1", None, name="é" * 127) == []
+
+
+@pytest.mark.fault("C3")
+def test_rule_M2_the_name_is_the_folders(said: Said) -> None:
+    assert said("M2", 'name: "n"') == [
+        (
+            "1:1: unexpected directory name 'm' for model 'n', directory name must equal model name (rename the folder,"
+            " or leave `name` out)"
+        )
+    ]
+
+
+def test_rule_M3_a_model_has_a_backend(said: Said) -> None:
+    assert said("M3", 'platform: "onnxruntime"') == [
+        "1:1: unexpected platform type 'onnxruntime' for m (did you mean \"onnxruntime_onnx\"?)"
+    ]
+    assert said("M3", 'platform: "vino"')[0].endswith('(write `backend: "vino"`?)')
+    assert said("M3", 'default_model_filename: "model.bin"') == [
+        "1:1: unexpected platform type '' for m (write `backend` beside 'model.bin')"
+    ]
+    (text,) = said("M3", "", "1/weights.bin")
+    assert text.startswith("Invalid model name: Could not determine backend for model 'm' with no")
+
+
+def test_rule_M4_an_ensemble_has_no_backend(said: Said) -> None:
+    assert said("M4", 'platform: "ensemble" backend: "python"') == [
+        "1:22: Ensemble model 'm' must have platform type 'ensemble' and empty backend type (leave `backend` out)"
+    ]
+
+
+def test_rule_M5_platform_and_backend_fit(said: Said) -> None:
+    assert said("M5", 'platform: "tensorrt_plan" backend: "onnxruntime"') == [
+        (
+            "1:1: unexpected 'platform' and 'backend' pair, got:tensorrt_plan, onnxruntime (platform of this backend:"
+            ' "onnxruntime_onnx")'
+        )
+    ]
+    assert said("M5", 'platform: "anything" backend: "python"') == []
+
+
+def test_rule_M6_only_ensembles_have_steps(said: Said) -> None:
+    assert said("M6", f"ensemble_scheduling {{ {STEP} }}") == [
+        (
+            "1:1: ensemble scheduling cannot be set for model 'm' whose platform is not ensemble (write `platform:"
+            ' "ensemble"`)'
+        )
+    ]
+
+
+def test_rule_M7_ensembles_have_steps(said: Said) -> None:
+    assert said("M7", 'platform: "ensemble"') == [
+        (
+            "1:1: ensemble scheduling must be set for ensemble m whose platform is ensemble (add ensemble_scheduling {"
+            " step [ ... ] })"
+        )
+    ]
+
+
+@pytest.mark.fault("C4")
+def test_rule_M8_the_batch_size_is_not_negative(said: Said) -> None:
+    assert said("M8", "max_batch_size: -1") == [
+        "1:1: 'max_batch_size' must be non-negative value for m (found -1; 0 means no batch dimension)"
+    ]
+
+
+def test_rule_M9_a_version_policy_names_versions(said: Said) -> None:
+    none = "at least one version must be available under the version policy of model 'm'"
+    assert said("M9", "version_policy { latest { } }") == [f"1:18: {none} (write latest {{ num_versions: 1 }})"]
+    assert said("M9", "version_policy { specific { } }") == [f"1:18: {none} (write specific {{ versions: [ 1 ] }})"]
+    assert said("M9", "version_policy { specific { versions: [ 1, 0 ] } }") == [
+        "1:44: version 0 of model 'm' is not a version (they start at 1)"
+    ]
+    assert said("M9", "version_policy { all { } }") == []
+
+
+@pytest.mark.fault("C11")
+def test_rule_M10_instances_are_counted_up_to_a_limit(said: Said) -> None:
+    assert said("M10", "instance_group [ { count: 0 }, { count: 1024 } ]") == []
+    assert said("M10", "instance_group [ { count: 10000 } ]") == [
+        "1:20: instance group m_0 of model m asks for 10000 instances (at most 1024 are allowed)"
+    ]
+
+
+@pytest.mark.fault("C11")
+def test_rule_M11_only_groups_on_gpus_list_them(said: Said) -> None:
+    assert said("M11", 'instance_group [ { name: "g" kind: KIND_CPU gpus: [ 0 ] } ]') == [
+        "1:45: instance group g of model m has kind KIND_CPU but specifies one or more GPUs"
+    ]
+    assert said("M11", "instance_group { gpus: -1 }") == [
+        "1:18: instance group m_0 of model m specifies invalid or unsupported gpu id -1"
+    ]
+
+
+def test_rule_M12_profiles_are_numbers_and_tensorrts(said: Said) -> None:
+    (text,) = said("M12", 'backend: "python" instance_group { profile: "0" }')
+    assert "specifies profile field which is only supported for TensorRT models" in text
+    assert said("M12", 'platform: "tensorrt_plan" instance_group { profile: [ "0", "x" ] }') == [
+        (
+            "1:60: instance group m_0 of model m and platform tensorrt_plan specifies invalid profile x. The field"
+            " should contain the string representation of a non-negative integer."
+        )
+    ]
+
+
+def test_rule_M13_execution_is_a_place_that_exists(said: Said) -> None:
+    assert said("M13", 'parameters { key: "execution" value { string_value: "thred" } }') == [
+        "1:14: parameter 'execution' of model 'm' is \"thred\" (did you mean \"thread\"?)"
+    ]
+    assert said("M13", 'parameters { key: "execution" value { string_value: "inline" } }') == []
+
+
+@pytest.mark.fault("C10")
+@pytest.mark.parametrize("file", ["../2/model.onnx", "/etc/passwd", "a/../../b", "a\\000b"])
+def test_rule_M14_model_files_lie_in_the_versions_folder(said: Said, file: str) -> None:
+    (text,) = said("M14", f'default_model_filename: "{file}"')
+    assert text.startswith("1:1: file '")
+    assert "leads out of the version's folder" in text
+    assert said("M14", f'cc_model_filenames {{ key: "8.0" value: "{file}" }}')[0].startswith("1:22: ")
+    assert said("M14", f'model_operations {{ op_library_filename: "{file}" }}')[0].startswith("1:20: ")
+
+
+def test_rule_M15_metrics_are_whole(said: Said) -> None:
+    text = "model_metrics { metric_control [ {}, { metric_identifier { } histogram_options { } } ] }"
+    assert said("M15", text) == [
+        "1:34: metric control must specify 'metric_identifier'",
+        "1:34: metric control must specify 'histogram_options'",
+        "1:40: metric identifier must specify non-empty 'family'",
+        "1:62: histogram options must specify non-empty 'buckets'",
+    ]
+
+
+def test_rule_M16_a_cache_has_one_answer(said: Said) -> None:
+    text = "response_cache { enable: true } sequence_batching { } model_transaction_policy { decoupled: true }"
+    assert said("M16", text) == [
+        (
+            "1:1: Response Cache does not currently support model m with sequence batching scheduler. Please disable"
+            " the response cache."
+        ),
+        (
+            "1:1: Response Cache does not currently support model m with 'decoupled' transaction policy. Please disable"
+            " the response cache."
+        ),
+    ]
+
+
+# Tensors
+
+
+def test_rule_M20_tensors_have_names(said: Said) -> None:
+    assert said("M20", "input { } output { }") == [
+        "1:1: model input must specify 'name' for m",
+        "1:11: model output must specify 'name' for m",
+    ]
+
+
+def test_rule_M21_tensors_have_data_types(said: Said) -> None:
+    assert said("M21", 'input { name: "X" }') == ["1:1: model input 'X' must specify 'data_type' for m"]
+    assert said("M21", 'output { name: "Y" data_type: TYPE_INVALID }') == [
+        "1:1: model output 'Y' must specify 'data_type' for m"
+    ]
+
+
+@pytest.mark.fault("C5")
+def test_rule_M22_tensors_have_dims(said: Said) -> None:
+    assert said("M22", 'input { name: "X" }') == ["1:1: model input 'X' must specify 'dims' for m"]
+    assert said("M22", 'max_batch_size: 1 input { name: "X" dims: [] }') == [
+        "1:19: model input 'X' must specify 'dims' for m (a batch of single values has dims: [ 1 ])"
+    ]
+
+
+@pytest.mark.fault("C5")
+def test_rule_M23_a_dim_is_a_size_or_varies(said: Said) -> None:
+    assert said("M23", 'input { name: "X" dims: [ -1, 0, 3, -2 ] }') == [
+        f"1:{column}: model input 'X' dimension must be integer >= 1, or -1 to indicate a variable-size dimension for m"
+        f" (found {dim})"
+        for column, dim in ((31, 0), (37, -2))
+    ]
+
+
+@pytest.mark.fault("C5")
+def test_rule_M24_a_reshape_dim_is_a_size_or_varies(said: Said) -> None:
+    assert said("M24", 'output { name: "Y" dims: 4 reshape { shape: [ 0 ] } }') == [
+        (
+            "1:47: model output 'Y' reshape dimensions must be integer >= 1, or -1 to indicate a variable-size"
+            " dimension for m (found 0)"
+        )
+    ]
+
+
+@pytest.mark.fault("C5")
+def test_rule_M25_no_empty_reshape_without_batching(said: Said) -> None:
+    tensor = 'input { name: "X" dims: 1 reshape { } }'
+    assert said("M25", tensor) == [
+        (
+            "1:27: model input 'X' cannot have empty reshape for non-batching model as scalar tensors are not supported"
+            " for m"
+        )
+    ]
+    assert said("M25", f"max_batch_size: 4 {tensor}") == []
+
+
+@pytest.mark.fault("C5")
+@pytest.mark.parametrize(
+    ("dims", "shape", "fits"),
+    [
+        ("4, 4", "2, 2, 4", True),
+        ("1", "", True),
+        ("4", "3", False),
+        ("2", "", False),
+        ("-1", "4", False),
+        ("4", "-1", False),
+    ],
+)
+def test_rule_M26_a_reshape_keeps_the_element_count(said: Said, dims: str, shape: str, fits: bool) -> None:
+    text = f'max_batch_size: 1 input {{ name: "X" dims: [ {dims} ] reshape {{ shape: [ {shape} ] }} }}'
+    assert len(said("M26", text)) == (not fits)
+    assert all(
+        "model input 'X' has different size for dims and reshape for m" in problem for problem in said("M26", text)
+    )
+
+
+@pytest.mark.fault("C5")
+@pytest.mark.parametrize(
+    ("dims", "shape", "text"),
+    [
+        ("2, 4, -1, 6", "8, -1, 1, 6", ""),
+        ("-1, -1", "-1", "has different number of variable-size dimensions for dims and reshape"),
+        ("2, -1, 3", "3, -1, 2", "has different size for dims and reshape"),
+    ],
+)
+def test_rule_M27_a_reshape_keeps_what_lies_between_varying_dims(said: Said, dims: str, shape: str, text: str) -> None:
+    found = said("M27", f'input {{ name: "X" dims: [ {dims} ] reshape {{ shape: [ {shape} ] }} }}')
+    assert [f"model input 'X' {text} for m" in problem for problem in found] == [True] * bool(text)
+
+
+def test_rule_M28_an_image_has_three_dims(said: Said) -> None:
+    assert said("M28", 'input { name: "X" format: FORMAT_NHWC dims: [ 4, 4 ] }') == [
+        "1:19: model input NHWC/NCHW require 3 dims for m ('X' has 2)"
+    ]
+    assert said("M28", "input { format: FORMAT_NCHW dims: [ 3, -1, -1 ] }") == []
+
+
+def test_rule_M29_shape_tensors_are_for_tensorrt(said: Said) -> None:
+    tensor = 'input { name: "X" is_shape_tensor: true }'
+    assert said("M29", f'backend: "python" {tensor}') == [
+        "1:37: shape tensors are only supported for TensorRT platform for m (model input 'X')"
+    ]
+    assert said("M29", f'platform: "tensorrt_plan" {tensor}') == []
+
+
+def test_rule_M30_non_linear_formats_are_for_tensorrt(said: Said) -> None:
+    tensor = 'output { name: "Y" dims: [ 1, 1 ] is_non_linear_format_io: true }'
+    assert said("M30", f'backend: "python" {tensor}') == [
+        "1:53: Non-linear IO format is only supported for the TensorRT platform for m (model output 'Y')"
+    ]
+    assert said("M30", f'platform: "tensorrt_plan" {tensor}') == [
+        "1:61: Non-linear IO format output requires 3 dims for m (model output 'Y')"
+    ]
+
+
+@pytest.mark.fault("C6")
+def test_rule_M31_no_input_name_twice(said: Said) -> None:
+    assert said("M31", 'input { name: "X" }\ninput { name: "X" }') == [
+        "2:9: input 'X' is specified more than once for m (the first is at 1:1)"
+    ]
+
+
+@pytest.mark.fault("C6")
+def test_rule_M32_no_output_name_twice(said: Said) -> None:
+    assert said("M32", 'output [ { name: "Y" }, { name: "Y" } ]') == [
+        "1:27: output 'Y' is specified more than once for m (the first is at 1:10)"
+    ]
+
+
+@pytest.mark.fault("C6")
+def test_rule_M33_a_model_has_outputs(said: Said) -> None:
+    (text,) = said("M33", 'backend: "python"')
+    assert text.startswith("model 'm' must specify at least one 'output' (list them in config.pbtxt")
+
+
+@pytest.mark.fault("C10")
+@pytest.mark.parametrize("file", ["../../etc/passwd", "/etc/passwd", "../m2/labels.txt"])
+def test_rule_M34_label_files_stay_inside(said: Said, file: str) -> None:
+    assert said("M34", f'output {{ name: "Y" label_filename: "{file}" }}') == [
+        f"1:20: label file '{file}' of output 'Y' leads out of the model's folder for m"
+    ]
+
+
+@pytest.mark.fault("C10")
+def test_rule_M34_a_link_that_leads_out_and_a_loop_of_links_are_refused(said: Said, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "out.txt").symlink_to("/etc/passwd")
+    (tmp_path / "m" / "loop.txt").symlink_to("loop.txt")
+    assert "leads out of the model's folder" in said("M34", 'output { name: "Y" label_filename: "out.txt" }')[0]
+    assert "is a loop of links" in said("M34", 'output { name: "Y" label_filename: "loop.txt" }')[0]
+
+
+def test_rule_M34_a_label_file_exists(said: Said) -> None:
+    text = 'output { name: "Y" label_filename: "labels.txt" }'
+    assert "label file 'labels.txt' of output 'Y' does not exist for m" in said("M34", text)[0]
+    assert said("M34", text, "labels.txt") == []
+
+
+def test_rule_M35_a_batch_input_has_one_source(said: Said) -> None:
+    assert said("M35", 'batch_input { kind: BATCH_ITEM_SHAPE source_input: [ "a", "b" ] }') == [
+        "1:1: batch input kind 'BATCH_ITEM_SHAPE' expects 1 source input, got 2 for m"
+    ]
+
+
+def test_rule_M36_a_batch_input_is_a_number(said: Said) -> None:
+    assert said("M36", "batch_input { data_type: TYPE_INT64 }") == [
+        "1:15: batch input data type must be TYPE_INT32 or TYPE_FP32 for m"
+    ]
+
+
+@pytest.mark.fault("C9")
+def test_rule_M37_a_batch_source_exists(said: Said) -> None:
+    text = 'input { name: "INPUT0" } batch_input { source_input: "INPUT" } batch_output { source_input: "Z" }'
+    assert said("M37", text) == [
+        "1:40: unknown source input name 'INPUT' for m (did you mean \"INPUT0\"?)",
+        "1:79: unknown source input name 'Z' for m",
+    ]
+
+
+def test_rule_M38_a_batch_input_has_a_target(said: Said) -> None:
+    assert said("M38", "batch_input { }") == ["1:1: batch input must specify 'target_name' for m"]
+
+
+def test_rule_M39_a_batch_output_has_one_source(said: Said) -> None:
+    assert said("M39", "batch_output { }") == [
+        "1:1: batch output kind 'BATCH_SCATTER_WITH_INPUT_SHAPE' expects 1 source input, got 0 for m"
+    ]
+
+
+def test_rule_M40_a_batch_output_has_a_target_of_its_own(said: Said) -> None:
+    text = 'output { name: "Y" } batch_output { target_name: [ "Y", "Z", "Y" ] }'
+    assert said("M40", text) == [
+        "1:57: unknown target output name 'Z' for m",
+        "1:62: target output name 'Y' can only be specified once for m",
+    ]
+
+
+# Batching
+
+
+@pytest.mark.fault("C7")
+def test_rule_M50_preferred_sizes_fit(said: Said) -> None:
+    assert said("M50", "max_batch_size: 4 dynamic_batching { preferred_batch_size: [ 0, 4, 5 ] }") == [
+        "1:62: dynamic batching preferred size must be positive for m (found 0)",
+        "1:68: dynamic batching preferred size must be <= max batch size for m (5 is more than 4)",
+    ]
+
+
+@pytest.mark.fault("C7")
+def test_rule_M51_the_default_priority_exists(said: Said) -> None:
+    assert said("M51", "dynamic_batching { priority_levels: 2 default_priority_level: 3 }") == [
+        "1:39: default priority level must be in range [1, 2] for m"
+    ]
+    assert said("M51", "dynamic_batching { priority_levels: 2 }") == [
+        "1:20: default priority level must be in range [1, 2] for m"
+    ]
+
+
+@pytest.mark.fault("C7")
+def test_rule_M52_a_policy_has_a_priority_that_exists(said: Said) -> None:
+    text = "dynamic_batching { priority_levels: 2 priority_queue_policy [ { key: 1 }, { key: 3 value { } } ] }"
+    assert said("M52", text) == ["1:77: priority queue policy must have priority level in range [1, 2] for m (found 3)"]
+
+
+def test_rule_M53_keeping_order_takes_one_priority(said: Said) -> None:
+    assert said("M53", "dynamic_batching { preserve_ordering: true priority_levels: 2 }") == [
+        "1:44: Only one priority level is allowed when 'preserve_ordering' is true for m"
+    ]
+
+
+def test_rule_M54_keeping_order_forbids_delaying(said: Said) -> None:
+    policy = "{ timeout_action: DELAY default_timeout_microseconds: 1 }"
+    text = (
+        f"dynamic_batching {{ preserve_ordering: true default_queue_policy {policy}\n"
+        f" priority_queue_policy {{ key: 1 value {policy} }} }}"
+    )
+    end = "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for m"
+    assert said("M54", text) == [f"1:44: {end}", f"2:26: {end}"]
+
+
+def test_rule_M55_a_warmup_sample_is_whole(said: Said) -> None:
+    text = 'model_warmup { inputs { key: "X" value { dims: [ -1 ] } } }'
+    assert said("M55", text) == [
+        "1:42: warmup setting expects all variable-size dimensions are specified for input 'X' for m",
+        (
+            "1:25: warmup setting expects input 'X' to have input_data_type set for m (write zero_data: true,"
+            " random_data: true or input_data_file)"
+        ),
+    ]
+
+
+@pytest.mark.fault("C10")
+def test_rule_M56_a_warmup_file_stays_inside(said: Said) -> None:
+    text = 'model_warmup { inputs { key: "X" value { input_data_file: "../../x" } } }'
+    assert said("M56", text) == ["1:42: warmup file '../../x' of input 'X' leads out of the model's folder for m"]
+
+
+# Sequences
+
+
+def sequence(inside: str) -> str:
+    return f"max_batch_size: 2\nsequence_batching {{\n{inside}\n}}"
+
+
+def control(inside: str, name: str = "C") -> str:
+    return sequence(f'control_input {{ name: "{name}" control {{ {inside} }} }}')
+
+
+def test_rule_M60_a_control_tensor_has_a_name(said: Said) -> None:
+    assert said("M60", sequence("control_input { }")) == [
+        "3:1: sequence batching control tensor must have a name for m"
+    ]
+
+
+def test_rule_M61_no_control_tensor_twice(said: Said) -> None:
+    assert said("M61", sequence('control_input [ { name: "C" }, { name: "C" } ]')) == [
+        "3:34: sequence batching control tensor 'C' is specified for multiple control kinds for m"
+    ]
+
+
+@pytest.mark.fault("C8")
+def test_rule_M62_no_control_kind_twice(said: Said) -> None:
+    inside = 'control_input [ { name: "A" control { } }, { name: "B" control { kind: CONTROL_SEQUENCE_START } } ]'
+    assert said("M62", sequence(inside)) == [
+        "3:56: sequence batching specifies multiple CONTROL_SEQUENCE_START tensors for m"
+    ]
+
+
+@pytest.mark.fault("C8")
+@pytest.mark.parametrize(
+    ("inside", "expected"),
+    [
+        (
+            "",
+            (
+                "27: sequence batching must specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
+                " for CONTROL_SEQUENCE_START for m"
+            ),
+        ),
+        (
+            "int32_false_true: [ 0, 1 ] fp32_false_true: [ 0, 1 ]",
+            (
+                "27: sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' and"
+                " 'bool_false_true' for CONTROL_SEQUENCE_START for m"
+            ),
+        ),
+        (
+            "bool_false_true: [ true ]",
+            (
+                "37: sequence batching control 'bool_false_true' must have exactly 2 entries for CONTROL_SEQUENCE_START"
+                " for m"
+            ),
+        ),
+    ],
+)
+def test_rule_M63_a_boolean_control_has_one_pair(said: Said, inside: str, expected: str) -> None:
+    assert said("M63", control(inside)) == [f"3:{expected}"]
+    assert said("M63", control("fp32_false_true: [ 0, 1 ]")) == []
+
+
+@pytest.mark.fault("C8")
+def test_rule_M64_a_correlation_control_is_an_id(said: Said) -> None:
+    inside = "kind: CONTROL_SEQUENCE_CORRID fp32_false_true: [ 0, 1 ] data_type: TYPE_FP32"
+    assert said("M64", control(inside)) == [
+        (
+            "3:27: sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
+            " for CONTROL_SEQUENCE_CORRID for m"
+        ),
+        (
+            "3:27: unexpected data type for control CONTROL_SEQUENCE_CORRID for m. Allowed data types are TYPE_UINT64,"
+            " TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
+        ),
+    ]
+    assert said("M64", control("kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING")) == []
+
+
+def test_rule_M65_oldest_sizes_fit(said: Said) -> None:
+    assert said("M65", sequence("oldest { preferred_batch_size: [ -1, 3 ] }")) == [
+        "3:34: sequence batching preferred batch size must be positive for m (found -1)",
+        "3:38: sequence batching preferred batch size must be <= max batch size for m (3 is more than 2)",
+    ]
+
+
+def test_rule_M66_slot_utilization_is_a_share(said: Said) -> None:
+    assert said("M66", sequence("direct { minimum_slot_utilization: 1.5 }")) == [
+        "3:10: sequence batching minimum slot utilization must be in range (0.0, 1.0] for m (found 1.5)"
+    ]
+    assert len(said("M66", sequence("direct { minimum_slot_utilization: nan }"))) == 1
+
+
+def state(initial: str, dims: str = "-1") -> str:
+    return sequence(f'state {{ input_name: "S" data_type: TYPE_INT32 dims: [ {dims} ]\n{initial} }}')
+
+
+@pytest.mark.fault("C8")
+def test_rule_M67_a_state_begins_once(said: Said) -> None:
+    assert said("M67", state("initial_state [ {}, {} ]")) == [
+        "4:21: initial_state field for state input 'S' must contain exactly one or zero element. Found '2' elements."
+    ]
+
+
+def test_rule_M68_the_initial_type_is_the_states(said: Said) -> None:
+    assert said("M68", state("initial_state { data_type: TYPE_FP32 }")) == [
+        "4:1: The data type used for 'initial_state' field of state 'S' does not match the state data type."
+    ]
+
+
+def test_rule_M69_an_initial_state_has_a_name(said: Said) -> None:
+    assert said("M69", state("initial_state { }")) == [
+        "4:1: Field 'name' must be set when using initial_state for state input 'S'."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ("1, 2", []),
+        (
+            "1",
+            [
+                (
+                    "17: Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state"
+                    " input 'S'. 1 != 2"
+                )
+            ],
+        ),
+        ("-1, 2", ["25: 'initial_state' field for state input name 'S' contains variable dimensions."]),
+        ("1, 3", ["28: 'initial_state' dim for input name 'S' doesn't match 'state' dim description. 3 != 2"]),
+    ],
+)
+def test_rule_M70_initial_dims_fit_the_states(said: Said, dims: str, expected: list[str]) -> None:
+    assert said("M70", state(f"initial_state {{ dims: [ {dims} ] }}", "-1, 2")) == [f"4:{text}" for text in expected]
+
+
+def test_rule_M71_an_initial_state_has_data(said: Said) -> None:
+    assert said("M71", state("initial_state { }"))[0].startswith(
+        "4:1: initial_state setting expects state'S' to have state_data set"
+    )
+    assert said("M71", state("initial_state { zero_data: false }")) == []
+
+
+@pytest.mark.fault("C10")
+def test_rule_M72_an_initial_file_stays_inside(said: Said) -> None:
+    assert said("M72", state('initial_state { data_file: "../../secret" }')) == [
+        "4:17: initial_state file '../../secret' of state input 'S' leads out of the model's folder"
+    ]
+    assert said("M72", state('initial_state { data_file: "zeros" }')) == []
+
+
+def test_rule_M73_growing_memory_is_one_buffer(said: Said) -> None:
+    assert said("M73", state("use_growable_memory: true")) == [
+        (
+            "4:1: In order to 'use_growable_memory', you must also enable 'use_same_buffer_for_input_output' for state"
+            " input 'S'"
+        )
+    ]
+
+
+# Ensembles
+
+
+def test_rule_M80_an_ensemble_has_no_instances(said: Said) -> None:
+    assert said("M80", 'platform: "ensemble" instance_group { }') == [
+        "1:22: instance group should not be specified for ensemble 'm' (give the models of its steps instances instead)"
+    ]
+
+
+def test_rule_M81_an_ensemble_has_no_optimization(said: Said) -> None:
+    assert said("M81", 'platform: "ensemble" optimization { }') == [
+        "1:22: optimization should not be specified for ensemble 'm' (it belongs into the models of its steps)"
+    ]
+
+
+def test_rule_M82_an_ensemble_has_no_warmup(said: Said) -> None:
+    assert said("M82", 'platform: "ensemble" model_warmup { }') == [
+        "1:22: model_warmup can not be specified for ensemble 'm' (warm up the models of its steps instead)"
+    ]
+
+
+def test_rule_M83_an_ensemble_has_steps(said: Said) -> None:
+    assert said("M83", "ensemble_scheduling { }") == ["1:1: must specify 'step' for ensemble 'm'"]
+
+
+def test_rule_M84_every_step_is_whole(said: Said) -> None:
+    assert said("M84", 'ensemble_scheduling { step [ { model_name: "a" }, { } ] }') == [
+        "1:30: must specify 'input_map' in step 0 of ensemble 'm'",
+        "1:30: must specify 'output_map' in step 0 of ensemble 'm'",
+        "1:51: must specify 'model_name' in step 1 of ensemble 'm'",
+        "1:51: must specify 'input_map' in step 1 of ensemble 'm'",
+        "1:51: must specify 'output_map' in step 1 of ensemble 'm'",
+    ]
+
+
+def test_rule_M85_every_mapping_has_two_names(said: Said) -> None:
+    text = 'ensemble_scheduling { step { input_map { key: "X" } output_map { value: "B" } } }'
+    hint = "(key is the model's tensor, value the ensemble's)"
+    assert said("M85", text) == [
+        f"1:42: input_map entry without 'value' in step 0 of ensemble 'm' {hint}",
+        f"1:53: output_map entry without 'key' in step 0 of ensemble 'm' {hint}",
+    ]

@@ -1,0 +1,69 @@
+"""Every configuration that Triton's guides show parses and breaks no rule; what cannot be served yet is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+
+from flowserve.config.load import Draft, finish
+from flowserve.config.model_config_pb2 import ModelConfig
+from flowserve.config.parse import parse_model_config
+from flowserve.config.rules import find_problems
+from flowserve.config.rules.subject import Subject
+from flowserve.errors import Problems
+
+# File -> the features (config/unsupported.py) that still stand between it and being served.
+SEEDS = {
+    "control_inputs": {"N1"},
+    "direct_stateful_model": {"N1", "N22"},
+    "direct_stateful_model_in_one_line": {"N1", "N22"},
+    "ensemble_model": set(),
+    "ensemble_model_unindented": set(),
+    "implicit_state": {"N1"},
+    "max_inflight_requests": {"N11"},
+    "oldest_stateful_model": {"N1", "N22"},
+    "padded_input": set(),
+    "ragged_batch_input": {"N3", "N4"},
+    "ragged_input": {"N3"},
+    "state_from_file": {"N1"},
+    "state_from_zero": {"N1"},
+}
+
+
+@pytest.fixture
+def seed(root: Path) -> Callable[[str], str]:
+    return lambda name: (root / "tests/golden/seeds" / f"{name}.pbtxt").read_text(encoding="utf-8")
+
+
+def test_every_file_is_judged(root: Path) -> None:
+    assert {path.stem for path in (root / "tests/golden/seeds").iterdir()} == set(SEEDS)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_it_is_read_as_protobuf_reads_it_and_breaks_no_rule(
+    seed: Callable[[str], str], draft: Callable[..., Draft], name: str
+) -> None:
+    text = seed(name)
+    message = parse_model_config(text, name)[0]
+    assert message == text_format.Parse(text, ModelConfig())
+    read = draft(text, name=message.name or name)
+    assert find_problems(Subject(read.message, read.source, read.name, read.folder)) == []
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_it_is_served_or_the_missing_feature_is_named(
+    seed: Callable[[str], str], draft: Callable[..., Draft], name: str
+) -> None:
+    text = seed(name)
+    read = draft(text, name=parse_model_config(text, name)[0].name or name)
+    try:
+        config = finish(read, None)
+    except Problems as error:
+        refused = {problem.rule for problem in error.problems}
+    else:
+        refused = set()
+        assert config.json["name"] == read.name
+    assert refused == SEEDS[name]

@@ -1,0 +1,253 @@
+"""What a right configuration asks for and cannot have yet is refused by name, with its place, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowserve.config.load import Draft, finish
+from flowserve.config.unsupported import BACKEND_RULE, UNSUPPORTED
+from flowserve.errors import Problems
+
+Read = Callable[..., Draft]
+
+MODEL = """backend: "python" max_batch_size: 8
+input { name: "X" data_type: TYPE_FP32 dims: [ 4 ] %s }
+output { name: "Y" data_type: TYPE_FP32 dims: [ 4 ] }
+"""
+PIPE = """platform: "ensemble"
+input { name: "A" data_type: TYPE_FP32 dims: [ 4 ] %s }
+output { name: "B" data_type: TYPE_FP32 dims: [ 4 ] }
+ensemble_scheduling { %s
+step { model_name: "a" model_version: -1 input_map { key: "X" value: "A" } output_map { key: "Y" value: "B" } %s } }
+"""
+
+
+@pytest.fixture
+def refused(draft: Read) -> Callable[..., list[str]]:
+    """`refused(text)`: everything `finish` says, places shortened to line:column."""
+
+    def problems(text: str | None, *files: str) -> list[str]:
+        try:
+            finish(draft(text, *files), None)
+        except Problems as error:
+            return [str(problem).replace("m/config.pbtxt:", "") for problem in error.problems]
+        return []
+
+    return problems
+
+
+Refused = Callable[..., list[str]]
+
+
+def test_every_refusal_has_a_test_and_every_test_a_refusal() -> None:
+    tested = re.findall(r"^def test_refusal_(N\d+)_", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(tested) == {*UNSUPPORTED, BACKEND_RULE}
+
+
+def test_a_plain_model_and_a_plain_ensemble_are_served(refused: Refused) -> None:
+    assert refused(MODEL % "") == []
+    assert refused(PIPE % ("", "", "")) == []
+
+
+def test_optional_inputs_of_a_model_are_served(refused: Refused) -> None:
+    assert refused(MODEL % "optional: true") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'instance_group { count: 2 rate_limiter { resources { name: "R" count: 4 } priority: 2 } }',
+        'input { name: "I" data_type: TYPE_UINT8 dims: [ 3, -1, -1 ] format: FORMAT_NCHW }',
+        "dynamic_batching { default_queue_policy { timeout_action: DELAY } }",
+        "dynamic_batching { preserve_ordering: true } instance_group { count: 1 }",
+        "response_cache { enable: false } model_transaction_policy { decoupled: false }",
+        'model_metrics { metric_control { metric_identifier { family: "f" } histogram_options { buckets: 1 } } }',
+        'parameters { key: "execution" value { string_value: "inline" } }',
+    ],
+)
+def test_what_changes_no_result_is_served(refused: Refused, text: str) -> None:
+    assert refused(MODEL % "" + text) == []
+
+
+def test_refusal_N1_sequences(refused: Refused) -> None:
+    assert refused(MODEL % "" + "sequence_batching { }") == [
+        "4:1: model 'm': sequence_batching is not supported yet [N1]"
+    ]
+
+
+def test_refusal_N2_decoupled_models(refused: Refused) -> None:
+    (text,) = refused(MODEL % "" + "model_transaction_policy { decoupled: true }")
+    assert text.startswith("4:28: model 'm': a decoupled model_transaction_policy is not supported yet")
+    assert refused(PIPE % ("", "", "") + "model_transaction_policy { decoupled: true }") == []
+
+
+def test_refusal_N3_ragged_batches(refused: Refused) -> None:
+    assert refused(MODEL % "allow_ragged_batch: true") == [
+        "2:52: model 'm': allow_ragged_batch of input 'X' is not supported yet [N3]"
+    ]
+
+
+def test_refusal_N4_batch_inputs(refused: Refused) -> None:
+    text = 'batch_input { target_name: "I" data_type: TYPE_FP32 source_input: "X" }'
+    assert refused(MODEL % "" + text) == ["4:1: model 'm': batch_input is not supported yet [N4]"]
+
+
+def test_refusal_N5_batch_outputs(refused: Refused) -> None:
+    text = 'batch_output { target_name: "Y" source_input: "X" }'
+    assert refused(MODEL % "" + text) == ["4:1: model 'm': batch_output is not supported yet [N5]"]
+
+
+def test_refusal_N6_response_caches(refused: Refused) -> None:
+    text = "response_cache { enable: true }"
+    assert refused(MODEL % "" + text) == ["4:1: model 'm': response_cache is not supported yet [N6]"]
+
+
+def test_refusal_N7_warmup(refused: Refused) -> None:
+    assert refused(MODEL % "" + "model_warmup { }") == ["4:1: model 'm': model_warmup is not supported yet [N7]"]
+
+
+def test_refusal_N8_priorities(refused: Refused) -> None:
+    text = "dynamic_batching { priority_levels: 1 default_priority_level: 1 }"
+    assert refused(MODEL % "" + text) == ["4:20: model 'm': priority_levels is not supported yet [N8]"]
+
+
+@pytest.mark.parametrize(
+    "policy", ["default_timeout_microseconds: 1", "allow_timeout_override: true", "max_queue_size: 1"]
+)
+def test_refusal_N9_queue_policies(refused: Refused, policy: str) -> None:
+    text = f"dynamic_batching {{ default_queue_policy {{ {policy} }} priority_queue_policy {{ key: 1 value {{ }} }} }}"
+    assert [problem.partition(": ")[2] for problem in refused(MODEL % "" + text)] == [
+        "model 'm': default_queue_policy is not supported yet [N9]",
+        "model 'm': priority_queue_policy is not supported yet [N9]",
+    ]
+
+
+@pytest.mark.parametrize("groups", ["", "instance_group { }", "instance_group [ { count: 1 }, { count: 1 } ]"])
+def test_refusal_N10_keeping_order_over_several_instances(refused: Refused, groups: str) -> None:
+    (text,) = refused(MODEL % "" + "dynamic_batching { preserve_ordering: true }" + groups)
+    assert text.startswith("4:20: model 'm': preserve_ordering with more than one instance is not supported yet (write")
+
+
+def test_refusal_N11_inflight_limits(refused: Refused) -> None:
+    assert refused(PIPE % ("", "max_inflight_requests: 16", "")) == [
+        "4:23: model 'm': max_inflight_requests is not supported yet (0 means no limit) [N11]"
+    ]
+
+
+def test_refusal_N12_reshapes(refused: Refused) -> None:
+    (text,) = refused(MODEL % "reshape { shape: [ 2, 2 ] }")
+    assert text.startswith("2:52: model 'm': reshape of input 'X' is not supported yet (give it the dims that")
+
+
+def test_refusal_N13_shape_tensors(refused: Refused) -> None:
+    text = (MODEL % "is_shape_tensor: true").replace('backend: "python"', 'platform: "tensorrt_plan"')
+    assert any(problem.endswith("is_shape_tensor of input 'X' is not supported yet [N13]") for problem in refused(text))
+
+
+def test_refusal_N14_non_linear_formats(refused: Refused) -> None:
+    text = MODEL % "is_non_linear_format_io: true"
+    assert any(problem.endswith("format_io of input 'X' is not supported yet [N14]") for problem in refused(text))
+
+
+@pytest.mark.fault("C11")
+def test_refusal_N15_gpus(refused: Refused) -> None:
+    assert refused(MODEL % "" + "instance_group { kind: KIND_GPU }") == [
+        (
+            "4:1: instance group m_0 of model m has kind KIND_GPU but server does not support GPUs yet (write kind:"
+            " KIND_CPU, or start with --gpu=off, which runs such models on the CPU) [N15]"
+        ),
+    ]
+
+
+@pytest.mark.fault("C11")
+def test_without_gpus_groups_that_ask_for_one_run_on_the_cpu_with_a_warning(
+    draft: Read, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = MODEL % "" + "instance_group [ { kind: KIND_GPU gpus: [ 0, 1 ] count: 3 }, { kind: KIND_MODEL } ]"
+    config = finish(draft(text), None, gpu=False)
+    assert [(group.kind, group.count, group.gpus) for group in config.instance_groups] == [
+        ("KIND_CPU", 3, ()),
+        ("KIND_MODEL", 0, ()),
+    ]
+    assert caplog.messages == ["m/config.pbtxt: instance group m_0 runs on the CPU instead of a GPU (--gpu=off)"]
+
+
+def test_refusal_N16_optional_inputs_of_ensembles(refused: Refused) -> None:
+    assert refused(PIPE % ("optional: true", "", "")) == [
+        "2:52: model 'm': optional input 'A' of an ensemble is not supported yet [N16]"
+    ]
+
+
+def test_refusal_N17_namespaces(refused: Refused) -> None:
+    (text,) = refused(PIPE % ("", "", 'model_namespace: "ns"'))
+    assert text.endswith("model 'm': model_namespace of step 0 is not supported yet [N17]")
+
+
+def test_refusal_N18_custom_operators(refused: Refused) -> None:
+    assert refused(MODEL % "" + 'model_operations { op_library_filename: "ops.so" }') == [
+        "4:1: model 'm': model_operations (custom operators) is not supported yet [N18]"
+    ]
+
+
+def test_refusal_N19_repository_agents(refused: Refused) -> None:
+    assert refused(MODEL % "" + 'model_repository_agents { agents { name: "checksum" } }') == [
+        "4:1: model 'm': model_repository_agents is not supported yet [N19]"
+    ]
+
+
+def test_refusal_N20_passive_instances(refused: Refused) -> None:
+    assert refused(MODEL % "" + "instance_group { passive: true }") == [
+        "4:18: model 'm': a passive instance_group is not supported yet [N20]"
+    ]
+
+
+@pytest.mark.parametrize("place", ["process", "ray"])
+def test_refusal_N21_places_that_do_not_exist_yet(refused: Refused, place: str) -> None:
+    text = f'parameters {{ key: "execution" value {{ string_value: "{place}" }} }}'
+    (told,) = refused(MODEL % "" + text)
+    assert told.startswith(f"4:14: model 'm': execution \"{place}\" is not supported yet (use ")
+
+
+@pytest.mark.parametrize(
+    ("said", "files", "where", "advice"),
+    [
+        (
+            'platform: "tensorflow_savedmodel"',
+            (),
+            "1:1",
+            "tensorflow_savedmodel is not supported yet (convert it to ONNX:",
+        ),
+        ('platform: "tensorrt_plan"', (), "1:1", "tensorrt_plan is not supported yet (serve the ONNX file"),
+        ('backend: "pytorch"', (), "1:1", "pytorch_libtorch is not supported yet (export it: torch.onnx.export("),
+        ('backend: "openvino"', (), "1:1", "openvino is not supported yet (serve the ONNX file"),
+        ("", ("1/model.plan",), "", "tensorrt_plan is not supported yet (serve the ONNX file"),
+    ],
+)
+def test_refusal_N22_backends_that_are_not_here(
+    refused: Refused, said: str, files: tuple[str, ...], where: str, advice: str
+) -> None:
+    text = (MODEL % "").replace('backend: "python"', said)
+    (told,) = refused(text, *files)
+    assert told.startswith(f"{where}: model 'm': {advice}" if where else f" model 'm': {advice}")
+
+
+def test_an_unknown_backend_is_for_the_registry_to_judge(refused: Refused) -> None:
+    assert refused((MODEL % "").replace("python", "mine")) == []
+
+
+def test_ignored_fields_are_told_once_in_the_log(draft: Read, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flowserve.config")
+    text = (
+        'optimization { cuda { graphs: true } } instance_group { host_policy: "p" } metric_tags { key: "a" value: "b" }'
+    )
+    finish(draft(MODEL % "" + text), None)
+    assert caplog.messages == [
+        "m/config.pbtxt:4:16: optimization.cuda is read and ignored",
+        "m/config.pbtxt:4:76: metric_tags is read and ignored",
+        "m/config.pbtxt:4:57: instance_group[0].host_policy is read and ignored",
+    ]
