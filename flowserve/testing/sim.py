@@ -1,0 +1,280 @@
+"""A whole server without a loop, a clock or a tensor: the real scheduling machines, simulated instances, a `time`.
+
+Decided here: what happens in which order in a world of `strategies.py`, and what is looked at after every step. `step`
+jumps to the next instant at which anything can happen, applies what happens then, pumps once (a turn of the loop), and
+checks every promise that can be seen from outside. One seed gives one history: `log` holds it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections.abc import Callable
+from itertools import count
+from random import Random
+
+from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.graph.plan import NO_SLOT
+from flowserve.graph.types import ModelKey
+from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.router import Flow, Ticket
+from flowserve.testing.strategies import FIXED, NOTHING, SimModel, SimRequest, World, draw_world, is_omitted
+
+STEPS_MAX = 100_000  # a history longer than this has stopped getting anywhere
+
+
+class Handle:
+    """What stands for a tensor: facts, what it holds, and the block it lies in. `block` is the run that made it."""
+
+    __slots__ = ("__weakref__", "block", "content", "start", "stop", "width")
+
+    def __init__(self, content: int, width: int, start: int, stop: int, block: object = None) -> None:
+        self.content = content
+        self.width = width
+        self.start = start
+        self.stop = stop
+        self.block = block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.width,) if self.stop < 0 else (self.stop - self.start, self.width)
+
+
+class Sim:
+    """`Sim(seed).run()` lives through one world to its end. The first broken promise raises AssertionError."""
+
+    def __init__(self, seed: int, world: World | None = None) -> None:
+        self._random = Random(seed)
+        self.world = world or draw_world(self._random)
+        self.time = 0
+        self.log: list[tuple[object, ...]] = []
+        self.dispatcher = Dispatcher(self._run, self._answered)
+        self.queues: dict[ModelKey, ModelQueue] = {}
+        self.flows: dict[int, Flow] = {}  # submitted, neither answered nor given up
+        self.over: set[int] = set()  # answered or given up
+        self.batch_rows: dict[ModelKey, list[int]] = {}  # what each model ran, in order
+        self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._busy: set[tuple[ModelKey, int]] = set()
+        self._finished: dict[int, set[int]] = {}  # request -> nodes whose step is done
+        self._excused: set[int] = set()  # stood in a batch that an impure model failed as a whole
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._tie = count()
+        self._runs = count()
+        for model in self.world.models:
+            self._add_model(model)
+        for request in self.world.requests:
+            if request.follows is None:
+                self._at(request.arrives_ns, request)
+
+    # ------------------------------------------------------------------------------------------------- what happens
+
+    def run(self) -> Sim:
+        """Until nothing can happen any more; then everything must be home."""
+        for _ in range(STEPS_MAX):
+            if not self.step():
+                self._check_end()
+                return self
+        raise AssertionError(f"no end after {STEPS_MAX} steps, at {self.time} ns")
+
+    def step(self) -> bool:
+        """Jump to the next instant at which something can happen and let it. False: nothing ever will."""
+        deadline = self.dispatcher.next_deadline()
+        instants = [self._agenda[0][0]] if self._agenda else []
+        if deadline is not None:
+            assert deadline > self.time, "a deadline that is over was slept through"
+            instants.append(deadline)
+        if not instants:
+            return False
+        self.time = min(instants)
+        while self._agenda and self._agenda[0][0] == self.time:
+            heapq.heappop(self._agenda)[2]()
+        self.dispatcher.wake(self.time)
+        self.dispatcher.pump(self.time)
+        self.check()
+        return True
+
+    def _at(self, time: int, happening: SimRequest | Callable[[], None]) -> None:
+        def arrive() -> None:
+            assert isinstance(happening, SimRequest)
+            self._arrive(happening)
+
+        act = arrive if isinstance(happening, SimRequest) else happening
+        heapq.heappush(self._agenda, (time, next(self._tie), act))
+
+    def _add_model(self, model: SimModel) -> None:
+        queue = ModelQueue(model.key, model.batcher(), range(model.instances), is_pure=model.is_pure)
+        self.queues[model.key] = queue
+        self.batch_rows[model.key] = []
+        self.dispatcher.add(queue)
+
+    def _arrive(self, request: SimRequest) -> None:
+        plan = self.world.plans[request.graph]
+        batching = self.world.graphs[request.graph].max_batch_size > 0
+        stop = request.rows if batching else -1
+        inputs = [
+            None if width is None else self._handle(request.content(i), width, 0, stop, request)
+            for i, width in enumerate(request.widths)
+        ]
+        route = [self.queues[node.model] for node in plan.nodes]
+        flow = Flow(plan, route, inputs, self.time, request.number, request)
+        self.flows[request.number] = flow
+        self._finished[request.number] = set()
+        self._note("arrives", request.number)
+        self.dispatcher.submit(flow)
+        if request.leaves_after_ns is not None:
+            self._at(self.time + request.leaves_after_ns, lambda: self._leave(request))
+
+    def _leave(self, request: SimRequest) -> None:
+        flow = self.flows.get(request.number)
+        if flow is not None:
+            self._note("leaves", request.number)
+            self.dispatcher.cancel(flow)
+            self.dispatcher.cancel(flow)  # twice is harmless
+            self._over(request)
+
+    def _run(self, batch: Batch) -> None:
+        model = self.world.by_key[batch.queue.key]
+        self._check_batch(batch, model)
+        self._busy.add((model.key, batch.instance))
+        self.batch_rows[model.key].append(batch.rows)
+        self._note("runs", model.key.name, batch.instance, *map(_number, batch.tickets))
+        outcome = self._compute(batch, model)
+        ns = self._random.randint(model.shortest_ns, model.longest_ns)
+        if ns:
+            self._at(self.time + ns, lambda: self._return(batch, model, outcome))
+        else:
+            self._return(batch, model, outcome)
+
+    def _compute(self, batch: Batch, model: SimModel) -> list[list[Handle | None]] | None:
+        """The outputs, or None where the batch raises. Reads the inputs now: they may be gone when it returns."""
+        block = next(self._runs)
+        outputs: list[list[Handle | None]] = [[] for _ in model.outputs]
+        start = 0
+        for ticket in batch.tickets:
+            request: SimRequest = ticket.flow.request
+            found = [ticket.flow.tensors[slot] if slot != NO_SLOT else None for slot in ticket.node.inputs]
+            contents = tuple(NOTHING if handle is None else handle.content for handle in found)
+            width = next((handle.width for handle in found if handle is not None), FIXED)
+            stop = start + ticket.rows if model.max_batch_size else -1
+            for j, spec in enumerate(model.outputs):
+                wide = FIXED if spec.dims == (FIXED,) else width
+                handle = self._handle(model.content(j, contents), wide, start if stop >= 0 else 0, stop, block)
+                outputs[j].append(None if is_omitted(model, request, j) else handle)
+            start += ticket.rows
+        if any(model.key in ticket.flow.request.poison for ticket in batch.tickets):
+            return None
+        return outputs
+
+    def _return(self, batch: Batch, model: SimModel, outputs: list[list[Handle | None]] | None) -> None:
+        self._busy.remove((model.key, batch.instance))
+        numbers = [_number(ticket) for ticket in batch.tickets]
+        if outputs is None:
+            again = model.is_pure and len(numbers) > 1 and any(number in self.flows for number in numbers)
+            self._note("raises", model.key.name, *numbers)
+            if not again and len(numbers) > 1:
+                self._excused.update(numbers)
+            assert self.dispatcher.batch_failed(batch, ModelFailed("poison")) == again
+            return
+        self._note("returns", model.key.name, *numbers)
+        errors: dict[int, FlowserveError] = {}
+        for m, ticket in enumerate(batch.tickets):
+            if model.key in ticket.flow.request.faults:
+                errors[m] = ModelFailed("a fault of its own")
+            elif not ticket.flow.done:
+                self._finished[_number(ticket)].add(ticket.node.index)
+        self.dispatcher.batch_done(batch, outputs, errors, self.time)
+
+    def _answered(self, flow: Flow) -> None:
+        request: SimRequest = flow.request
+        assert self.flows.get(request.number) is flow, f"request {request.number} was answered twice, or after it left"
+        right = self.world.right_answer(request)
+        if flow.error is None:
+            assert flow.open == 0, "answered while a step was still going"
+            held = [flow.tensors[slot] for slot in flow.plan.output_slots]
+            assert [None if handle is None else handle.content for handle in held] == right, (
+                f"request {request.number} got somebody else's answer, or none"
+            )
+        else:
+            assert right is None or request.number in self._excused, (
+                f"request {request.number} has no fault and failed: {flow.error}"
+            )
+        self._note("is answered", request.number, type(flow.error).__name__)
+        self._over(request)
+
+    def _over(self, request: SimRequest) -> None:
+        del self.flows[request.number]
+        self.over.add(request.number)
+        for following in self.world.requests:
+            if following.follows == request.number:
+                self._at(self.time, following)
+
+    def _handle(self, content: int, width: int, start: int, stop: int, block: object) -> Handle:
+        handle = Handle(content, width, start, stop, block)
+        self.handles.add(handle)
+        return handle
+
+    def _note(self, *what: object) -> None:
+        self.log.append((self.time, *what))
+
+    # --------------------------------------------------------------------------------------------- what is looked at
+
+    def check(self) -> None:
+        """Every promise of DESIGN section 8 that scheduling keeps, after a turn."""
+        self.dispatcher.check()
+        assert self.dispatcher.in_flight == len(self.flows)
+        for key, queue in self.queues.items():
+            busy = {instance for model, instance in self._busy if model == key}
+            assert sorted([*queue.free, *busy]) == list(queue.instances), f"{key}: an instance is lost or doubled"
+            if queue.free and len(queue.batcher):
+                deadline = queue.batcher.deadline()
+                assert deadline is not None, f"{key}: somebody waits beside a free instance, and for nothing"
+                assert deadline > self.time, f"{key}: somebody waits beside a free instance, and too long"
+        for flow in self.flows.values():
+            flow.check()
+            self._check_tensors(flow)
+
+    def _check_batch(self, batch: Batch, model: SimModel) -> None:
+        tickets = batch.tickets
+        assert tickets, "an empty batch"
+        assert (model.key, batch.instance) not in self._busy, "an instance was given two batches"
+        assert all(ticket.node.model == model.key for ticket in tickets), "a ticket came to the wrong model"
+        assert len({ticket.key for ticket in tickets}) == 1, "one key per batch"
+        assert len({id(ticket) for ticket in tickets}) == len(tickets), "a ticket stands twice in its batch"
+        if model.policy is None:
+            assert len(tickets) == 1, "the default scheduler runs one by one"
+        else:
+            assert sum(ticket.rows or 1 for ticket in tickets) <= model.max_batch_size, "a batch above its limit"
+        for ticket in tickets:
+            assert not ticket.flow.done, "a step of a flow that is over was started"
+            assert ticket.node.index not in self._finished[_number(ticket)], "a step ran twice"
+
+    def _check_tensors(self, flow: Flow) -> None:
+        """A tensor is held exactly from its writing to the end of its last reader."""
+        plan, finished = flow.plan, self._finished[flow.request.number]
+        written = {slot for index in finished for slot in plan.nodes[index].outputs}
+        for slot, handle in enumerate(flow.tensors):
+            has_readers = slot in plan.output_slots or any(index not in finished for index in plan.consumers[slot])
+            is_there = slot < len(plan.graph.inputs) or slot in written
+            assert handle is None or has_readers, f"slot {slot} is held for nobody"
+            if is_there and has_readers and handle is None:
+                self._check_left_out(flow, slot)
+
+    def _check_left_out(self, flow: Flow, slot: int) -> None:
+        request: SimRequest = flow.request
+        if slot < len(request.widths):
+            assert request.widths[slot] is None, f"input {slot} was released before its last reader was done"
+            return
+        node = next(node for node in flow.plan.nodes if slot in node.outputs)
+        model = self.world.by_key[node.model]
+        assert is_omitted(model, request, node.outputs.index(slot)), f"slot {slot} was released before its last reader"
+
+    def _check_end(self) -> None:
+        assert self.over == {request.number for request in self.world.requests}, "a request was never answered"
+        assert not self._busy, "an instance never came home"
+        assert not any(self.dispatcher.waiting().values()), "a ticket of nobody still waits"
+        assert not len(self.handles), f"{len(self.handles)} tensors are held after everything is over"
+
+
+def _number(ticket: Ticket) -> int:
+    request: SimRequest = ticket.flow.request
+    return request.number
