@@ -1,0 +1,270 @@
+"""Python models written for Triton: a class `TritonPythonModel` in model.py.
+
+Decided here: when the class's methods are called and with what, and what their failures become. Models import
+`triton_python_backend_utils`, which is our module of that name; each instance has its model's code in a namespace of
+its own (python_import.py); what they answer is judged and taken over in python_answers.py.
+
+A model's own traceback goes to the log, never into an answer. This file does not know whether it runs on a thread or
+on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from flowserve.backends import triton_python_backend_utils as pb_utils
+from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
+from flowserve.backends.files import model_file, relative
+from flowserve.backends.python_answers import AnswerReader
+from flowserve.backends.python_import import Owner, WorkingFor, forget_model, import_model
+from flowserve.backends.triton_objects import GivenRequest, InferenceRequest, ModelFacts
+from flowserve.config.types import Completion, InstanceGroup, ModelConfig
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, Unsupported
+from flowserve.values import DType, TensorSpec
+
+log = logging.getLogger("flowserve.python")
+
+CLASS: Final = "TritonPythonModel"
+_BY_CONFIG_NAME: Final = {dtype.config_name: dtype for dtype in DType}
+# What a model may raise without ending the server: sys.exit() in a model is its own failure too.
+_RAISED: Final = (Exception, SystemExit)
+
+
+class PythonBackend:
+    """The backend. A version is a folder with model.py, and whatever that imports from beside itself."""
+
+    name = "python"
+    default_filename = "model.py"
+
+    def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
+        """What the model's `auto_complete_config` adds. The model is imported only where it has one."""
+        source = _Source(config, files)
+        if "auto_complete_config" not in source.text():
+            return Completion()
+        module = source.import_fresh()
+        try:
+            function = getattr(source.model_class(module), "auto_complete_config", None)
+            if function is None:
+                return Completion()
+            with source.running("auto_complete_config"):
+                answer = function(pb_utils.ModelConfig(json.dumps(config.json)))
+        finally:
+            forget_model(module)
+        if not isinstance(answer, pb_utils.ModelConfig):
+            raise Invalid(
+                f"auto_complete_config function in model '{config.name}' must return a valid pb.ModelConfig object, "
+                f"it returned {type(answer).__name__}"
+            )
+        return _completion(config, answer.as_dict())
+
+    def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
+        """Of `options`, `execution` says whether instances may run on the loop: only where somebody asked for it."""
+        source = _Source(config, files)
+        source.text()
+        return PythonModel(source, may_run_inline=options.get("execution", "") in ("inline", "auto"))
+
+
+class PythonModel:
+    """One version. Each instance imports the code for itself."""
+
+    is_pure = False
+    default_instance_count = 1
+
+    def __init__(self, source: _Source, *, may_run_inline: bool) -> None:
+        self.may_run_inline = may_run_inline
+        self._source = source
+
+    def instance(self, name: str, group: InstanceGroup) -> PythonInstance:
+        return PythonInstance(self._source, name, group)
+
+    def close(self) -> None:
+        """Nothing is held between instances."""
+
+
+class PythonInstance:
+    """One object of the model's class."""
+
+    def __init__(self, source: _Source, name: str, group: InstanceGroup) -> None:
+        self._source = source
+        self._name = name
+        self._group = group
+        self._about = ModelFacts(source.config.name, source.files.version, source.config.inputs)
+        self._answers = AnswerReader(source.config)
+        self._module: ModuleType | None = None
+        self._model: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._execute: Callable[[list[InferenceRequest]], Sequence[Any]] = self._not_open
+
+    def open(self) -> None:
+        """Import the model, make its object and initialise it."""
+        source = self._source
+        module = self._module = source.import_fresh()
+        model_class = source.model_class(module)
+        with source.running("initialize"):
+            self._model = model_class()
+            if hasattr(self._model, "initialize"):
+                self._model.initialize(source.arguments(self._name, self._group))
+        execute = getattr(self._model, "execute", None)
+        if execute is None:
+            raise Invalid(f"model '{source.config.name}': class {CLASS} in {source.shown} has no method execute")
+        if inspect.iscoroutinefunction(execute):
+            self._loop = asyncio.new_event_loop()
+            execute = self._run_coroutine(execute, self._loop)
+        self._execute = execute
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        about = self._about
+        requests: list[InferenceRequest] = [*map(GivenRequest, repeat(about), repeat(work), range(len(work.rows)))]
+        gathered_ns = clock()
+        with WorkingFor(self._source.owner):
+            try:
+                # A list of our own: who else holds an answer is told from its reference count.
+                responses = list(self._execute(requests))
+            except _RAISED as error:
+                raise self._failed(error) from error
+        computed_ns = clock()
+        if len(responses) != len(requests):
+            raise ModelFailed(
+                f"Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+                f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(responses)} "
+                f"(model '{about.name}')"
+            )
+        outputs, errors = self._answers.read(responses, work)
+        return Results(outputs, errors, gathered_ns=gathered_ns, computed_ns=computed_ns)
+
+    def close(self) -> None:
+        """Finalise the model. What it raises is logged: the instance is gone either way."""
+        try:
+            if hasattr(self._model, "finalize"):
+                with self._source.running("finalize"):
+                    self._model.finalize()
+        except FlowserveError as error:
+            log.error("%s", error)
+        self._model = None
+        self._execute = self._not_open
+        if self._loop is not None:
+            self._loop.close()
+        if self._module is not None:
+            forget_model(self._module)
+
+    def _failed(self, error: BaseException) -> ModelFailed:
+        log.error("model '%s', instance '%s' failed", self._about.name, self._name, exc_info=error)
+        return ModelFailed(
+            f"Failed to process the request(s) for model instance '{self._name}', message: {_text(error)} "
+            f"(model '{self._about.name}')"
+        )
+
+    def _not_open(self, requests: list[InferenceRequest]) -> Sequence[Any]:
+        raise RuntimeError(f"instance '{self._name}' is not open")
+
+    @staticmethod
+    def _run_coroutine(execute: Callable[[Any], Any], loop: asyncio.AbstractEventLoop) -> Callable[[Any], Any]:
+        return lambda requests: loop.run_until_complete(execute(requests))
+
+
+class _Source:
+    """Where a model's code is, and how it is brought to life."""
+
+    def __init__(self, config: ModelConfig, files: ModelFiles) -> None:
+        self.config = config
+        self.files = files
+        self.path: Path = model_file(config, files, PythonBackend.default_filename)
+        self.shown = relative(self.path, files)
+        # Both, in this order, as on Triton.
+        self.owner = Owner(config.name, [str(self.path.parent), str(files.folder)])
+
+    def text(self) -> str:
+        """The file. Raises `Invalid` where it is not Python."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+            compile(text, self.shown, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            place = f"{self.shown}:{error.lineno or 1}:{error.offset or 1}"
+            raise Invalid(f"{place}: model '{self.config.name}' is not valid Python: {error.msg}") from error
+        except (OSError, ValueError) as error:
+            raise Invalid(f"{self.shown}: model '{self.config.name}' cannot be read: {error}") from error
+        return text
+
+    def import_fresh(self) -> ModuleType:
+        # Other people's models are written for a module of this name, wherever it comes from.
+        sys.modules["triton_python_backend_utils"] = pb_utils
+        with self.running("import"):
+            return import_model(self.path, self.owner)
+
+    def model_class(self, module: ModuleType) -> Any:
+        found = getattr(module, CLASS, None)
+        if found is None:
+            raise Invalid(f"{self.shown}: model '{self.config.name}' has no class {CLASS}")
+        return found
+
+    def arguments(self, instance: str, group: InstanceGroup) -> dict[str, str]:
+        """What `initialize` gets, all strings, as on Triton."""
+        kind = "CPU" if group.kind == "KIND_AUTO" else group.kind.removeprefix("KIND_")
+        return {
+            "model_config": json.dumps(self.config.json),
+            "model_instance_kind": kind,
+            "model_instance_name": instance,
+            "model_instance_device_id": str(group.gpus[0] if group.gpus else 0),
+            "model_repository": str(self.files.folder),
+            "model_version": str(self.files.version),
+            "model_name": self.config.name,
+        }
+
+    @contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """Around a call into the model that is not `execute`: failures name it and keep their traceback to the log."""
+        try:
+            with WorkingFor(self.owner):
+                yield
+        except FlowserveError:
+            raise
+        except _RAISED as error:
+            log.error("model '%s': %s failed", self.config.name, what, exc_info=error)
+            raise ModelFailed(f"model '{self.config.name}' ({self.shown}): {what} failed: {_text(error)}") from error
+
+
+def _text(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _completion(config: ModelConfig, written: Mapping[str, Any]) -> Completion:
+    """What the model added to its configuration. Tensors are given whole: the user's own are among them, unchanged."""
+    decoupled = bool(written.get("model_transaction_policy", {}).get("decoupled", False))
+    if decoupled:
+        raise Unsupported(f"model '{config.name}': decoupled models are not supported yet")
+    return Completion(
+        inputs=tuple(_spec(config, entry) for entry in written.get("input", ())) or None,
+        outputs=tuple(_spec(config, entry) for entry in written.get("output", ())) or None,
+        max_batch_size=None if config.max_batch_size else written.get("max_batch_size") or None,
+        dynamic_batching="dynamic_batching" in written and config.dynamic_batching is None,
+    )
+
+
+def _spec(config: ModelConfig, entry: Mapping[str, Any]) -> TensorSpec:
+    dtype = _BY_CONFIG_NAME.get(entry["data_type"])
+    if dtype is None:
+        raise Invalid(
+            f"auto_complete_config function in model '{config.name}': tensor '{entry['name']}' has data type "
+            f"'{entry['data_type']}', which is none of {', '.join(_BY_CONFIG_NAME)}"
+        )
+    reshape = entry.get("reshape")
+    return TensorSpec(
+        name=entry["name"],
+        dtype=dtype,
+        dims=tuple(int(dim) for dim in entry["dims"]),
+        optional=bool(entry.get("optional", False)),
+        ragged=bool(entry.get("allow_ragged_batch", False)),
+        reshape=None if reshape is None else tuple(int(dim) for dim in reshape.get("shape", ())),
+        labels=entry.get("label_filename", ""),
+    )

@@ -1,0 +1,200 @@
+"""What a Python model answered, taken over.
+
+Decided here: which answers are right (names, data types and shapes as the configuration promised; what is wrong fails
+its own request only), and when an array may be taken as it is. A model may go on using what it answered with: a table
+it keeps, a buffer it fills again next time. So small answers are laid side by side in one block, which the next step
+then reads without copying; large ones are taken as they are when nobody else holds them, which their reference counts
+tell, and copied otherwise.
+
+This file does not know how the model was called.
+"""
+
+from __future__ import annotations
+
+from sys import getrefcount
+
+import numpy as np
+
+from flowserve.backends.base import Work
+from flowserve.backends.shapes import fits, reshaped, shown
+from flowserve.backends.triton_objects import InferenceResponse, TritonError
+from flowserve.backends.triton_objects import Tensor as Answer
+from flowserve.config.types import ModelConfig
+from flowserve.errors import (
+    Cancelled,
+    FlowserveError,
+    Invalid,
+    ModelFailed,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
+from flowserve.memory.assemble import scatter
+from flowserve.memory.bytes_codec import to_bytes
+from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Array, DType, TensorSpec
+
+_CLASSES = {
+    TritonError.NOT_FOUND: NotFound,
+    TritonError.INVALID_ARG: Invalid,
+    TritonError.UNAVAILABLE: Unavailable,
+    TritonError.UNSUPPORTED: Unsupported,
+    TritonError.ALREADY_EXISTS: Invalid,
+    TritonError.CANCELLED: Cancelled,
+    TritonError.INTERNAL: ModelFailed,
+    TritonError.UNKNOWN: ModelFailed,
+}
+
+Errors = dict[int, FlowserveError]
+# Where an answer stands: in whose response, and which of its tensors.
+Place = tuple[int, int]
+
+
+class _Output:
+    """One output as the configuration has it. `inner` is the shape a model answers with, `one` that of a single row."""
+
+    __slots__ = ("inner", "j", "numpy", "one", "spec")
+
+    def __init__(self, j: int, spec: TensorSpec, *, batches: bool) -> None:
+        self.j = j
+        self.spec = spec
+        self.numpy = spec.dtype.numpy
+        self.inner = spec.dims if spec.reshape is None else spec.reshape
+        self.one = (1, *self.inner) if batches else self.inner
+
+
+class AnswerReader:
+    """Turns the responses to one batch after another into columns of tensors."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._model = config.name
+        self._specs = config.outputs
+        self._batches = config.max_batch_size > 0
+        self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
+
+    def read(self, responses: list[InferenceResponse], work: Work) -> tuple[list[list[Tensor | None]], Errors]:
+        """The outputs by index and member, and why members failed. `responses` is one for each member, in a list that
+        nobody else holds.
+        """
+        errors: Errors = {}
+        outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
+        for j, column in enumerate(self._sort(responses, work, errors)):
+            if column:
+                self._take(responses, column, self._specs[j], outputs[j])
+        return outputs, errors
+
+    def _sort(self, responses: list[InferenceResponse], work: Work, errors: Errors) -> list[list[Place]]:
+        """Where the answers for each output stand. Tensors that nobody asked for, or configured, are ignored."""
+        columns: list[list[Place]] = [[] for _ in self._specs]
+        for m, response in enumerate(responses):
+            if type(response) is not InferenceResponse or response._error is not None:
+                errors[m] = self._refusal(response)
+                continue
+            wanted = work.wanted[m]
+            rows = work.rows[m]
+            for k, tensor in enumerate(response._outputs):
+                output = self._outputs.get(tensor._name)
+                if output is None or tensor._name not in wanted:
+                    continue
+                array = tensor.as_numpy()
+                # Right at first glance in nearly every case; all the others are looked at closely.
+                if array.dtype is not output.numpy or array.shape != output.one or rows != 1 or array.dtype.hasobject:
+                    wrong = self._mismatch(tensor, output, rows)
+                    if wrong:
+                        errors[m] = ModelFailed(f"model '{self._model}', output '{tensor._name}': {wrong}")
+                        break
+                columns[output.j].append((m, k))
+        return [[place for place in column if place[0] not in errors] for column in columns] if errors else columns
+
+    def _refusal(self, response: object) -> FlowserveError:
+        error = response._error if isinstance(response, InferenceResponse) else None
+        if error is None:
+            found = type(response).__name__
+            return ModelFailed(f"model '{self._model}' answered {found} where InferenceResponse was expected")
+        return _CLASSES.get(error.code(), ModelFailed)(error.message())
+
+    def _mismatch(self, tensor: Answer, output: _Output, rows: int) -> str:
+        """What the model promised otherwise, "" for nothing. Strings become `bytes` on the way."""
+        array = tensor.as_numpy()
+        if output.spec.dtype is DType.BYTES and array.dtype.kind in "OSU":
+            array = tensor._array = _as_bytes(array)
+        if array.dtype != output.numpy:
+            return f"the configuration promises {output.spec.dtype}, the model answered {array.dtype}"
+        shape = array.shape
+        inner = output.inner
+        if self._batches:
+            if shape[:1] == (rows,) and fits(shape[1:], inner):
+                return ""
+            inner = (rows, *inner)
+        elif fits(shape, inner):
+            return ""
+        return f"the configuration promises shape {shown(inner)}, the model answered {shown(shape)}"
+
+    def _take(
+        self, responses: list[InferenceResponse], column: list[Place], spec: TensorSpec, outputs: list[Tensor | None]
+    ) -> None:
+        """One output of all members that have it, as tensors."""
+        nbytes = sum([responses[m]._outputs[k].as_numpy().nbytes for m, k in column])
+        if nbytes < POOLED_BYTES_MIN or spec.dtype is DType.BYTES:
+            arrays = [responses[m]._outputs[k].as_numpy() for m, k in column]
+            block = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
+            block = self._outer(block, spec)
+            shares = scatter(block, [len(array) for array in arrays]) if self._batches else [Tensor(block)]
+            for (m, _), share in zip(column, shares, strict=True):
+                outputs[m] = share
+            return
+        for m, k in column:
+            block = self._outer(_own(responses, m, k), spec)
+            outputs[m] = Tensor(block, 0, len(block)) if self._batches else Tensor(block)
+
+    def _outer(self, block: Array, spec: TensorSpec) -> Array:
+        if spec.reshape is None:
+            return block
+        batch = block.shape[: 1 if self._batches else 0]
+        return block.reshape(batch + reshaped(block.shape[len(batch) :], spec.reshape, spec.dims))
+
+
+def _own(responses: list[InferenceResponse], m: int, k: int) -> Array:
+    """An answer's array where only its response holds it, else a copy."""
+    if _holders(responses, m, k) == _ALONE:
+        array = responses[m]._outputs[k].as_numpy()
+        if array.flags.c_contiguous and array.flags.aligned and _owns_memory(array):
+            return array
+    array = responses[m]._outputs[k].as_numpy()
+    copy = HOST.take(array.nbytes).view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def _owns_memory(array: Array) -> bool:
+    """Whether no other array can show this one's memory: it is its own, or that of an array that only it holds."""
+    if array.flags.owndata:
+        return True
+    return isinstance(array.base, np.ndarray) and array.base.flags.owndata and _base_holders(array) == _BASE_ALONE
+
+
+def _holders(responses: list[InferenceResponse], m: int, k: int) -> tuple[int, int, int]:
+    response = responses[m]
+    answer = response._outputs[k]
+    array = answer.as_numpy()
+    return getrefcount(response), getrefcount(answer), getrefcount(array)
+
+
+def _base_holders(array: Array) -> int:
+    return getrefcount(array.base)
+
+
+# What those two count when nobody else holds anything. Measured here rather than written down: how many references a
+# call itself makes differs between versions of Python.
+_ALONE = _holders([InferenceResponse([Answer("", np.zeros(1))])], 0, 0)
+_BASE_ALONE = _base_holders(np.zeros(2)[:1])
+
+
+def _as_bytes(array: Array) -> Array:
+    elements = array.ravel().tolist()
+    if array.dtype.kind == "O" and set(map(type, elements)) <= {bytes}:
+        return array
+    converted = np.empty(len(elements), np.object_)
+    converted[:] = [to_bytes(element) for element in elements]
+    return converted.reshape(array.shape)

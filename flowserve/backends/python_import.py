@@ -1,0 +1,123 @@
+"""A model.py in a namespace of its own.
+
+Decided here: how the file of a Python model becomes a module. Each instance gets a fresh one, and so does every file
+that it imports from beside itself: two models that both `import helper` get their own, two instances share nothing.
+`from .helper import x` and `import helper` both work, from the version's folder and from the model's folder, as on
+Triton; installed packages come first, as there. `sys.path` is left alone.
+
+Files beside a model are found while the model is imported, initialised, or run, by a finder that asks which model
+this thread works for. They leave `sys.modules` again afterwards: whoever imported them holds them. This file does not
+know what a model's class looks like.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+_numbers = count()
+# Two models may not look for a `helper` at the same time: the name stands in sys.modules while it is imported.
+_importing = threading.RLock()
+
+
+class Owner:
+    """The model that a thread works for: its name, and the folders that its imports look in."""
+
+    __slots__ = ("folders", "model")
+
+    def __init__(self, model: str, folders: Sequence[str]) -> None:
+        self.model = model
+        self.folders = folders
+
+
+class _Scope(threading.local):
+    """What this thread does just now. Nobody's on threads that a model starts itself."""
+
+    owner: Owner | None = None
+
+    def __init__(self) -> None:
+        self.found: list[str] = []  # modules that were found beside the owner
+
+    @property
+    def model(self) -> str:
+        """The owner's name, or ""."""
+        return "" if self.owner is None else self.owner.model
+
+
+scope = _Scope()
+
+
+class WorkingFor:
+    """Around code of a model: log messages carry its name, imports find the files beside it."""
+
+    __slots__ = ("_before", "_owner")
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._before = scope.owner
+        scope.owner = self._owner
+
+    def __exit__(self, *_: object) -> None:
+        scope.owner = self._before
+        if scope.found:
+            _forget_siblings()
+
+
+class _SiblingFinder:
+    """Finds top-level modules in the folders of this thread's model, after everything else failed to."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        owner = scope.owner
+        if path is not None or owner is None:
+            return None
+        spec = PathFinder.find_spec(name, owner.folders, target)
+        if spec is not None:
+            scope.found.append(name)
+        return spec
+
+
+def import_model(file: Path, owner: Owner) -> ModuleType:
+    """Run `file` as a new module. Raises whatever it raises."""
+    if _SiblingFinder not in sys.meta_path:
+        sys.meta_path.append(_SiblingFinder)
+    package = f"_flowserve_model_{next(_numbers)}"
+    # A package around the file, so that relative imports have something to be relative to.
+    sys.modules[package] = parent = ModuleType(package)
+    parent.__path__ = list(owner.folders)
+    name = f"{package}.{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file.name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _importing, WorkingFor(owner):
+            spec.loader.exec_module(module)
+    except BaseException:
+        forget_model(module)
+        raise
+    return module
+
+
+def forget_model(module: ModuleType) -> None:
+    """Take the module and its relatives out of sys.modules."""
+    package = module.__name__.partition(".")[0]
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        del sys.modules[name]
+
+
+def _forget_siblings() -> None:
+    found = tuple(scope.found)
+    scope.found.clear()
+    for name in list(sys.modules):
+        if name.partition(".")[0] in found:
+            sys.modules.pop(name, None)

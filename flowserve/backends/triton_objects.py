@@ -1,0 +1,355 @@
+"""Requests, responses and tensors as a Python model written for Triton sees them.
+
+Decided here: Triton's classes, made so that a request costs next to nothing until the model asks for its parts, and
+which arrays a model may write to. Models reach them through triton_python_backend_utils.py. Names that start with an
+underscore are not for models. What flowserve does not do yet (decoupled responses, calling other models) is refused
+by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from flowserve.backends.base import Work
+from flowserve.backends.python_import import scope
+from flowserve.backends.shapes import reshaped
+from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
+from flowserve.memory.tensor import Tensor as _Rows
+from flowserve.values import BY_NUMPY, Array, DType, TensorSpec
+
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START: Final = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END: Final = 2
+
+
+class TritonModelException(Exception):
+    """What Triton raises inside models, and what they may raise themselves."""
+
+
+class TritonError:
+    """Why one request failed. `code` is one of the class's constants; unlike an exception it fails only its request."""
+
+    __slots__ = ("_code", "_message")
+
+    UNKNOWN: Final = 0
+    INTERNAL: Final = 1
+    NOT_FOUND: Final = 2
+    INVALID_ARG: Final = 3
+    UNAVAILABLE: Final = 4
+    UNSUPPORTED: Final = 5
+    ALREADY_EXISTS: Final = 6
+    CANCELLED: Final = 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message = message
+        self._code = code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+    def __str__(self) -> str:
+        return self._message
+
+
+class MemoryType:
+    """Triton's constants; tensors of models lie in host memory."""
+
+    TRITONSERVER_MEMORY_CPU: Final = 0
+    TRITONSERVER_MEMORY_GPU: Final = 1
+
+
+class PreferredMemory:
+    """Where a model would like its answers; only the host is offered."""
+
+    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type = preferred_memory_type
+        self.preferred_device_id = preferred_device_id
+
+
+class Tensor:
+    """A named array. `numpy_array` is kept as it is; whoever answers with it need not keep it unchanged afterwards."""
+
+    __slots__ = ("_array", "_name")
+
+    def __init__(self, name: str, numpy_array: Array) -> None:
+        if not isinstance(numpy_array, np.ndarray):
+            raise TypeError(f"Tensor '{name}' wants a numpy array, got {type(numpy_array).__name__}")
+        self._name = name
+        self._array: Array | None = numpy_array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Array:
+        """The tensor as a writable array; BYTES tensors are object arrays of `bytes`."""
+        assert self._array is not None
+        return self._array
+
+    def dtype(self) -> np.dtype[Any]:
+        return self.as_numpy().dtype
+
+    def triton_dtype(self) -> int:
+        return numpy_to_triton_type(self.dtype())
+
+    def shape(self) -> list[int]:
+        return list(self.as_numpy().shape)
+
+    def is_cpu(self) -> bool:
+        return True
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        """A tensor over the memory of any object that speaks DLPack (or of a DLPack capsule) and lies on the host."""
+        return Tensor(name, np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)))
+
+    def to_dlpack(self) -> Any:
+        """A DLPack capsule over this tensor's memory."""
+        return self.as_numpy().__dlpack__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.as_numpy().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+class _Capsule:
+    """A bare DLPack capsule in the form numpy takes them."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+class _Input(Tensor):
+    """A tensor of a request: rows of a block, looked at when the model asks for them."""
+
+    __slots__ = ("_may_write", "_rows", "_spec")
+
+    def __init__(self, spec: TensorSpec, rows: _Rows, may_write: bool) -> None:
+        self._name = spec.name
+        self._array = None
+        self._spec = spec
+        self._rows = rows
+        self._may_write = may_write
+
+    def as_numpy(self) -> Array:
+        array = self._array
+        if array is None:
+            array = self._rows.array
+            # A model may write into its input. The memory itself is given only to its last reader, everybody else gets
+            # a copy; so no two arrays that somebody may write to ever share memory.
+            flags = array.flags
+            if not (self._may_write and flags.writeable and flags.aligned):
+                array = _copy(array)
+            if self._spec.reshape is not None:
+                array = array.reshape(_inner_shape(array.shape, self._spec))
+            self._array = array
+        return array
+
+    def dtype(self) -> np.dtype[Any]:
+        return self._rows.block.dtype
+
+    def shape(self) -> list[int]:
+        shape = self._rows.shape
+        return list(shape if self._spec.reshape is None else _inner_shape(shape, self._spec))
+
+
+class InferenceRequest:
+    """A request as a model sees it, or one that it makes for another model (which cannot be sent yet)."""
+
+    __slots__ = ("_about", "_inputs")
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        requested_output_names: Sequence[str] = (),
+        model_name: str = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        inputs: Iterable[Tensor] = (),
+        preferred_memory: PreferredMemory | None = None,
+        trace: object = None,
+        parameters: Mapping[str, Any] | str = "{}",
+    ) -> None:
+        self._inputs: list[Tensor] | None = list(inputs)
+        self._about: dict[str, Any] = {
+            "request_id": request_id,
+            "correlation_id": correlation_id,
+            "requested_output_names": list(requested_output_names),
+            "model_name": model_name,
+            "model_version": model_version,
+            "flags": flags,
+            "timeout": timeout,
+            "priority": 0,
+            "parameters": json.loads(parameters or "{}") if isinstance(parameters, str) else parameters,
+        }
+
+    def inputs(self) -> list[Tensor]:
+        """The tensors that were given, in the configuration's order."""
+        assert self._inputs is not None
+        return self._inputs
+
+    def request_id(self) -> str:
+        return str(self._facts()["request_id"])
+
+    def correlation_id(self) -> int | str:
+        found: int | str = self._facts()["correlation_id"]
+        return found
+
+    def flags(self) -> int:
+        return int(self._facts()["flags"])
+
+    def timeout(self) -> int:
+        """Microseconds, 0 for none."""
+        return int(self._facts()["timeout"])
+
+    def priority(self) -> int:
+        return int(self._facts()["priority"])
+
+    def parameters(self) -> str:
+        """The request's own parameters, as a JSON object."""
+        return json.dumps(self._facts()["parameters"])
+
+    def requested_output_names(self) -> list[str]:
+        return list(self._facts()["requested_output_names"])
+
+    def model_name(self) -> str:
+        return str(self._facts()["model_name"])
+
+    def model_version(self) -> int:
+        return int(self._facts()["model_version"])
+
+    def preferred_memory(self) -> PreferredMemory:
+        return PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
+
+    def is_cancelled(self) -> bool:
+        """False: a batch that has started is computed to its end."""
+        return False
+
+    def _facts(self) -> dict[str, Any]:
+        return self._about
+
+    def get_response_sender(self) -> NoReturn:
+        raise TritonModelException(
+            f"model '{scope.model}': decoupled responses (get_response_sender) are not supported yet"
+        )
+
+    def exec(self, decoupled: bool = False) -> NoReturn:
+        raise TritonModelException(
+            f"model '{scope.model}': calling model '{self.model_name()}' from a model (BLS) is not supported yet; "
+            f"an ensemble can join the two"
+        )
+
+    def async_exec(self, decoupled: bool = False) -> NoReturn:
+        self.exec(decoupled)
+
+
+class GivenRequest(InferenceRequest):
+    """One member of a batch. Everything is looked up when the model asks for it."""
+
+    __slots__ = ("_member", "_model", "_work")
+
+    def __init__(self, model: ModelFacts, work: Work, member: int) -> None:
+        self._model = model
+        self._work = work
+        self._member = member
+        self._inputs = None
+
+    def inputs(self) -> list[Tensor]:
+        found = self._inputs
+        if found is None:
+            work, member = self._work, self._member
+            columns = zip(self._model.inputs, work.inputs, work.may_write or self._model.may_not_write, strict=True)
+            found = self._inputs = [
+                _Input(spec, rows, allowed is not None and allowed[member])
+                for spec, column, allowed in columns
+                if (rows := column[member]) is not None
+            ]
+        return found
+
+    def _facts(self) -> dict[str, Any]:
+        request = self._work.requests[self._member]
+        start = TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if request.sequence_start else 0
+        end = TRITONSERVER_REQUEST_FLAG_SEQUENCE_END if request.sequence_end else 0
+        return {
+            "request_id": request.id,
+            "correlation_id": request.sequence_id,
+            "requested_output_names": self._work.wanted[self._member],
+            "model_name": self._model.name,
+            "model_version": self._model.version,
+            "flags": start | end,
+            "timeout": request.timeout_us,
+            "priority": request.priority,
+            "parameters": dict(request.parameters),
+        }
+
+
+class ModelFacts:
+    """What all requests to one model have in common."""
+
+    __slots__ = ("inputs", "may_not_write", "name", "version")
+
+    def __init__(self, name: str, version: int, inputs: tuple[TensorSpec, ...]) -> None:
+        self.name = name
+        self.version = version
+        self.inputs = inputs
+        self.may_not_write: list[None] = [None] * len(inputs)
+
+
+class InferenceResponse:
+    """The answer to one request: tensors, or why there are none."""
+
+    __slots__ = ("_error", "_outputs")
+
+    def __init__(
+        self, output_tensors: Iterable[Tensor] | None = None, error: object = None, parameters: str = ""
+    ) -> None:
+        if parameters:
+            raise TritonModelException(f"model '{scope.model}': response parameters are not supported yet")
+        self._outputs: list[Tensor] = [] if output_tensors is None else list(output_tensors)
+        # Models written for old versions of Triton pass a message, or an exception, where an error is wanted.
+        self._error = error if error is None or isinstance(error, TritonError) else TritonError(str(error))
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._outputs
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    """The number in ModelConfig of a numpy dtype or scalar type; strings of any kind are TYPE_STRING."""
+    dtype = np.dtype(data_type)
+    return DType.BYTES.number if dtype.kind in "SU" else BY_NUMPY[dtype].number
+
+
+def _copy(array: Array) -> Array:
+    if array.nbytes < POOLED_BYTES_MIN or array.dtype.hasobject:
+        return array.copy()
+    copy = HOST.take(array.nbytes).view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def _inner_shape(shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
+    """The shape a model sees where the configuration reshapes an input."""
+    assert spec.reshape is not None
+    outer = len(shape) - len(spec.dims)
+    return shape[:outer] + reshaped(shape[outer:], spec.dims, spec.reshape)
