@@ -99,18 +99,14 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _measure(plan: Plan, works: Sequence[str], echo: bool) -> tuple[list[Run], list[Limit]]:
-    if echo:
-        return measure_echo(plan, _say), []
+def _measure(plan: Plan, works: Sequence[str], runs: list[Run], limits: list[Limit]) -> None:
+    """Add what is found to `runs` and `limits`, work by work, so that a failure does not cost what came before it."""
     if not os.environ.get("TRITONSERVER"):
         _say("TRITONSERVER is not set: flowserve is measured alone")
-    runs: list[Run] = []
-    limits: list[Limit] = []
     for name in works:
         work_runs, work_limits = measure_work(WORKS[name], plan, _say)
         runs += work_runs
         limits += work_limits
-    return runs, limits
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
@@ -127,19 +123,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _say(
             f"the machine is busy with other things (load average {load_before:.1f}): trust the ratios, not the figures"
         )
+    runs: list[Run] = []
+    limits: list[Limit] = []
+    failure = ""
     try:
-        runs, limits = _measure(plan, options.work, options.echo)
+        if options.echo:
+            runs += measure_echo(plan, _say)
+        else:
+            _measure(plan, options.work, runs, limits)
     except BenchFailed as error:
-        sys.exit(f"bench: {error}")
+        failure = f"bench: {error}"
     except KeyboardInterrupt:
         sys.exit(130)
-    results = Results.of(plan, load_before, runs, limits)
+    if runs:
+        _show(Results.of(plan, load_before, runs, limits), options.json, options.plot)
+    if failure:
+        sys.exit(failure)
+
+
+def _show(results: Results, json_path: Path, plot_path: Path) -> None:
     print_tables(results)
-    write_json(results, options.json)
-    print(f"figures: {options.json}")
+    write_json(results, json_path)
+    print(f"figures: {json_path}")
     if importlib.util.find_spec("matplotlib"):
-        write_plot(results, options.plot)
-        print(f"plot: {options.plot}")
+        write_plot(results, plot_path)
+        print(f"plot: {plot_path}")
     else:
         print("no plot: matplotlib is not installed")
 
