@@ -47,7 +47,8 @@ class Placement:
             size = self._classes[rows.bit_length()] = _SizeClass()
         size.runs += 1
         if inline:
-            size.mean_ns += (duration_ns - size.mean_ns) / 8
+            # Clipped, so that one run during which the kernel ran somebody else does not send the model away.
+            size.mean_ns += (min(duration_ns, 2 * THREAD_ABOVE_NS) - size.mean_ns) / 8
             if size.mean_ns > THREAD_ABOVE_NS:
                 size.inline = False
                 size.runs = -_RUNS_BEFORE_RETRY
