@@ -78,9 +78,10 @@ class _Merger:
         given = {tensor.name: index for index, tensor in enumerate(ours)}
         if not given:
             for spec in theirs:
-                self._add(side, spec)
+                if self._is_author or not spec.optional:  # what a file can go without is left out, as on Triton
+                    self._add(side, spec)
             return
-        yield from self._unknown(side, given, theirs)
+        yield from self._unknown(side, ours, theirs)
         for spec in theirs:
             if spec.name in given:
                 yield from self._join(side, given[spec.name], ours[given[spec.name]], spec)
@@ -95,22 +96,28 @@ class _Merger:
         if wants_batcher and m.WhichOneof("scheduling_choice") is None and (self._is_author or not self.both_given):
             m.dynamic_batching.SetInParent()
 
-    def _unknown(self, side: Side, given: dict[str, int], theirs: Sequence[TensorSpec]) -> Iterator[Problem]:
+    def _unknown(
+        self, side: Side, ours: Sequence[ModelInput | ModelOutput], theirs: Sequence[TensorSpec]
+    ) -> Iterator[Problem]:
         """Names only one side knows. A model may make more outputs than a configuration mentions, not want more
         inputs.
         """
         if self._is_author:
             return
         known = [spec.name for spec in theirs]
-        for name, index in given.items():
-            if name and name not in known:
-                text = f"unexpected inference {side} '{name}', allowed {side}s are: {', '.join(known)}"
-                hint = did_you_mean(name, known) or f"those are what the file of model '{self.message.name}' has"
+        for index, tensor in enumerate(ours):
+            may_be_absent = isinstance(tensor, ModelInput) and tensor.optional
+            if tensor.name and tensor.name not in known and not may_be_absent:
+                text = f"unexpected inference {side} '{tensor.name}', allowed {side}s are: {', '.join(known)}"
+                hint = did_you_mean(tensor.name, known) or f"those are what the file of model '{self.message.name}' has"
                 yield self._problem(f"{side}[{index}].name", text, hint)
+        given = {tensor.name for tensor in ours}
         missing = [spec.name for spec in theirs if spec.name not in given and not spec.optional]
         if side == "input" and missing:
-            count, want = len(given), len(given) + len(missing)
-            text = f"unable to load model '{self.message.name}', configuration expects {count} inputs, model provides"
+            want = sum(not spec.optional for spec in theirs)
+            text = (
+                f"unable to load model '{self.message.name}', configuration expects {len(ours)} inputs, model provides"
+            )
             yield self._problem("input", f"{text} {want}", f"missing in the configuration: {', '.join(missing)}")
 
     def _join(self, side: Side, index: int, ours: ModelInput | ModelOutput, spec: TensorSpec) -> Iterator[Problem]:

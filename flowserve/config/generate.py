@@ -1,7 +1,7 @@
 """Makes `model_config_pb2.py` and its type stub from `model_config.proto`: `python -m flowserve.config.generate`.
 
 Decided here: the generated module is the file descriptor plus the public protobuf calls that turn it into classes, and
-not protoc's own Python output, for two reasons (docs/decisions/0003). It stands in a descriptor pool of its own, as
+not protoc's own Python output, for two reasons (docs/decisions/0007). It stands in a descriptor pool of its own, as
 Triton's client library puts the same message names into the global pool and a process may use both; and it works with
 every protobuf runtime, where protoc's output refuses runtimes older than itself and all but the next major version.
 

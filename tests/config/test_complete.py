@@ -78,10 +78,11 @@ def test_outputs_that_a_configuration_leaves_out_stay_out(complete: Complete) ->
     assert [spec.name for spec in config.outputs] == ["Y"]
 
 
-def test_optional_inputs_may_be_left_out(complete: Complete) -> None:
+def test_optional_inputs_may_be_left_out_and_are_where_nothing_is_written(complete: Complete) -> None:
     extra = Completion((X, TensorSpec("O", DType.FP32, (2,), optional=True)), (Y,), max_batch_size=4)
     config = complete('input { name: "X" data_type: TYPE_FP32 dims: [ 4 ] }', extra)
     assert [spec.name for spec in config.inputs] == ["X"]
+    assert [spec.name for spec in complete(None, extra).inputs] == ["X"]
 
 
 def test_a_single_value_without_batching_is_a_tensor_of_one(complete: Complete) -> None:
@@ -116,7 +117,7 @@ def test_names_on_one_side_only_are_told_with_both(complete: Complete) -> None:
     two = Completion((X, TensorSpec("W", DType.FP32, (1,))), (Y,), max_batch_size=4)
     missing = "(missing in the configuration: X, W)"
     assert refusals(complete, "max_batch_size: 4\n" + text, two) == [
-        f"2:1: unable to load model 'm', configuration expects 1 inputs, model provides 3 {missing}",
+        f"2:1: unable to load model 'm', configuration expects 1 inputs, model provides 2 {missing}",
         "2:9: unexpected inference input 'XX', allowed inputs are: X, W (did you mean \"X\"?)",
         "3:10: unexpected inference output 'Q', allowed outputs are: Y (those are what the file of model 'm' has)",
     ]
