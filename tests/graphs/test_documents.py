@@ -1,0 +1,84 @@
+"""What the READMEs of the examples show is what happens: commands are run, answers compared, pictures drawn anew.
+
+In a README a block marked `sh` or `python` is a request, and the block that follows it is what it prints.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from flowserve.backends import registry
+from flowserve.graph.types import Graph
+from flowserve.render.mermaid import render_mermaid
+from flowserve.repository.layout import scan
+from flowserve.repository.read import read_model
+from flowserve.repository.resolve import resolve
+from flowserve.runtime.completion import complete
+from flowserve.testing.serve import Served
+
+GRAPHS = Path(__file__).resolve().parents[2] / "graphs"
+EXAMPLES = sorted(path.parent for path in GRAPHS.glob("*/config.pbtxt"))
+DOCUMENTS = sorted([*GRAPHS.rglob("README.md"), GRAPHS.parent / "docs/examples.md"])
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DIGITS = re.compile(r"(\d\.\d{3})\d+(?:e-\d+)?")
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(GRAPHS.parent))
+
+
+def _requests() -> list[tuple[Path, str, str, str]]:
+    """Every request of every document: where, language, command, what it prints."""
+    found = []
+    for document in DOCUMENTS:
+        blocks = BLOCK.findall(document.read_text(encoding="utf-8"))
+        for (language, command), (_, printed) in pairwise(blocks):
+            if language in {"sh", "python"}:
+                found.append((document, language, command, printed))
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Mapping[str, Graph]:
+    """The graph of each example."""
+    read = {folder.name: read_model(folder, registry.default_files(), complete) for folder in scan(GRAPHS)}
+    configs = {name: model.config for name, model in read.items()}
+    resolution = resolve(configs, {name: model.versions for name, model in read.items()}, {})
+    assert not resolution.failed
+    return {name: graphs[max(graphs)] for name, graphs in resolution.graphs.items()}
+
+
+def test_every_example_is_right_as_it_stands(compiled: Mapping[str, Graph]) -> None:
+    assert {"read_text", "digit", "detect_language"} <= set(compiled)
+
+
+@pytest.mark.parametrize("folder", EXAMPLES, ids=lambda path: path.name)
+def test_the_picture_in_the_readme_is_the_graph_that_is_served(compiled: Mapping[str, Graph], folder: Path) -> None:
+    pictures = [text for language, text in BLOCK.findall((folder / "README.md").read_text()) if language == "mermaid"]
+    assert pictures == [render_mermaid(compiled[folder.name])]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("document", "language", "command", "printed"),
+    [pytest.param(*each, id=f"{_name(each[0])}-{number}") for number, each in enumerate(_requests())],
+)
+def test_the_request_in_the_document_prints_what_stands_below_it(
+    served_graphs: Served, document: Path, language: str, command: str, printed: str
+) -> None:
+    program = {"sh": ["bash", "-ec", command], "python": [sys.executable, "-c", command]}[language]
+    if language == "sh" and (shutil.which("bash") is None or shutil.which("curl") is None):
+        pytest.skip("needs bash and curl")
+    program[-1] = command.replace("localhost:8000", served_graphs.address)
+    done = subprocess.run(program, cwd=GRAPHS.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    # Processors differ in the last digits of a floating point sum: three after the point are the promise.
+    assert DIGITS.sub(r"\1", done.stdout).strip() == DIGITS.sub(r"\1", printed).strip()
