@@ -1,7 +1,7 @@
 """Makes `model_config_pb2.py` and its type stub from `model_config.proto`: `python -m flowserve.config.generate`.
 
-Decided here: the generated module is the file descriptor plus the public protobuf calls that turn it into classes, and
-not protoc's own Python output, for two reasons (docs/decisions/0007). It stands in a descriptor pool of its own, as
+Decided here: the generated module is the file descriptor plus the protobuf call that turns it into classes, and not
+protoc's own Python output, for two reasons (docs/decisions/0007). It stands in a descriptor pool of its own, as
 Triton's client library puts the same message names into the global pool and a process may use both; and it works with
 every protobuf runtime, where protoc's output refuses runtimes older than itself and all but the next major version.
 
@@ -24,15 +24,14 @@ BYTES_PER_LINE: Final = 28
 
 MODULE: Final = '''"""Made by flowserve/config/generate.py from model_config.proto; do not edit."""
 
-from google.protobuf import descriptor_pool, message_factory
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+from google.protobuf import descriptor_pool
+from google.protobuf.internal import builder
 
 POOL = descriptor_pool.DescriptorPool()
 DESCRIPTOR = POOL.AddSerializedFile(
 {descriptor}
 )
-
-{classes}
+builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, __name__, globals())
 '''
 
 
@@ -56,15 +55,7 @@ def module_text(file: FileDescriptorProto) -> str:
     """The Python module for one proto file."""
     raw = file.SerializeToString(deterministic=True)
     lines = [f"    {raw[i : i + BYTES_PER_LINE]!r}" for i in range(0, len(raw), BYTES_PER_LINE)]
-    classes = [
-        f'{enum.name} = EnumTypeWrapper(DESCRIPTOR.enum_types_by_name["{enum.name}"])' for enum in file.enum_type
-    ]
-    classes += [f"{value.name} = {value.number}" for enum in file.enum_type for value in enum.value]
-    classes += [
-        f'{message.name} = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["{message.name}"])'
-        for message in file.message_type
-    ]
-    return MODULE.format(descriptor="\n".join(lines), classes="\n".join(classes))
+    return MODULE.format(descriptor="\n".join(lines))
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Made by flowserve/config/generate.py from model_config.proto; do not edit."""
 
-from google.protobuf import descriptor_pool, message_factory
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+from google.protobuf import descriptor_pool
+from google.protobuf.internal import builder
 
 POOL = descriptor_pool.DescriptorPool()
 DESCRIPTOR = POOL.AddSerializedFile(
@@ -411,41 +411,4 @@ DESCRIPTOR = POOL.AddSerializedFile(
     b'TYPE_STRING\x10\r\x12\r\n\tTYPE_BF16\x10\x0e'
     b'b\x06proto3'
 )
-
-DataType = EnumTypeWrapper(DESCRIPTOR.enum_types_by_name["DataType"])
-TYPE_INVALID = 0
-TYPE_BOOL = 1
-TYPE_UINT8 = 2
-TYPE_UINT16 = 3
-TYPE_UINT32 = 4
-TYPE_UINT64 = 5
-TYPE_INT8 = 6
-TYPE_INT16 = 7
-TYPE_INT32 = 8
-TYPE_INT64 = 9
-TYPE_FP16 = 10
-TYPE_FP32 = 11
-TYPE_FP64 = 12
-TYPE_STRING = 13
-TYPE_BF16 = 14
-ModelRateLimiter = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelRateLimiter"])
-ModelInstanceGroup = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelInstanceGroup"])
-ModelTensorReshape = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelTensorReshape"])
-ModelInput = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelInput"])
-ModelOutput = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelOutput"])
-BatchInput = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["BatchInput"])
-BatchOutput = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["BatchOutput"])
-ModelVersionPolicy = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelVersionPolicy"])
-ModelOptimizationPolicy = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelOptimizationPolicy"])
-ModelQueuePolicy = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelQueuePolicy"])
-ModelDynamicBatching = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelDynamicBatching"])
-ModelSequenceBatching = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelSequenceBatching"])
-ModelEnsembling = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelEnsembling"])
-ModelParameter = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelParameter"])
-ModelWarmup = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelWarmup"])
-ModelOperations = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelOperations"])
-ModelTransactionPolicy = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelTransactionPolicy"])
-ModelRepositoryAgents = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelRepositoryAgents"])
-ModelResponseCache = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelResponseCache"])
-ModelMetrics = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelMetrics"])
-ModelConfig = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelConfig"])
+builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, __name__, globals())
