@@ -258,7 +258,7 @@ class Dispatcher:
             self._dirty.append(queue)
 
     def _fail(self, flow: Flow, error: FlowserveError) -> None:
-        # Without its traceback: the frames in it hold the flow and its tensors, in a circle that only the collector opens.
+        # Without its traceback: its frames hold the flow and its tensors, in a circle that only the collector opens.
         flow.error = error.with_traceback(None)
         self._end(flow)
         self._answered(flow)

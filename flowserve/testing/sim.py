@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -64,7 +65,7 @@ class Sim:
             self._add_model(model)
         for request in self.world.requests:
             if request.follows is None:
-                self._at(request.arrives_ns, request)
+                self._at(request.arrives_ns, partial(self._arrive, request))
 
     # ------------------------------------------------------------------------------------------------- what happens
 
@@ -72,7 +73,7 @@ class Sim:
         """Until nothing can happen any more; then everything must be home."""
         for _ in range(STEPS_MAX):
             if not self.step():
-                self._check_end()
+                self.check_end()
                 return self
         raise AssertionError(f"no end after {STEPS_MAX} steps, at {self.time} ns")
 
@@ -88,17 +89,16 @@ class Sim:
         self.time = min(instants)
         while self._agenda and self._agenda[0][0] == self.time:
             heapq.heappop(self._agenda)[2]()
+        self.turn()
+        return True
+
+    def turn(self) -> None:
+        """One turn of the loop: what happened is looked at together. Then every promise is."""
         self.dispatcher.wake(self.time)
         self.dispatcher.pump(self.time)
         self.check()
-        return True
 
-    def _at(self, time: int, happening: SimRequest | Callable[[], None]) -> None:
-        def arrive() -> None:
-            assert isinstance(happening, SimRequest)
-            self._arrive(happening)
-
-        act = arrive if isinstance(happening, SimRequest) else happening
+    def _at(self, time: int, act: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (time, next(self._tie), act))
 
     def _add_model(self, model: SimModel) -> None:
@@ -122,7 +122,7 @@ class Sim:
         self._note("arrives", request.number)
         self.dispatcher.submit(flow)
         if request.leaves_after_ns is not None:
-            self._at(self.time + request.leaves_after_ns, lambda: self._leave(request))
+            self._at(self.time + request.leaves_after_ns, partial(self._leave, request))
 
     def _leave(self, request: SimRequest) -> None:
         flow = self.flows.get(request.number)
@@ -141,7 +141,7 @@ class Sim:
         outcome = self._compute(batch, model)
         ns = self._random.randint(model.shortest_ns, model.longest_ns)
         if ns:
-            self._at(self.time + ns, lambda: self._return(batch, model, outcome))
+            self._at(self.time + ns, partial(self._return, batch, model, outcome))
         else:
             self._return(batch, model, outcome)
 
@@ -206,7 +206,7 @@ class Sim:
         self.over.add(request.number)
         for following in self.world.requests:
             if following.follows == request.number:
-                self._at(self.time, following)
+                self._at(self.time, partial(self._arrive, following))
 
     def _handle(self, content: int, width: int, start: int, stop: int, block: object) -> Handle:
         handle = Handle(content, width, start, stop, block)
@@ -268,7 +268,8 @@ class Sim:
         model = self.world.by_key[node.model]
         assert is_omitted(model, request, node.outputs.index(slot)), f"slot {slot} was released before its last reader"
 
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
+        """When nothing can happen any more, everything is home."""
         assert self.over == {request.number for request in self.world.requests}, "a request was never answered"
         assert not self._busy, "an instance never came home"
         assert not any(self.dispatcher.waiting().values()), "a ticket of nobody still waits"

@@ -1,0 +1,115 @@
+"""A dispatcher whose decisions are written down, for tests that read like timelines.
+
+Decided here: the short words. `simple_model(0)` is model "a" with one free-width input and output; a `Recorder` serves
+such models, starts nothing by itself, and is told by the test when a batch is done or has raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.graph.plan import make_plan
+from flowserve.graph.types import Graph, ModelKey
+from flowserve.scheduling.batcher import Batcher, BatchPolicy
+from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.router import Flow
+from flowserve.testing.sim import Handle
+from flowserve.testing.strategies import SimModel
+from flowserve.values import DType, TensorSpec
+
+PORT = (TensorSpec("X", DType.FP32, (-1,)),)
+Started = list[tuple[str, list[object]]]
+
+
+def simple_model(
+    number: int, max_batch_size: int = 16, inputs: Sequence[TensorSpec] = PORT, outputs: Sequence[TensorSpec] = PORT
+) -> SimModel:
+    """Model "a", "b", ... with one instance; batches as soon as it can, unless `max_batch_size` is 0."""
+    policy = BatchPolicy.simple(max_batch_size) if max_batch_size else None
+    key = ModelKey("abcdefgh"[number], 1)
+    return SimModel(number, key, tuple(inputs), tuple(outputs), max_batch_size, policy, 1, False, 0, 0)
+
+
+def rows_of(rows: int = 1, width: int = 2) -> Handle:
+    """An input of `rows` rows in a block of its own."""
+    return Handle(0, width, 0, rows)
+
+
+@dataclass
+class Recorder:
+    """`running`: batches that were started and are not back. `started`: every batch, as (model, its requests).
+    `answers`: flows in the order they were answered.
+    """
+
+    running: list[Batch] = field(default_factory=list)
+    started: Started = field(default_factory=list)
+    answers: list[Flow] = field(default_factory=list)
+    queues: dict[ModelKey, ModelQueue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dispatcher = Dispatcher(self._run, self.answers.append)
+        self._stamps = 0
+
+    def serve(
+        self, model: SimModel, batcher: Batcher | None = None, instances: int = 1, *, is_pure: bool = False
+    ) -> ModelQueue:
+        chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
+        queue = ModelQueue(model.key, chosen, range(instances), is_pure=is_pure)
+        self.queues[model.key] = queue
+        self.dispatcher.add(queue)
+        return queue
+
+    def submit(
+        self, graph: Graph, request: object, inputs: Sequence[Handle | None] | None = None, stamp: int | None = None
+    ) -> Flow:
+        """A request by the name of `request`; one row in every input unless `inputs` says otherwise."""
+        self._stamps += 1
+        plan = make_plan(graph)
+        given = [rows_of() for _ in graph.inputs] if inputs is None else inputs
+        route = [self.queues[node.model] for node in plan.nodes]
+        flow = Flow(plan, route, given, 0, self._stamps if stamp is None else stamp, request)
+        self.dispatcher.submit(flow)
+        return flow
+
+    def turn(self, at: int = 0) -> Started:
+        """One turn of the loop; returns what it started."""
+        before = len(self.started)
+        self.dispatcher.wake(at)
+        self.dispatcher.pump(at)
+        self.dispatcher.check()
+        return self.started[before:]
+
+    def done(
+        self,
+        batch: Batch,
+        *,
+        errors: Mapping[int, FlowserveError] | None = None,
+        omits: Sequence[int] = (),
+        at: int = 0,
+    ) -> None:
+        """The batch ran: each output is one block with as many rows as went in. `omits`: outputs that are left out."""
+        self.running.remove(batch)
+        outputs: list[list[Handle | None]] = []
+        for j in range(len(batch.tickets[0].node.outputs)):
+            block, start = object(), 0
+            column: list[Handle | None] = []
+            for ticket in batch.tickets:
+                column.append(None if j in omits else Handle(0, 2, start, start + ticket.rows, block))
+                start += ticket.rows
+            outputs.append(column)
+        self.dispatcher.batch_done(batch, outputs, errors or {}, at)
+
+    def raised(self, batch: Batch, text: str = "boom") -> bool:
+        """The batch raised; returns whether it is tried again."""
+        self.running.remove(batch)
+        return self.dispatcher.batch_failed(batch, ModelFailed(text))
+
+    def answered(self) -> list[object]:
+        """The requests that are over, in order; those that failed with the text of their error."""
+        return [flow.request if flow.error is None else (flow.request, str(flow.error)) for flow in self.answers]
+
+    def _run(self, batch: Batch) -> None:
+        self.running.append(batch)
+        self.started.append((batch.queue.key.name, [ticket.flow.request for ticket in batch.tickets]))

@@ -1,0 +1,30 @@
+"""Short words for the tests of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import pytest
+
+from flowserve.graph.plan import make_plan
+from flowserve.scheduling.router import Flow, Ticket
+from flowserve.testing.recorder import Recorder, rows_of, simple_model
+from flowserve.testing.strategies import plain_graph
+
+
+@pytest.fixture
+def server() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture(scope="session")
+def ticket() -> Callable[..., Ticket]:
+    """`ticket(rows=2, at=60, key="x")`: a step of a flow of its own unless `flow` says whose."""
+    plan = make_plan(plain_graph(simple_model(0)))
+
+    def make(rows: int = 1, at: int = 0, key: Hashable = None, flow: Flow | None = None) -> Ticket:
+        made = Ticket(flow or Flow(plan, (), [rows_of(rows)], at), plan.nodes[0], rows, key)
+        made.queued_ns = at
+        return made
+
+    return make

@@ -1,0 +1,199 @@
+"""Which tickets leave together, and when: timelines, and Triton's own numbers (L0_batcher), in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.router import Flow, Ticket
+
+SECOND_NS = 1_000_000_000
+MakeTicket = Callable[..., Ticket]
+
+
+def sizes(batch: list[Ticket] | None) -> list[int] | None:
+    return None if batch is None else [ticket.rows for ticket in batch]
+
+
+def everything(batcher: DynamicBatcher, at: int = 0) -> list[int]:
+    """The rows of each batch that leaves at this instant."""
+    batches = []
+    while batch := batcher.take(at):
+        batches.append(sum(ticket.rows for ticket in batch))
+        batcher.check()
+    return batches
+
+
+# ------------------------------------------------------------------------------------------------------- timelines
+
+
+def test_the_oldest_ticket_decides_when_a_short_batch_leaves(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=100))
+    first, second = ticket(at=0), ticket(at=60)
+
+    batcher.put(first)
+    assert batcher.take(0) is None
+    batcher.put(second)
+    assert batcher.take(60) is None
+    assert batcher.deadline() == 100
+    assert batcher.take(99) is None  # early calls are harmless
+    assert batcher.take(100) == [first, second]
+    assert batcher.deadline() is None
+    assert batcher.take(100) is None
+
+
+def test_the_delay_of_those_who_stay_counts_from_their_own_arrival(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(4, max_queue_delay_ns=100))
+    batcher.put(ticket(rows=3, at=0))
+    batcher.put(ticket(rows=3, at=80))
+    assert sizes(batcher.take(80)) == [3]  # the second does not fit: no reason to wait for it
+    assert batcher.take(80) is None
+    assert batcher.deadline() == 180
+
+
+def test_a_full_batch_leaves_at_once(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(4, max_queue_delay_ns=SECOND_NS))
+    for _ in range(5):
+        batcher.put(ticket())
+    assert everything(batcher) == [4]
+    assert len(batcher) == 1
+
+
+def test_the_queue_is_never_skipped_for_a_smaller_request_behind_a_large_one(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(4))
+    for rows in (3, 4, 1):
+        batcher.put(ticket(rows=rows))
+    assert everything(batcher) == [3, 4, 1]
+
+
+def test_another_key_closes_a_batch_without_waiting(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=SECOND_NS))
+    batcher.put(ticket(key="wide"))
+    batcher.put(ticket(key="wide"))
+    batcher.put(ticket(key="tall"))
+    batcher.put(ticket(key="wide"))
+    assert everything(batcher) == [2, 1]
+    assert len(batcher) == 1  # the last one may still get company
+
+
+def test_a_batch_grows_until_somebody_takes_it(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(8))
+    batcher.put(ticket())
+    batcher.put(ticket())
+    batcher.put(ticket())
+    assert everything(batcher) == [3]
+
+
+def test_a_request_of_no_rows_takes_a_place_like_any_other(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(2))
+    for _ in range(3):
+        batcher.put(ticket(rows=0))
+    assert sizes(batcher.take(0)) == [0, 0]
+    assert sizes(batcher.take(0)) == [0]
+
+
+def test_a_withdrawn_flow_leaves_a_gap_that_others_close(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=100))
+    leaver = ticket(rows=4, at=0)
+    stayer = ticket(rows=1, at=50)
+    batcher.put(leaver)
+    batcher.put(ticket(rows=4, at=0, flow=leaver.flow))  # a second step of the same flow
+    batcher.put(stayer)
+    assert batcher.withdraw(leaver.flow) == 2
+    assert batcher.withdraw(leaver.flow) == 0
+    assert batcher.deadline() == 150
+    assert batcher.take(150) == [stayer]
+
+
+def test_the_default_scheduler_runs_every_request_alone_and_never_waits(ticket: MakeTicket) -> None:
+    batcher = OneByOne()
+    first, second = ticket(rows=2, at=0), ticket(rows=2, at=0)
+    batcher.put(first)
+    batcher.put(second)
+    assert batcher.deadline() is None
+    assert batcher.take(0) == [first]
+    assert batcher.take(0) == [second]
+    assert batcher.take(0) is None
+
+
+# --------------------------------------------------------------------------------- Triton's numbers (L0_batcher, 3.3)
+
+# Rows of the requests that are there together, the batches that leave at once, what still waits. Maximum 8.
+GOLDEN: dict[str, tuple[tuple[int, ...], int, list[int], list[int], list[int]]] = {
+    # preferred, delay, requests, batches at once, batches when the delay is over
+    "static batch 2": ((2, 6), 10, [2], [2], []),
+    "static batch 6": ((2, 6), 10, [6], [6], []),
+    "1 waits": ((2, 6), 10, [1], [], [1]),
+    "3 waits": ((2, 6), 10, [3], [], [3]),
+    "7 is above the largest preferred": ((2, 6), 10, [7], [7], []),
+    "3 + 1 waits": ((2, 6), 10, [3, 1], [], [4]),
+    "3 + 7 does not fit": ((2, 6), 10, [3, 7], [3, 7], []),
+    "3 + 4 would jump over the largest preferred": ((2, 6), 10, [3, 4], [3], [4]),
+    "4 + 3 likewise": ((2, 6), 10, [4, 3], [4], [3]),
+    "6 x 1": ((2, 6), 10, [1] * 6, [6], []),
+    "best preferred": ((2, 6), 10, [1, 1, 1], [2], [1]),
+    "[4,6] without delay: 4": ((4, 6), 0, [1] * 4, [4], []),
+    "[4,6] without delay: 5": ((4, 6), 0, [1] * 5, [4, 1], []),
+    "[4,6] without delay: 7": ((4, 6), 0, [1] * 7, [6, 1], []),
+    "[4,6] without delay: 3": ((4, 6), 0, [1] * 3, [3], []),
+    "12 x 1, preferred 4": ((4,), 10, [1] * 12, [4, 4, 4], []),
+    "delay only: 12 x 1": ((8,), 10, [1] * 12, [8], [4]),
+}
+
+
+@pytest.mark.parametrize(("preferred", "delay_s", "rows", "at_once", "later"), GOLDEN.values(), ids=GOLDEN.keys())
+def test_batches_have_the_sizes_that_triton_gives_them(
+    preferred: tuple[int, ...], delay_s: int, rows: list[int], at_once: list[int], later: list[int], ticket: MakeTicket
+) -> None:
+    batcher = DynamicBatcher(BatchPolicy(8, preferred, delay_s * SECOND_NS))
+    for size in rows:
+        batcher.put(ticket(rows=size))
+    assert everything(batcher) == at_once
+    assert everything(batcher, at=delay_s * SECOND_NS - 1) == []
+    assert everything(batcher, at=delay_s * SECOND_NS) == later
+    assert len(batcher) == 0
+
+
+@pytest.mark.parametrize(
+    ("requests", "at_once", "later"),
+    [
+        ([(1, "x"), (2, "y")], [1, 2], []),
+        ([(1, "x"), (1, "x"), (1, "y")], [2], [1]),
+        ([(1, "x"), (3, "x"), (1, "y")], [4], [1]),
+        ([(1, "x"), (1, "y")], [1], [1]),
+    ],
+    ids=["1 then 2 of another shape", "third of another shape", "1, 3, then another", "two shapes"],
+)
+def test_shapes_part_batches_as_triton_parts_them(
+    requests: list[tuple[int, str]], at_once: list[int], later: list[int], ticket: MakeTicket
+) -> None:
+    batcher = DynamicBatcher(BatchPolicy(8, (2, 6), 10 * SECOND_NS))
+    for rows, key in requests:
+        batcher.put(ticket(rows=rows, key=key))
+    assert everything(batcher) == at_once
+    assert everything(batcher, at=10 * SECOND_NS) == later
+
+
+def test_when_the_delay_is_over_a_batch_may_pass_the_largest_preferred_size(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy(8, (4, 6), SECOND_NS))
+    for rows in (3, 4, 1):
+        batcher.put(ticket(rows=rows))
+    assert everything(batcher, at=SECOND_NS) == [8]
+
+
+def test_a_preferred_size_is_left_behind_for_all_that_waits_once_the_delay_is_over(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy(8, (2, 6), SECOND_NS))
+    for _ in range(5):
+        batcher.put(ticket())
+    assert everything(batcher, at=SECOND_NS) == [5]
+
+
+def test_withdrawing_a_stranger_changes_nothing(ticket: MakeTicket) -> None:
+    batcher = DynamicBatcher(BatchPolicy.simple(4))
+    kept = ticket()
+    batcher.put(kept)
+    stranger: Flow = ticket().flow
+    assert batcher.withdraw(stranger) == 0
+    assert batcher.take(0) == [kept]

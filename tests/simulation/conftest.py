@@ -1,0 +1,9 @@
+"""`--sim-seeds N`: how many worlds to live through."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sim-seeds", type=int, default=300, help="how many simulated servers to run (default: 300)")

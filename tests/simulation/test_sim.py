@@ -1,0 +1,55 @@
+"""Whole servers from a seed. `Sim` checks every promise after every step; a seed that fails is named by its test."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from flowserve.testing.sim import Sim
+
+BLOCK = 25  # seeds per test: few enough to find one quickly, many enough not to drown the report
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "first_seed" in metafunc.fixturenames:
+        seeds = metafunc.config.getoption("--sim-seeds", default=300)
+        metafunc.parametrize("first_seed", range(0, seeds, BLOCK))
+
+
+def test_every_request_is_answered_once_and_rightly_and_everything_comes_home(
+    first_seed: int, request: pytest.FixtureRequest
+) -> None:
+    end = min(first_seed + BLOCK, request.config.getoption("--sim-seeds", default=300))
+    for seed in range(first_seed, end):
+        try:
+            Sim(seed).run()
+        except AssertionError as broken:
+            broken.add_note(f"Sim({seed}).run() shows it again")
+            raise
+
+
+def test_one_seed_gives_one_history() -> None:
+    for seed in range(20):
+        assert Sim(seed).run().log == Sim(seed).run().log
+
+
+def test_the_worlds_are_eventful() -> None:
+    """So that a green simulation means something: all that can go wrong does, and batches form."""
+    seen: Counter[object] = Counter()
+    together = 0
+    for seed in range(60):
+        for _, what, *rest in Sim(seed).run().log:
+            seen[what if what != "is answered" else (what, rest[1])] += 1
+            together = max(together, len(rest) - 2) if what == "runs" else together
+    for event in (
+        "arrives",
+        "leaves",
+        "runs",
+        "raises",
+        ("is answered", "NoneType"),
+        ("is answered", "ModelFailed"),
+        ("is answered", "Invalid"),
+    ):
+        assert seen[event] > 20, event
+    assert together == 8
