@@ -80,34 +80,32 @@ class Admission:
         for output in request.outputs or ():
             if output not in self._outputs:
                 _refuse(request, f"unexpected inference output '{output}' for model '{name}'")
-        self._check_count(request)
-        for given in request.inputs:
-            if given not in self._index:
-                _refuse(request, f"unexpected inference input '{given}' for model '{name}'")
+        total, given = len(self._specs), len(request.inputs)
+        if not self._required <= given <= total:
+            if self._required == total:
+                self._refuse_missing(request, f"expected {total} inputs")
+            self._refuse_missing(request, f"expected number of inputs between {self._required} and {total}")
+        for unknown in request.inputs:
+            if unknown not in self._index:
+                _refuse(request, f"unexpected inference input '{unknown}' for model '{name}'")
+        if self._missing(request):
+            # Triton only counts, so that an optional input can hide a required one that is missing.
+            self._refuse_missing(request, f"expected {self._required} required inputs")
         if self._graph.max_batch_size:
             self._check_batch(request)
         for given, array in request.inputs.items():
             self._check_tensor(request, self._specs[self._index[given]], array)
         raise AssertionError(f"a request for '{name}' was refused and nothing is wrong with it")
 
-    def _check_count(self, request: Request) -> None:
-        total, given = len(self._specs), len(request.inputs)
-        missing = [spec.name for spec in self._specs if not spec.optional and spec.name not in request.inputs]
-        if self._required <= given <= total and not missing:
-            return
-        wanted = (
-            f"expected {total} inputs"
-            if self._required == total
-            else f"expected number of inputs between {self._required} and {total}"
-        )
-        if self._required < total and self._required <= given <= total:
-            # Triton counts only; a required input that is missing beside an optional one is named here.
-            wanted = f"expected {self._required} required inputs"
+    def _missing(self, request: Request) -> list[str]:
+        return [spec.name for spec in self._specs if not spec.optional and spec.name not in request.inputs]
+
+    def _refuse_missing(self, request: Request, wanted: str) -> NoReturn:
         _refuse(
             request,
-            f"{wanted} but got {given} inputs for model '{self._graph.name}'. "
-            f"Got input(s) [{_names(list(request.inputs))}], but missing required input(s) [{_names(missing)}]. "
-            "Please provide all required input(s).",
+            f"{wanted} but got {len(request.inputs)} inputs for model '{self._graph.name}'. "
+            f"Got input(s) [{_names(list(request.inputs))}], but missing required input(s) "
+            f"[{_names(self._missing(request))}]. Please provide all required input(s).",
         )
 
     def _check_batch(self, request: Request) -> None:

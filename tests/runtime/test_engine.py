@@ -260,3 +260,17 @@ async def test_unknown_names_and_versions_say_what_is_missing() -> None:
         for version in ("0", "-1", "abc", "1x", "99999999999999999999999"):
             with pytest.raises(Invalid, match="version"):
                 engine.find("double", version)
+
+
+@pytest.mark.fault("R11")
+async def test_a_wall_clock_that_jumps_back_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = iter(range(1_000_000, 0, -1))
+    monkeypatch.setattr("time.time", lambda: next(hours) * 3600.0)
+    async with running() as engine:
+        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=20_000_000))
+        add_function(engine, "slow", [double], batcher=batcher)
+        started = trio.current_time()
+        with trio.fail_after(5):
+            for _ in range(3):
+                await engine.infer(engine.find("slow"), request(engine))
+        assert trio.current_time() - started >= 0.06
