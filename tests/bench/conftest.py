@@ -1,4 +1,4 @@
-"""Lets these tests import `bench`, which is no part of the installed package: it stands beside it in the source tree."""
+"""Lets these tests import `bench`, which stands in the source tree and is no part of the installed package."""
 
 from __future__ import annotations
 
