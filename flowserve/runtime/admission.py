@@ -93,8 +93,8 @@ class Admission:
             self._refuse_missing(request, f"expected {self._required} required inputs")
         if self._graph.max_batch_size:
             self._check_batch(request)
-        for given, array in request.inputs.items():
-            self._check_tensor(request, self._specs[self._index[given]], array)
+        for one, array in request.inputs.items():
+            self._check_tensor(request, self._specs[self._index[one]], array)
         raise AssertionError(f"a request for '{name}' was refused and nothing is wrong with it")
 
     def _missing(self, request: Request) -> list[str]:

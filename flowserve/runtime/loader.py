@@ -19,7 +19,7 @@ import trio
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
 from flowserve.config.types import InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Internal, Unsupported
+from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.repository.layout import ModelFolder, find_models
 from flowserve.repository.read import ReadModel, read_model
@@ -160,16 +160,9 @@ class _Load:
         return model, hosts
 
     def _execution(self, config: ModelConfig) -> str:
-        """Where the model's instances run: "inline", "thread", or "auto" (by measurement). See DESIGN of places in
-        docs.
-        """
-        asked = config.parameters.get("execution", "")
-        if asked not in ("", "auto", "inline", "thread"):
-            later = " is not supported yet" if asked in ("process", "ray") else " is unknown"
-            raise Unsupported(
-                f'{config.source.file}: parameter \'execution\': "{asked}"{later}; use "thread", "inline" or "auto"'
-            )
-        return asked or (self._engine.options.python_execution if config.backend == "python" else "auto")
+        """Where the model's instances run: "inline", "thread", or "auto" (by measurement)."""
+        default = self._engine.options.python_execution if config.backend == "python" else "auto"
+        return config.parameters.get("execution", default)
 
     def _announce(self, name: str, graphs: Mapping[int, Graph], seconds: float) -> None:
         config = self._read[name].config
