@@ -154,7 +154,10 @@ class Connection(Line):
         return await self._receive_body(size, head.anchor)
 
     async def _receive_body(self, size: int, anchor: int) -> Buffer:
-        """`size` bytes straight into one buffer, placed so that offset `anchor` is aligned in memory."""
+        """`size` bytes straight into one buffer, placed so that offset `anchor` is aligned in memory.
+
+        The buffer is the request's alone, and writable: a model that is its last reader may work in it.
+        """
         if size < POOLED_BYTES_MIN:
             target = memoryview(bytearray(size))
         else:
@@ -164,7 +167,7 @@ class Connection(Line):
         target[:got] = self._buffer
         self._buffer = b""
         await self.receive_into(target[got:], self.server.limits.body_bytes_per_s)
-        return bytes(target) if size < POOLED_BYTES_MIN else target.toreadonly()
+        return bytes(target) if size < POOLED_BYTES_MIN else target
 
     async def _read_chunks(self, head: Head) -> Buffer:
         limits = self.server.limits
@@ -175,7 +178,7 @@ class Connection(Line):
             data = await self.receive_some()
             self.deadline += len(data) / limits.body_bytes_per_s
         self._buffer = body.rest
-        return bytes(body.body) if len(body.body) < POOLED_BYTES_MIN else memoryview(body.body).toreadonly()
+        return bytes(body.body) if len(body.body) < POOLED_BYTES_MIN else memoryview(body.body)
 
     async def _enter_body(self, head: Head) -> None:
         self.enter(Phase.BODY, self.server.limits.body_timeout_s)
