@@ -43,6 +43,18 @@ def test_the_readme_runs_the_examples_with_one_line(root: Path) -> None:
     assert len([line for line in _commands(root) if line.endswith("flowserve run graphs/")]) == 1
 
 
+def test_the_readmes_calls_and_answers_are_those_that_the_examples_tests_run(root: Path) -> None:
+    example = _blocks(root / "graphs/read_text/README.md")
+    shown = _blocks(root / "README.md")
+    assert [language for language, _ in shown] == ["sh", "text", "python", "text"]
+    assert [block for block in shown if block not in example] == []
+
+
+def _blocks(document: Path) -> list[tuple[str, str]]:
+    """The blocks of a document that say their language, which commands to type from an empty folder on do not."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def test_every_link_of_the_documents_leads_somewhere(root: Path) -> None:
     broken = []
     for document in [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "graphs").rglob("*.md")]:
