@@ -14,8 +14,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
+Floats = Array  # float32 throughout, which numpy's types lose at the first division
 Values = dict[str, tuple[int, list[int | str]]]
 
 OPSET = 17
@@ -43,8 +43,9 @@ class Conv:
         windows = np.lib.stride_tricks.sliding_window_view(padded, (self.size, self.size), axis=(1, 2))[:, ::2, ::2]
         n, height, width = windows.shape[:3]
         self.columns = windows.transpose(0, 1, 2, 4, 5, 3).reshape(n * height * width, -1)
-        self.y = np.maximum(self.columns @ self.weight + self.bias, 0).reshape(n, height, width, -1)
-        return self.y
+        y: Floats = np.maximum(self.columns @ self.weight + self.bias, 0).reshape(n, height, width, -1)
+        self.y = y
+        return y
 
     def backward(self, dy: Floats) -> Floats:
         n, height, width, outputs = dy.shape
@@ -117,12 +118,14 @@ class Network:
         """The best class of each example, in pieces that fit into memory."""
         pieces = [slice(start, start + 1024) for start in range(0, len(x), 1024)]
         logits = [self.logits(x[piece], None if extra is None else extra[piece]) for piece in pieces]
-        return np.concatenate(logits).argmax(axis=1)
+        best: npt.NDArray[np.int64] = np.concatenate(logits).argmax(axis=1)
+        return best
 
 
 def softmax(logits: Floats) -> Floats:
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
+    powers: Floats = np.exp(logits - logits.max(axis=1, keepdims=True))
+    powers /= powers.sum(axis=1, keepdims=True)
+    return powers
 
 
 def train(
@@ -138,7 +141,7 @@ def train(
     decay: float = 1e-4,
 ) -> None:
     """Adam with weight decay on the cross entropy; the learning rate falls to 0 along half a cosine."""
-    layers = [*network.convs, *network.dense]
+    layers: list[Conv | Dense] = [*network.convs, *network.dense]
     moments = [[(np.zeros_like(p), np.zeros_like(p)) for p in layer.parameters] for layer in layers]
     steps, step = epochs * (len(x) // batch), 0
     for epoch in range(epochs):

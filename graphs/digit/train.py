@@ -47,7 +47,7 @@ def some_digit(rng: np.random.Generator, digit: int) -> npt.NDArray[np.uint8]:
     terms = (bend[0, 0], bend[0, 1], origin[0], bend[1, 0], bend[1, 1], origin[1])
     picture = picture.transform((80, 80), Image.Transform.AFFINE, terms, Image.Resampling.BILINEAR)
     picture = picture.filter(ImageFilter.GaussianBlur(float(rng.uniform(0, 2))))
-    small = np.asarray(picture.resize((8, 8), Image.Resampling.BOX), np.float32)
+    small: Floats = np.asarray(picture.resize((8, 8), Image.Resampling.BOX), np.float32)
     small = small / max(1.0, float(small.max())) * LEVELS + rng.normal(0, 0.4, (8, 8))
     return np.clip(np.rint(small), 0, LEVELS).astype(np.uint8)
 
