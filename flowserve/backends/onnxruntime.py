@@ -28,7 +28,7 @@ from flowserve.backends.files import model_file, relative
 from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements
 from flowserve.backends.shapes import fits, reshaped, shown
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import Invalid, ModelFailed, Problem, Problems
+from flowserve.errors import Invalid, ModelFailed, Problem, Problems, Unsupported
 from flowserve.memory.assemble import gather, scatter
 from flowserve.memory.pool import HOST
 from flowserve.memory.tensor import Tensor
@@ -39,6 +39,7 @@ Execute = Callable[[list[str], Feed], list[Any]]
 
 # ONNX's own numbers (TensorProto.DataType) for the one type that numpy cannot carry.
 _ONNX_BFLOAT16: Final = 16
+_BFLOAT16: Final = DType.BF16.numpy
 # Triton's optimization.graph.level: 0, or nothing said, is everything.
 _LEVELS: Final = {
     -1: ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
@@ -72,6 +73,7 @@ class OnnxRuntime:
         path = self._path(config, files)
         session = _open(config, path, files, _settings(config, options))
         signature = _signature(session)
+        _refuse_strings_beside_bfloat16(config)
         problems = list(disagreements(config, signature, relative(path, files)))
         if problems:
             raise Problems(problems)
@@ -98,8 +100,10 @@ class OnnxModel:
         # Indices of the inputs whose arrays are not fed as they are gathered.
         self.prepared = [i for i, spec in enumerate(config.inputs) if _needs_preparing(spec, ports[spec.name])]
         self.ports = [ports[spec.name] for spec in config.inputs]
-        carried = any(spec.dtype is DType.BF16 for spec in (*config.inputs, *config.outputs))
-        self.execute: Execute = _WithValues(session) if carried else session.run
+        self.execute: Execute = session.run
+        answers = any(spec.dtype is DType.BF16 for spec in config.outputs)
+        if answers or any(spec.dtype is DType.BF16 for spec in config.inputs):
+            self.execute = _CarryingBfloat16(session, answers=answers)
         self._asked: dict[tuple[str, ...], tuple[list[str], list[int]]] = {}
 
     def instance(self, name: str, group: InstanceGroup) -> OnnxInstance:
@@ -212,20 +216,24 @@ class OnnxInstance:
         return array if spec.reshape is None else array.reshape(batch + reshaped(tail, spec.reshape, spec.dims))
 
 
-class _WithValues:
-    """Runs a session through OrtValues: slower, and the only way to carry BF16."""
+class _CarryingBfloat16:
+    """Runs a session that has BF16 tensors: they go in and out as OrtValues, which is slower."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Any, *, answers: bool) -> None:
         self._session = session
+        self._answers = answers  # whether BF16 is among the outputs, not only among the inputs
 
     def __call__(self, names: list[str], feed: Feed) -> list[Any]:
-        values = {name: self._value(array) for name, array in feed.items()}
+        values = {name: self._value(array) if array.dtype == _BFLOAT16 else array for name, array in feed.items()}
+        if not self._answers:
+            return list(self._session.run(names, values))
+        for name, array in feed.items():
+            if array.dtype != _BFLOAT16:
+                values[name] = ort.OrtValue.ortvalue_from_numpy(array)
         return [self._array(value) for value in self._session.run_with_ort_values(names, values)]
 
     @staticmethod
     def _value(array: Array) -> Any:
-        if array.dtype != DType.BF16.numpy:
-            return ort.OrtValue.ortvalue_from_numpy(array)
         bits = np.ascontiguousarray(array).view(np.uint16)
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
 
@@ -233,7 +241,7 @@ class _WithValues:
     def _array(value: Any) -> Any:
         if value.data_type() != "tensor(bfloat16)":
             return value.numpy()
-        array = np.empty(value.shape(), DType.BF16.numpy)
+        array = np.empty(value.shape(), _BFLOAT16)
         # The value's memory goes with it, so its bytes are copied out while it lives.
         ctypes.memmove(array.ctypes.data, value.data_ptr(), array.nbytes)
         return array
@@ -273,6 +281,16 @@ def _port(node: Any, *, is_optional: bool) -> Port:
 
 def _needs_preparing(spec: TensorSpec, port: Port) -> bool:
     return spec.dtype is DType.BYTES or spec.reshape is not None or not port.shape
+
+
+def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:
+    strings = [spec.name for spec in config.inputs if spec.dtype is DType.BYTES]
+    halves = [spec.name for spec in config.outputs if spec.dtype is DType.BF16]
+    if strings and halves:
+        raise Unsupported(
+            f"model '{config.name}': onnxruntime's Python interface cannot take strings (input '{strings[0]}') where "
+            f"it answers with BF16 (output '{halves[0]}'); cast that output to TYPE_FP32 or TYPE_FP16 in the model"
+        )
 
 
 def _settings(config: ModelConfig, options: Mapping[str, str]) -> Any:

@@ -135,15 +135,15 @@ class AnswerReader:
         self, responses: list[InferenceResponse], column: list[Place], spec: TensorSpec, outputs: list[Tensor | None]
     ) -> None:
         """One output of all members that have it, as tensors."""
-        nbytes = sum([responses[m]._outputs[k].as_numpy().nbytes for m, k in column])
-        if nbytes < POOLED_BYTES_MIN or spec.dtype is DType.BYTES:
-            arrays = [responses[m]._outputs[k].as_numpy() for m, k in column]
-            block = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
-            block = self._outer(block, spec)
+        arrays = [responses[m]._outputs[k].as_numpy() for m, k in column]
+        shapes = {array.shape[1:] for array in arrays}
+        if len(shapes) == 1 and (spec.dtype is DType.BYTES or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
+            block = self._outer(np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy(), spec)
             shares = scatter(block, [len(array) for array in arrays]) if self._batches else [Tensor(block)]
             for (m, _), share in zip(column, shares, strict=True):
                 outputs[m] = share
             return
+        del arrays  # who else holds an answer is told from its reference count
         for m, k in column:
             block = self._outer(_own(responses, m, k), spec)
             outputs[m] = Tensor(block, 0, len(block)) if self._batches else Tensor(block)
@@ -162,6 +162,8 @@ def _own(responses: list[InferenceResponse], m: int, k: int) -> Array:
         if array.flags.c_contiguous and array.flags.aligned and _owns_memory(array):
             return array
     array = responses[m]._outputs[k].as_numpy()
+    if array.dtype.hasobject:
+        return array.copy()
     copy = HOST.take(array.nbytes).view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy

@@ -1,0 +1,480 @@
+"""ONNX models: what the file says, what the configuration says, and what comes out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import onnx.numpy_helper
+import pytest
+
+from flowserve.backends import registry
+from flowserve.backends.onnxruntime import cleaned
+from flowserve.config.types import ModelConfig
+from flowserve.errors import Invalid, ModelFailed, Problems, Unsupported
+from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
+from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
+from flowserve.values import DType
+
+Open = Callable[..., Opened]
+FILE = "1/model.onnx"
+
+
+def onnx_config(max_batch_size: int = 8, **fields: object) -> ModelConfig:
+    fields.setdefault("inputs", [spec("x")])
+    fields.setdefault("outputs", [spec("y")])
+    return config_of("onnxruntime", max_batch_size=max_batch_size, **fields)  # type: ignore[arg-type]
+
+
+def complete(repository: Repository, config: ModelConfig):  # noqa: ANN201
+    return registry.find("onnxruntime").complete(config, repository.files())
+
+
+def load_error(repository: Repository, config: ModelConfig) -> str:
+    with pytest.raises(Invalid) as caught:
+        registry.find("onnxruntime").load(config, repository.files(), {})
+    text = str(caught.value)
+    assert str(repository.path) not in text
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------- running
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=str)
+def test_every_data_type_goes_in_and_comes_out_alone_and_in_a_batch(
+    repository: Repository, opened: Open, dtype: DType
+) -> None:
+    repository.write("m", FILE, onnx_identity(dtype))
+    model = opened(onnx_config(inputs=[spec("x", dtype=dtype)], outputs=[spec("y", dtype=dtype)]))
+    one, two = sample(dtype), sample(dtype, 2)
+    results = model.run({"x": one}, {"x": two})
+    assert values(results) == [one.tolist(), two.tolist()]
+    assert results.outputs[0][0].array.dtype == dtype.numpy
+    assert values(model.run({"x": one})) == [one.tolist()]
+
+
+def test_a_batch_that_lies_together_is_run_as_it_lies_and_answered_as_one_block(
+    repository: Repository, opened: Open
+) -> None:
+    repository.write("m", FILE, onnx_identity())
+    model = opened(onnx_config())
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    results = model.whole(array)
+    assert results.copied_bytes == 0
+    assert values(results) == [[row] for row in array.tolist()]
+    assert len({id(tensor.block) for tensor in results.outputs[0]}) == 1
+    assert results.gathered_ns <= results.computed_ns
+
+
+def test_scattered_members_are_copied_together_once_and_counted(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity())
+    results = opened(onnx_config()).run({"x": sample(DType.FP32)}, {"x": sample(DType.FP32, 2)})
+    assert results.copied_bytes == 48
+
+
+@pytest.mark.fault("S5")
+def test_tensors_without_elements_work(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity(shape=("N", "K")))
+    model = opened(onnx_config(inputs=[spec("x", [-1])], outputs=[spec("y", [-1])]))
+    assert values(model.run({"x": np.zeros((2, 0), np.float32)})) == [[[], []]]
+    assert values(model.run({"x": np.zeros((0, 4), np.float32)})) == [[]]
+
+
+def test_a_member_without_rows_does_not_take_those_of_another(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity())
+    model = opened(onnx_config())
+    none, two = np.zeros((0, 4), np.float32), sample(DType.FP32, 2)
+    assert values(model.run({"x": none}, {"x": two})) == [[], two.tolist()]
+
+
+def test_a_model_without_batching_gets_its_whole_tensor(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity(shape=(2, "K")))
+    model = opened(onnx_config(0, inputs=[spec("x", [2, -1])], outputs=[spec("y", [2, -1])]))
+    array = np.ones((2, 7), np.float32)
+    assert values(model.run({"x": array})) == [array.tolist()]
+
+
+def test_a_scalar_is_one_element_outside(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity(shape=()))
+    config = onnx_config(0, inputs=(), outputs=())
+    found = complete(repository, config)
+    assert found.inputs == (spec("x", [1]),)
+    model = opened(replace(config, inputs=found.inputs, outputs=found.outputs))
+    assert values(model.run({"x": np.array([3], np.float32)})) == [[3]]
+
+
+def test_a_rank_one_file_is_served_in_batches_of_single_elements(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity(shape=("N",)))
+    found = complete(repository, onnx_config(0, inputs=(), outputs=()))
+    assert found.inputs == (spec("x", [1], reshape=()),)
+    model = opened(onnx_config(4, inputs=found.inputs, outputs=found.outputs))
+    assert values(model.run({"x": np.array([[3], [4]], np.float32)}, {"x": np.array([[5]], np.float32)})) == [
+        [[3], [4]],
+        [[5]],
+    ]
+
+
+def test_reshape_shows_the_file_one_shape_and_the_client_another(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity(shape=("N", 2, "K")))
+    model = opened(
+        onnx_config(inputs=[spec("x", [-1, 2], reshape=(2, -1))], outputs=[spec("y", [2, -1, 1], reshape=(2, -1))])
+    )
+    array = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
+    results = model.run({"x": array}, {"x": array})
+    assert values(results) == [array.reshape(2, 2, 3, 1).tolist()] * 2
+
+
+def test_only_the_outputs_that_are_wanted_are_computed(repository: Repository, opened: Open) -> None:
+    x, y, z = (onnx_value(name, DType.FP32, ("N", 4)) for name in "xyz")
+    repository.write(
+        "m", FILE, onnx_model([onnx_node("Neg", ["x"], ["y"]), onnx_node("Abs", ["y"], ["z"])], [x], [y, z])
+    )
+    model = opened(onnx_config(outputs=[spec("z"), spec("y")]))
+    array = sample(DType.FP32)
+    results = model.run({"x": array}, {"x": array}, wanted=("y",))
+    assert values(results, 0) == [None, None]
+    assert values(results, 1) == [(-array).tolist()] * 2
+
+
+def test_members_that_want_different_outputs_share_a_batch(repository: Repository, opened: Open) -> None:
+    x, y, z = (onnx_value(name, DType.FP32, ("N", 4)) for name in "xyz")
+    repository.write(
+        "m", FILE, onnx_model([onnx_node("Neg", ["x"], ["y"]), onnx_node("Abs", ["x"], ["z"])], [x], [y, z])
+    )
+    model = opened(onnx_config(outputs=[spec("y"), spec("z")]))
+    names, indices = model.model.asked([("y",), ("z",)])
+    assert (names, indices) == (["y", "z"], [0, 1])
+
+
+def test_an_input_with_a_default_may_be_left_out(repository: Repository, opened: Open) -> None:
+    x, b, y = (onnx_value(name, DType.FP32, (4,)) for name in "xby")
+    default = np.full(4, 10, np.float32)
+    file = onnx_model([onnx_node("Add", ["x", "b"], ["y"])], [x, b], [y], [onnx.numpy_helper.from_array(default, "b")])
+    repository.write("m", FILE, file)
+    model = opened(onnx_config(0, inputs=[spec("b", optional=True), spec("x")]))
+    array = np.ones(4, np.float32)
+    assert values(model.run({"x": array})) == [[11.0] * 4]
+    assert values(model.run({"x": array, "b": array})) == [[2.0] * 4]
+
+
+def mixed_config(repository: Repository, halves: DType) -> ModelConfig:
+    kinds = [DType.BF16, DType.BYTES, halves, DType.BYTES]
+    ports = [onnx_value(name, dtype, ("N", 4)) for name, dtype in zip("xsyt", kinds, strict=True)]
+    cast = onnx_node("Cast", ["x"], ["y"], to=ports[2].type.tensor_type.elem_type)
+    repository.write("m", FILE, onnx_model([cast, onnx_node("Identity", ["s"], ["t"])], ports[:2], ports[2:]))
+    specs = [spec(name, dtype=dtype) for name, dtype in zip("xsyt", kinds, strict=True)]
+    return onnx_config(inputs=specs[:2], outputs=specs[2:])
+
+
+def test_bf16_and_strings_go_in_together(repository: Repository, opened: Open) -> None:
+    model = opened(mixed_config(repository, DType.FP32))
+    results = model.run({"x": sample(DType.BF16), "s": sample(DType.BYTES)})
+    assert values(results, 0) == [sample(DType.FP32).tolist()]
+    assert values(results, 1) == [sample(DType.BYTES).tolist()]
+
+
+def test_strings_in_and_bf16_out_are_refused_when_loading(repository: Repository) -> None:
+    with pytest.raises(
+        Unsupported, match=r"cannot take strings \(input 's'\) where it answers with BF16 \(output 'y'\)"
+    ):
+        registry.find("onnxruntime").load(mixed_config(repository, DType.BF16), repository.files(), {})
+
+
+@pytest.mark.fault("B8")
+def test_bytes_that_are_no_text_are_refused_by_name_not_changed(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity(DType.BYTES))
+    model = opened(onnx_config(inputs=[spec("x", dtype=DType.BYTES)], outputs=[spec("y", dtype=DType.BYTES)]))
+    array = np.array([[b"\xff", b"", b"", b""]], object)
+    with pytest.raises(Invalid, match="inference input 'x' for model 'm' must hold UTF-8 text"):
+        model.run({"x": array})
+    assert array[0, 0] == b"\xff"
+
+
+def test_instances_on_several_threads_share_one_session(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity())
+    first = opened(onnx_config())
+    instances = [first.model.instance(f"m_{n}", None) for n in range(4)]
+    wrong: list[object] = []
+
+    def work(mark: int) -> None:
+        mine = Opened(first.config, first.model, instances[mark])
+        array = np.full((1, 4), mark, np.float32)
+        wrong.extend(mark for _ in range(50) if values(mine.run({"x": array})) != [array.tolist()])
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# ------------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_run_that_fails_says_whose_it_is_in_one_clean_line(repository: Repository, opened: Open) -> None:
+    x, y = onnx_value("x", DType.FP32, ("N", "K")), onnx_value("y", DType.FP32, ("N", 2))
+    shape = onnx.numpy_helper.from_array(np.array([-1, 3]), "s")
+    repository.write("m", FILE, onnx_model([onnx_node("Reshape", ["x", "s"], ["y"])], [x], [y], [shape]))
+    model = opened(onnx_config(inputs=[spec("x", [-1])], outputs=[spec("y", [2])]))
+    with pytest.raises(ModelFailed, match=r"^model 'm' failed: onnxruntime: .*cannot be reshaped") as caught:
+        model.run({"x": np.zeros((1, 4), np.float32)})
+    assert not [part for part in ("\n", "onnxruntime_src", "::", ".h:") if part in str(caught.value)]
+
+
+@pytest.mark.fault("S10")
+def test_an_output_of_another_shape_than_promised_fails_naming_model_and_output(
+    repository: Repository, opened: Open
+) -> None:
+    repository.write("m", FILE, onnx_identity(shape=("N", "K")))
+    model = opened(onnx_config(inputs=[spec("x", [-1])], outputs=[spec("y", [4])]))
+    with pytest.raises(ModelFailed) as caught:
+        model.run({"x": np.zeros((1, 5), np.float32)})
+    assert (
+        str(caught.value) == "model 'm', output 'y': the configuration promises shape [1,4], the model answered [1,5]"
+    )
+
+
+@pytest.mark.fault("S10")
+def test_an_output_whose_rows_are_not_the_batchs_fails_rather_than_mixing_members_up(
+    repository: Repository, opened: Open
+) -> None:
+    x, y = onnx_value("x", DType.FP32, ("N", 4)), onnx_value("y", DType.FP32, ("M", 4))
+    repository.write("m", FILE, onnx_model([onnx_node("Concat", ["x", "x"], ["y"], axis=0)], [x], [y]))
+    model = opened(onnx_config())
+    with pytest.raises(ModelFailed, match=r"model 'm', output 'y': the batch has 2 rows, the model answered .*\[4,4\]"):
+        model.run({"x": sample(DType.FP32)}, {"x": sample(DType.FP32)})
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        (
+            (
+                "[ONNXRuntimeError] : 1 : FAIL : Load model from /a/m.onnx failed:/src/core/graph/model.cc:166 "
+                "onnxruntime::Model::Model(onnx::ModelProto&&, const std::function<void(int)>&) It has no graph.\n"
+            ),
+            "It has no graph.",
+        ),
+        (
+            (
+                "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Non-zero status code /a/b.h:55 "
+                "virtual onnxruntime::X::Compute(onnxruntime::Y*) const a == b was false.\nStacktrace:\n0x0 0x1"
+            ),
+            "Non-zero status code a == b was false.",
+        ),
+        ("plain", "plain"),
+    ],
+)
+def test_messages_lose_their_source_locations_and_stacks(text: str, clean: str) -> None:
+    assert cleaned(text) == clean
+
+
+# ------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.fault("C12")
+def test_a_missing_file_is_named_with_what_lies_there_instead(repository: Repository) -> None:
+    repository.write("m", "1/other.onnx", onnx_identity())
+    assert load_error(repository, onnx_config()) == (
+        "failed to load 'm' version 1: file m/1/model.onnx does not exist; folder m/1 holds other.onnx; "
+        "default_model_filename can name another file"
+    )
+
+
+@pytest.mark.fault("C12")
+@pytest.mark.parametrize("content", [b"", b"not a model", onnx_identity()[:-20]], ids=["empty", "text", "truncated"])
+def test_a_broken_file_is_refused_by_its_relative_path_in_one_line(
+    repository: Repository, content: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    repository.write("m", FILE, content)
+    text = load_error(repository, onnx_config())
+    assert text.startswith("failed to load 'm' version 1: m/1/model.onnx is not an ONNX model that onnxruntime ")
+    assert "::" not in text
+    assert "\n" not in text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_outside_the_versions_folder_is_refused(repository: Repository) -> None:
+    repository.write("m", "model.onnx", onnx_identity())
+    repository.write("m", FILE, onnx_identity())
+    text = load_error(repository, onnx_config(default_model_filename="../model.onnx"))
+    assert "default_model_filename '../model.onnx' leads out of the version's folder" in text
+
+
+def test_another_file_name_and_a_folder_of_files_are_found(repository: Repository, opened: Open) -> None:
+    repository.write("m", "1/net.onnx", onnx_identity())
+    repository.write("n", "1/model.onnx/model.onnx", onnx_identity())
+    for config in (onnx_config(default_model_filename="net.onnx"), onnx_config(name="n")):
+        assert values(opened(config).run({"x": sample(DType.FP32)})) == [sample(DType.FP32).tolist()]
+
+
+@pytest.mark.fault("C12")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"inputs": [spec("z")]},
+            "unexpected inference input 'z', allowed inputs are: x",
+        ),
+        (
+            {"inputs": [spec("z")]},
+            (
+                "unable to load model 'm', configuration expects 1 inputs, model provides 1: m/1/model.onnx needs x, "
+                "the configuration lacks x"
+            ),
+        ),
+        (
+            {"outputs": [spec("y"), spec("q")]},
+            "unexpected inference output 'q', allowed outputs are: y",
+        ),
+        (
+            {"inputs": [spec("x", dtype=DType.INT64)]},
+            (
+                "model 'm', tensor 'x': the model expects data type TYPE_FP32 (m/1/model.onnx) but the model "
+                "configuration specifies TYPE_INT64"
+            ),
+        ),
+        (
+            {"inputs": [spec("x", [4, 1])]},
+            (
+                "model 'm', tensor 'x': the model expects 2 dimensions (shape [-1,4]) but the model configuration "
+                "specifies 3 dimensions (an initial batch dimension because max_batch_size > 0 followed by the "
+                "explicit tensor shape, making complete shape [-1,4,1])"
+            ),
+        ),
+        (
+            {"outputs": [spec("y", [5])]},
+            (
+                "model 'm', tensor 'y': the model expects 2 dimensions (shape [-1,4]) but the model configuration "
+                "specifies shape [-1,5]"
+            ),
+        ),
+        (
+            {"inputs": [spec("x", optional=True)]},
+            "model 'm', tensor 'x': optional inputs require max_batch_size 0 with the onnxruntime backend",
+        ),
+    ],
+)
+def test_a_configuration_that_disagrees_with_its_file_is_refused_naming_both(
+    repository: Repository, change: dict[str, object], text: str
+) -> None:
+    repository.write("m", FILE, onnx_identity())
+    problems = load_error(repository, onnx_config(**change)).splitlines()
+    assert any(text in problem and problem.startswith("m/config.pbtxt: ") for problem in problems)
+
+
+def test_a_fixed_first_dimension_takes_no_batches(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity(shape=(1, 4)))
+    assert (
+        "for the model to support batching the shape should have at least 1 dimension and the first dimension must be "
+        "-1; but shape expected by the model is [1,4]"
+    ) in load_error(repository, onnx_config())
+
+
+def test_all_disagreements_are_reported_at_once(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity())
+    config = onnx_config(inputs=[spec("x", dtype=DType.INT8)], outputs=[spec("q"), spec("y", [5])])
+    with pytest.raises(Problems) as caught:
+        registry.find("onnxruntime").load(config, repository.files(), {})
+    assert len(caught.value.problems) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- completion
+
+
+def test_a_file_whose_first_dimensions_all_vary_is_batched_by_four(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity(shape=("N", 3, None)))
+    found = complete(repository, onnx_config(0, inputs=(), outputs=()))
+    assert (found.max_batch_size, found.dynamic_batching) == (4, True)
+    assert found.inputs == (spec("x", [3, -1]),)
+    assert found.outputs == (spec("y", [3, -1]),)
+
+
+def test_a_file_with_a_fixed_first_dimension_is_served_as_it_is(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity(shape=(1, "K")))
+    found = complete(repository, onnx_config(0, inputs=(), outputs=()))
+    assert (found.max_batch_size, found.dynamic_batching) == (None, False)
+    assert found.inputs == (spec("x", [1, -1]),)
+
+
+def test_a_batch_size_the_user_chose_stays(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity())
+    found = complete(repository, onnx_config(32, inputs=(), outputs=()))
+    assert (found.max_batch_size, found.dynamic_batching) == (None, False)
+    assert found.inputs == (spec("x"),)
+
+
+def test_batches_asked_of_a_file_that_takes_none_are_refused(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity(shape=(1, 4)))
+    with pytest.raises(Invalid) as caught:
+        complete(repository, onnx_config(8, inputs=(), outputs=()))
+    assert (
+        "autofill failed for model 'm': model does not support batching while non-zero max_batch_size is specified: "
+        "'x' has shape [1,4]"
+    ) in str(caught.value)
+
+
+def test_a_configuration_that_names_inputs_and_outputs_is_left_alone(repository: Repository) -> None:
+    found = complete(repository, onnx_config(0))  # there is no file: nobody looks
+    assert (found.inputs, found.max_batch_size) == (None, None)
+
+
+def test_dims_that_count_the_first_dimension_say_that_there_is_no_batch(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity())
+    found = complete(repository, onnx_config(0, inputs=[spec("x", [-1, 4])], outputs=()))
+    assert found.max_batch_size is None
+    assert found.outputs == (spec("y", [-1, 4]),)
+
+
+def test_what_is_no_tensor_is_refused_with_the_way_out(repository: Repository) -> None:
+    y = onnx.helper.make_tensor_sequence_value_info("y", 1, None)
+    repository.write(
+        "m",
+        FILE,
+        onnx_model([onnx_node("SequenceConstruct", ["x"], ["y"])], [onnx_value("x", DType.FP32, ("N", 4))], [y]),
+    )
+    with pytest.raises(Unsupported, match=r"tensor 'y' is a seq\(tensor\(float\)\) in m/1/model.onnx"):
+        complete(repository, onnx_config(0, inputs=(), outputs=()))
+
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+
+def test_parameters_set_the_session_as_on_triton(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity())
+    config = onnx_config(
+        parameters={
+            "intra_op_thread_count": "3",
+            "inter_op_thread_count": "2",
+            "execution_mode": "1",
+            "enable_mem_arena": "0",
+            "enable_mem_pattern": "0",
+            "something_of_the_users": "x",
+        },
+        json={"optimization": {"graph": {"level": -1}}},
+    )
+    session = opened(config).model.execute.__self__
+    options = session.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
+    assert options.execution_mode.name == "ORT_PARALLEL"
+    assert options.graph_optimization_level.name == "ORT_ENABLE_BASIC"
+    assert not options.enable_cpu_mem_arena
+    assert not options.enable_mem_pattern
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert session.get_providers() == ["CPUExecutionProvider"]
+
+
+def test_the_share_of_the_cores_comes_from_the_server(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity())
+    session = opened(onnx_config(), intra_op_threads="1").model.execute.__self__
+    assert session.get_session_options().intra_op_num_threads == 1
+
+
+def test_a_thread_count_that_is_no_number_is_refused_with_its_place(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity())
+    text = load_error(repository, onnx_config(parameters={"intra_op_thread_count": "many"}))
+    assert text == "m/config.pbtxt: parameter 'intra_op_thread_count' of model 'm' must be a whole number, found 'many'"

@@ -1,0 +1,685 @@
+"""Models written for Triton's Python backend run unchanged, and what they do wrong stays theirs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve.backends import registry
+from flowserve.config.types import Completion, DynamicBatching, ModelConfig
+from flowserve.errors import (
+    Cancelled,
+    FlowserveError,
+    Invalid,
+    ModelFailed,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
+from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
+from flowserve.values import DType, Request
+
+Open = Callable[..., Opened]
+FILE = "1/model.py"
+
+HEAD = "import numpy as np\nimport triton_python_backend_utils as pb_utils\n"
+DOUBLE = """
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            responses.append(pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("y", x * 2)]))
+        return responses
+"""
+
+
+def executing(body: str, *methods: str) -> str:
+    """A model whose execute loops over `requests` and whose `body` appends to `responses`; `x` is the input array."""
+    lines = ["class TritonPythonModel:", *dedent("\n".join(methods)).splitlines()]
+    text = [
+        lines[0],
+        *("    " + line for line in lines[1:]),
+        "    def execute(self, requests):",
+        "        responses = []",
+        "        for request in requests:",
+        "            given = pb_utils.get_input_tensor_by_name(request, 'x')",
+        "            x = None if given is None else given.as_numpy()",
+        *("            " + line for line in dedent(body).strip().splitlines()),
+        "        return responses",
+    ]
+    return HEAD + "\n".join(text) + "\n"
+
+
+def answer(expression: str, name: str = "y") -> str:
+    return f"responses.append(pb_utils.InferenceResponse([pb_utils.Tensor('{name}', {expression})]))"
+
+
+@pytest.fixture
+def python(repository: Repository, opened: Open) -> Callable[..., Opened]:
+    """`python(source)` writes the model and opens an instance of it: FP32 [4] in and out, batches of up to eight."""
+
+    def start(
+        source: str,
+        *,
+        name: str = "m",
+        inputs: Sequence[Any] = (spec("x"),),
+        outputs: Sequence[Any] = (spec("y"),),
+        max_batch_size: int = 8,
+        instance: str = "",
+        **fields: Any,
+    ) -> Opened:
+        repository.write(name, FILE, source)
+        config = config_of(name=name, inputs=inputs, outputs=outputs, max_batch_size=max_batch_size, **fields)
+        return opened(config, instance)
+
+    return start
+
+
+def rows(*marks: float) -> np.ndarray:
+    return np.array([[mark] * 4 for mark in marks], np.float32)
+
+
+# ------------------------------------------------------------------------------------------------------- running
+
+
+def test_each_request_gets_its_own_answer(python: Open) -> None:
+    results = python(HEAD + DOUBLE).run({"x": rows(1)}, {"x": rows(2, 3)})
+    assert values(results) == [rows(2).tolist(), rows(4, 6).tolist()]
+    assert results.errors == {}
+    assert results.copied_bytes == 0
+
+
+def test_small_answers_of_a_batch_lie_side_by_side(python: Open) -> None:
+    results = python(HEAD + DOUBLE).whole(rows(1, 2, 3))
+    assert len({id(tensor.block) for tensor in results.outputs[0]}) == 1
+
+
+def test_a_model_without_batching_gets_and_gives_whole_tensors(python: Open) -> None:
+    model = python(executing(answer("x.sum(axis=0)")), max_batch_size=0, inputs=[spec("x", [-1, 4])])
+    assert values(model.run({"x": rows(1, 2)})) == [[3.0] * 4]
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=str)
+def test_every_data_type_goes_in_and_comes_out(python: Open, dtype: DType) -> None:
+    model = python(
+        executing(f"assert given.triton_dtype() == {dtype.number}\n{answer('x.copy()')}"),
+        inputs=[spec("x", dtype=dtype)],
+        outputs=[spec("y", dtype=dtype)],
+    )
+    array = sample(dtype, 2)
+    results = model.run({"x": array}, {"x": array})
+    assert values(results) == [array.tolist()] * 2
+    assert results.outputs[0][0].array.dtype == dtype.numpy
+
+
+@pytest.mark.fault("B8")
+def test_strings_arrive_as_bytes_and_leave_as_bytes_whatever_the_model_makes_of_them(python: Open) -> None:
+    for expression in (
+        "np.array([[b'\\xff\\0', 'ü', b'', 'a']], dtype=object)",
+        "np.array([['b', 'ü', '', 'a']])",
+        "np.array([[b'b', b'c', b'', b'a']])",
+    ):
+        model = python(
+            executing(f"assert x.dtype == object and type(x[0, 0]) is bytes\n{answer(expression)}"),
+            inputs=[spec("x", dtype=DType.BYTES)],
+            outputs=[spec("y", dtype=DType.BYTES)],
+        )
+        found = model.run({"x": sample(DType.BYTES)}).outputs[0][0].array
+        assert found.dtype == object
+        assert {type(element) for element in found.ravel()} == {bytes}
+        assert found[0, 3] == b"a"
+
+
+@pytest.mark.fault("S5")
+def test_tensors_without_elements_work(python: Open) -> None:
+    model = python(executing(answer("x")), inputs=[spec("x", [-1])], outputs=[spec("y", [-1])])
+    results = model.run({"x": np.zeros((2, 0), np.float32)}, {"x": np.zeros((0, 3), np.float32)})
+    assert [tensor.shape for tensor in results.outputs[0]] == [(2, 0), (0, 3)]
+    assert results.errors == {}
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BYTES], ids=str)
+def test_members_of_one_batch_may_answer_with_different_shapes(python: Open, dtype: DType) -> None:
+    model = python(
+        executing(answer(f"np.zeros((1, int(x[0, 0])), pb_utils.triton_to_numpy_type({dtype.number}))")),
+        outputs=[spec("y", [-1], dtype)],
+    )
+    results = model.whole(rows(1, 3))
+    assert [tensor.shape for tensor in results.outputs[0]] == [(1, 1), (1, 3)]
+
+
+def test_an_optional_input_that_was_not_given_is_none(python: Open) -> None:
+    model = python(
+        executing(f"assert len(request.inputs()) == 1\nassert x is None\n{answer('np.ones((1, 4), np.float32)')}"),
+        inputs=[spec("x", optional=True), spec("z")],
+    )
+    assert values(model.run({"z": rows(1)})) == [rows(1).tolist()]
+
+
+def test_reshape_shows_the_model_one_shape_and_the_client_another(python: Open) -> None:
+    model = python(
+        executing(f"assert x.shape[1:] == (2, 2) and given.shape() == list(x.shape)\n{answer('x.reshape(-1, 4, 1)')}"),
+        inputs=[spec("x", reshape=(2, 2))],
+        outputs=[spec("y", reshape=(4, 1))],
+    )
+    assert values(model.run({"x": rows(1, 2)})) == [rows(1, 2).tolist()]
+
+
+def test_only_wanted_outputs_are_taken_unknown_ones_ignored_and_missing_ones_left_out(python: Open) -> None:
+    tensors = "[pb_utils.Tensor('y', x), pb_utils.Tensor('nobody', x), pb_utils.Tensor('z', x)]"
+    model = python(
+        executing(f"responses.append(pb_utils.InferenceResponse({tensors}))"),
+        outputs=[spec("y"), spec("z"), spec("missing")],
+    )
+    results = model.run({"x": rows(1)}, wanted=("z", "missing"))
+    assert [column[0] is None for column in results.outputs] == [True, False, True]
+    assert results.errors == {}
+
+
+def test_async_execute_runs_on_a_loop_of_its_instance(python: Open) -> None:
+    source = HEAD + dedent("""
+        import asyncio
+        class TritonPythonModel:
+            async def one(self, request):
+                await asyncio.sleep(0)
+                x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+                return pb_utils.InferenceResponse([pb_utils.Tensor("y", x + 1)])
+            async def execute(self, requests):
+                return await asyncio.gather(*[self.one(request) for request in requests])
+    """)
+    model = python(source)
+    assert values(model.run({"x": rows(1)}, {"x": rows(2)})) == [rows(2).tolist(), rows(3).tolist()]
+    assert values(model.run({"x": rows(5)})) == [rows(6).tolist()]
+
+
+def test_a_request_tells_what_it_is(python: Open) -> None:
+    facts = (
+        "[request.request_id(), request.correlation_id(), request.flags(), json.loads(request.parameters()),"
+        " request.requested_output_names(), request.model_name(), request.model_version(), request.priority(),"
+        " request.timeout(), request.is_cancelled()]"
+    )
+    body = f"self.seen = {facts}\nraise pb_utils.TritonModelException(json.dumps(self.seen))"
+    model = python("import json\n" + executing(body))
+    about = Request(
+        {},
+        id="r1",
+        priority=3,
+        timeout_us=500,
+        sequence_id="s",
+        sequence_start=True,
+        sequence_end=True,
+        parameters={"temperature": 0.5},
+    )
+    with pytest.raises(ModelFailed) as caught:
+        model.run({"x": rows(1)}, about=[about])
+    text = str(caught.value)
+    found = json.loads(text[text.index("[") : text.rindex("]") + 1])
+    assert found == ["r1", "s", 3, {"temperature": 0.5}, ["y"], "m", 1, 3, 500, False]
+
+
+def test_initialize_gets_tritons_arguments_and_finalize_is_called_once(
+    python: Open, repository: Repository, tmp_path: Any
+) -> None:
+    written = tmp_path / "written.json"
+    source = HEAD + dedent(f"""
+        import json, pathlib
+        class TritonPythonModel:
+            def initialize(self, args):
+                self.args = args
+                config = json.loads(args["model_config"])
+                assert pb_utils.get_input_config_by_name(config, "x")["data_type"] == "TYPE_FP32"
+                assert pb_utils.get_output_config_by_name(config, "y")["dims"] == [4]
+                assert pb_utils.get_output_config_by_name(config, "q") is None
+                assert not pb_utils.using_decoupled_model_transaction_policy(config)
+            def execute(self, requests):
+                return []
+            def finalize(self):
+                with open({str(written)!r}, "a") as file:
+                    file.write(json.dumps(self.args) + "\\n")
+    """)
+    model = python(source, instance="group_3")
+    model.instance.close()
+    model.instance.close()
+    found = json.loads(written.read_text())
+    assert all(isinstance(value, str) for value in found.values())
+    del found["model_config"]
+    assert found == {
+        "model_instance_kind": "CPU",
+        "model_instance_name": "group_3",
+        "model_instance_device_id": "0",
+        "model_repository": str(repository.path / "m"),
+        "model_version": "1",
+        "model_name": "m",
+    }
+
+
+def test_a_models_log_messages_carry_its_name(python: Open, caplog: pytest.LogCaptureFixture) -> None:
+    body = (
+        "logger = pb_utils.Logger\nlogger.log_info('100% fine')\nlogger.log_warn('w')\nlogger.log_error('e')\n"
+        f"logger.log_verbose('v')\nlogger.log('plain')\nlogger.log('bad', logger.ERROR)\n{answer('x')}"
+    )
+    with caplog.at_level(logging.DEBUG, "flowserve.model.m"):
+        python(executing(body)).run({"x": rows(1)})
+    assert [(record.name, record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("flowserve.model.m", "INFO", "100% fine"),
+        ("flowserve.model.m", "WARNING", "w"),
+        ("flowserve.model.m", "ERROR", "e"),
+        ("flowserve.model.m", "DEBUG", "v"),
+        ("flowserve.model.m", "INFO", "plain"),
+        ("flowserve.model.m", "ERROR", "bad"),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- who writes
+
+
+def test_a_model_may_write_into_its_input_and_nobody_else_sees_it(python: Open) -> None:
+    model = python(executing(f"x *= 2\n{answer('x')}"))
+    kept, readonly = rows(1), rows(1)
+    readonly.flags.writeable = False
+    for array in (kept, readonly):
+        assert values(model.run({"x": array}, may_write=False)) == [rows(2).tolist()]
+        assert array.tolist() == rows(1).tolist()
+    assert values(model.run({"x": readonly}, may_write=True)) == [rows(2).tolist()]
+    assert readonly.tolist() == rows(1).tolist()
+
+
+def test_the_last_reader_writes_into_the_memory_itself(python: Open) -> None:
+    array = rows(1)
+    python(executing(f"x *= 2\n{answer('x')}")).run({"x": array}, may_write=True)
+    assert array.tolist() == rows(2).tolist()
+
+
+def test_an_input_at_an_odd_address_arrives_aligned(python: Open) -> None:
+    body = bytearray(17)
+    array = np.frombuffer(body, np.float32, offset=1).reshape(1, 4)
+    model = python(executing(f"assert x.flags.aligned\n{answer('x + 1')}"))
+    assert values(model.run({"x": array}, may_write=True)) == [rows(1).tolist()]
+
+
+WIDE = 40_000  # FP32 elements: more than the 64 KiB from which arrays are taken without copying
+
+
+def wide(python: Open, source: str, max_batch_size: int = 8) -> Opened:
+    return python(source, inputs=[spec("x", [WIDE])], outputs=[spec("y", [WIDE])], max_batch_size=max_batch_size)
+
+
+def ones(*marks: float) -> np.ndarray:
+    return np.array([[mark] * WIDE for mark in marks], np.float32)
+
+
+@pytest.mark.parametrize("expression", ["x * 2", "(x * 2).reshape(1, -1)", "(x[0] * 2)[None]"])
+def test_a_large_fresh_answer_is_taken_as_it_is(python: Open, expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flowserve.backends import python_answers
+
+    taken: list[int] = []
+    take = python_answers.HOST.take
+    monkeypatch.setattr(python_answers.HOST, "take", lambda nbytes: taken.append(nbytes) or take(nbytes))
+    model = wide(python, executing(answer(expression)))
+    results = model.run({"x": ones(1)}, {"x": ones(2)}, may_write=True)
+    assert [tensor.array[0, 0] for tensor in results.outputs[0]] == [2, 4]
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        # a buffer that is filled again for the next request
+        "self.buffer = getattr(self, 'buffer', np.empty((1, 40000), np.float32))\nself.buffer[...] = x\n"
+        + answer("self.buffer"),
+        "self.buffer = getattr(self, 'buffer', np.empty((1, 40000), np.float32))\nself.buffer[...] = x\n"
+        + answer("self.buffer[:]"),
+        # a tensor, and a response, that are kept
+        (
+            "self.tensor = getattr(self, 'tensor', None) or pb_utils.Tensor('y', np.empty((1, 40000), np.float32))\n"
+            "self.tensor.as_numpy()[...] = x\nresponses.append(pb_utils.InferenceResponse([self.tensor]))"
+        ),
+        (
+            "y = x * 1\nself.kept = pb_utils.InferenceResponse([pb_utils.Tensor('y', y)])\ndel y\n"
+            "responses.append(self.kept)"
+        ),
+        # the input, under another name
+        answer("x"),
+        "responses.append(pb_utils.InferenceResponse([pb_utils.Tensor('y', given.as_numpy())]))",
+    ],
+)
+def test_what_a_model_keeps_is_not_what_the_next_step_writes_to(python: Open, body: str) -> None:
+    """Whoever reads the answer may write to it; the model's own array, and its input, must not change by that."""
+    model = wide(python, executing(body))
+    array = ones(1)
+    first = model.run({"x": array}, may_write=False).outputs[0][0].array
+    first[...] = -1
+    second = model.run({"x": ones(2)}, may_write=False).outputs[0][0].array
+    assert array[0, 0] == 1
+    assert first[0, 0] == -1
+    assert second[0, 0] == 2
+    assert not np.shares_memory(first, second)
+
+
+def test_two_answers_that_are_one_array_become_two(python: Open) -> None:
+    model = python(
+        executing("y = x * 2\nresponses.append(pb_utils.InferenceResponse([pb_utils.Tensor(n, y) for n in 'yz']))"),
+        inputs=[spec("x", [WIDE])],
+        outputs=[spec("y", [WIDE]), spec("z", [WIDE])],
+    )
+    results = model.run({"x": ones(1)})
+    assert not np.shares_memory(results.outputs[0][0].array, results.outputs[1][0].array)
+
+
+def test_answers_are_contiguous_whatever_the_model_made(python: Open) -> None:
+    model = python(
+        executing(answer("np.ones((200, 300, 1), np.float32).T")),
+        outputs=[spec("y", [300, 200])],
+        inputs=[spec("x")],
+    )
+    assert model.run({"x": rows(1)}).outputs[0][0].array.flags.c_contiguous
+
+
+# ------------------------------------------------------------------------------------------------------ failures
+
+
+@pytest.mark.fault("D5")
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("", ModelFailed),
+        (", pb_utils.TritonError.UNKNOWN", ModelFailed),
+        (", pb_utils.TritonError.INTERNAL", ModelFailed),
+        (", pb_utils.TritonError.NOT_FOUND", NotFound),
+        (", pb_utils.TritonError.INVALID_ARG", Invalid),
+        (", pb_utils.TritonError.UNAVAILABLE", Unavailable),
+        (", pb_utils.TritonError.UNSUPPORTED", Unsupported),
+        (", pb_utils.TritonError.ALREADY_EXISTS", Invalid),
+        (", pb_utils.TritonError.CANCELLED", Cancelled),
+    ],
+)
+def test_a_request_the_model_refuses_fails_alone_with_the_models_words(
+    python: Open, code: str, kind: type[FlowserveError]
+) -> None:
+    body = f"""
+if x[0, 0] == 2:
+    responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("two is too many"{code})))
+else:
+    {answer("x")}
+"""
+    results = python(executing(body)).whole(rows(1, 2, 3))
+    assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
+    assert {m: (type(error), str(error)) for m, error in results.errors.items()} == {1: (kind, "two is too many")}
+
+
+@pytest.mark.fault("D6", "R1")
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("raise ValueError('no such thing')", "message: ValueError: no such thing (model 'm')"),
+        ("raise pb_utils.TritonModelException('of its own')", "TritonModelException: of its own"),
+        ("import sys; sys.exit(3)", "message: SystemExit: 3"),
+        ("x[99]", "IndexError"),
+    ],
+)
+def test_a_model_that_raises_fails_its_batch_without_a_traceback_and_serves_the_next(
+    python: Open, body: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = python(executing(f"if x[0, 0] == 0:\n    {body}\n{answer('x')}"))
+    with pytest.raises(ModelFailed) as caught:
+        model.run({"x": rows(1)}, {"x": rows(0)})
+    assert str(caught.value).startswith("Failed to process the request(s) for model instance 'm_0', message: ")
+    assert text in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert "model.py" in caplog.text
+    assert values(model.run({"x": rows(1)})) == [rows(1).tolist()]
+
+
+@pytest.mark.fault("D6")
+@pytest.mark.parametrize(("change", "count"), [("responses[1:]", 1), ("responses * 2", 4), ("[]", 0)])
+def test_another_number_of_responses_than_requests_fails_the_batch(python: Open, change: str, count: int) -> None:
+    model = python(HEAD + DOUBLE.replace("return responses", f"return {change}"))
+    with pytest.raises(ModelFailed) as caught:
+        model.run({"x": rows(1)}, {"x": rows(2)})
+    assert str(caught.value) == (
+        "Number of InferenceResponse objects do not match the number of InferenceRequest objects. InferenceRequest(s) "
+        f"size is:2, and InferenceResponse(s) size is:{count} (model 'm')"
+    )
+
+
+@pytest.mark.fault("D6")
+def test_no_list_at_all_fails_the_batch(python: Open) -> None:
+    with pytest.raises(ModelFailed, match="TypeError"):
+        python(HEAD + DOUBLE.replace("return responses", "return None")).run({"x": rows(1)})
+
+
+@pytest.mark.fault("S10", "B9")
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("x.astype(np.float64)", "the configuration promises FP32, the model answered float64"),
+        ("x[:, :3]", "the configuration promises shape [1,4], the model answered [1,3]"),
+        ("np.concatenate([x, x])", "the configuration promises shape [1,4], the model answered [2,4]"),
+        ("x[0]", "the configuration promises shape [1,4], the model answered [4]"),
+        ("np.ones((), np.float32)", "the configuration promises shape [1,4], the model answered []"),
+        ("np.array([['a'] * 4])", "the configuration promises FP32, the model answered <U1"),
+    ],
+)
+def test_an_answer_of_another_type_or_shape_fails_its_request_only(python: Open, expression: str, text: str) -> None:
+    results = python(executing(answer(f"{expression} if x[0, 0] == 2 else x"))).whole(rows(1, 2, 3))
+    assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
+    assert {m: (type(error), str(error)) for m, error in results.errors.items()} == {
+        1: (ModelFailed, f"model 'm', output 'y': {text}")
+    }
+
+
+def test_something_else_than_a_response_fails_its_request_only(python: Open) -> None:
+    results = python(executing(f"if x[0, 0] == 2:\n    responses.append(None)\nelse:\n    {answer('x')}")).whole(
+        rows(1, 2)
+    )
+    assert values(results) == [rows(1).tolist(), None]
+    assert str(results.errors[1]) == "model 'm' answered NoneType where InferenceResponse was expected"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("request.get_response_sender()", "model 'm': decoupled responses (get_response_sender) are not supported yet"),
+        (
+            "pb_utils.InferenceRequest(model_name='other', requested_output_names=['y'], inputs=[given]).exec()",
+            "model 'm': calling model 'other' from a model (BLS) is not supported yet",
+        ),
+        (
+            "pb_utils.MetricFamily",
+            "triton_python_backend_utils.MetricFamily: metrics made by models is not supported yet",
+        ),
+    ],
+)
+def test_what_is_not_there_yet_says_so_by_name(python: Open, body: str, text: str) -> None:
+    with pytest.raises(ModelFailed) as caught:
+        python(executing(body)).run({"x": rows(1)})
+    assert text in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("class TritonPythonModel:\n  def execute(self, requests:\n", "m/1/model.py:2:"),
+        ("class Model: pass\n", "m/1/model.py: model 'm' has no class TritonPythonModel"),
+        ("import no_such_package\n", "model 'm' (m/1/model.py): import failed: ModuleNotFoundError"),
+        ("class TritonPythonModel: pass\n", "class TritonPythonModel in m/1/model.py has no method execute"),
+        (
+            "class TritonPythonModel:\n  def initialize(self, args): raise OSError('no weights')\n  execute = 1",
+            "model 'm' (m/1/model.py): initialize failed: OSError: no weights",
+        ),
+        ("import sys; sys.exit(1)", "import failed: SystemExit: 1"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_says_what_is_wrong_with_its_file(
+    python: Open, repository: Repository, source: str, text: str
+) -> None:
+    with pytest.raises(FlowserveError) as caught:
+        python(source)
+    assert text in str(caught.value)
+    assert str(repository.path) not in str(caught.value)
+
+
+def test_a_missing_file_is_named(repository: Repository, opened: Open) -> None:
+    with pytest.raises(Invalid, match=r"failed to load 'm' version 1: file m/1/model\.py does not exist"):
+        opened(config_of(inputs=[spec("x")], outputs=[spec("y")]))
+
+
+def test_two_models_with_a_file_of_the_same_name_each_get_their_own(python: Open, repository: Repository) -> None:
+    body = "import helper\nfrom helper import mark\n" + executing(answer("x + helper.mark + mark"))
+    models = []
+    for name, mark in (("one", 1), ("two", 10)):
+        repository.write(name, "1/helper.py", f"mark = {mark}\n")
+        models.append(python(body, name=name))
+    assert [values(model.run({"x": rows(0)})) for model in models] == [[rows(2).tolist()], [rows(20).tolist()]]
+    assert "helper" not in sys.modules
+    assert not any("/one/" in folder or "/two/" in folder for folder in sys.path)
+
+
+def test_relative_imports_packages_and_the_models_own_folder_work(python: Open, repository: Repository) -> None:
+    repository.write("m", "1/near.py", "mark = 1\n")
+    repository.write("m", "1/parts/__init__.py", "from parts.inner import mark\n")
+    repository.write("m", "1/parts/inner.py", "mark = 10\n")
+    repository.write("m", "shared.py", "mark = 100\n")
+    source = "from .near import mark as a\nimport parts, shared\n" + executing(
+        answer("x + a + parts.mark + shared.mark")
+    )
+    assert values(python(source).run({"x": rows(0)})) == [rows(111).tolist()]
+
+
+def test_files_beside_a_model_are_found_while_it_initialises_and_runs(python: Open, repository: Repository) -> None:
+    repository.write("m", "1/late.py", "mark = 5\n")
+    source = executing(
+        f"import late\n{answer('x + late.mark + self.mark')}",
+        "def initialize(self, args):",
+        "    import late",
+        "    self.mark = late.mark",
+    )
+    model = python(source)
+    for _ in range(2):
+        assert values(model.run({"x": rows(0)})) == [rows(10).tolist()]
+    assert "late" not in sys.modules
+
+
+def test_instances_of_one_model_share_nothing(python: Open) -> None:
+    source = "count = [0]\n" + executing(f"count[0] += 1\n{answer('x + count[0]')}")
+    first, second = python(source), python(source, instance="m_1")
+    assert values(first.run({"x": rows(0)})) == [rows(1).tolist()]
+    assert values(first.run({"x": rows(0)})) == [rows(2).tolist()]
+    assert values(second.run({"x": rows(0)})) == [rows(1).tolist()]
+
+
+def test_a_closed_instance_leaves_no_modules_behind(python: Open) -> None:
+    before = set(sys.modules)
+    python(HEAD + DOUBLE).instance.close()
+    assert {name for name in set(sys.modules) - before if "flowserve_model" in name} == set()
+
+
+def test_models_on_several_threads_keep_their_names_and_files_apart(python: Open, repository: Repository) -> None:
+    models = []
+    for mark in range(4):
+        repository.write(f"m{mark}", "1/helper.py", f"mark = {mark}\n")
+        models.append(python("import helper\n" + executing(answer("x + helper.mark")), name=f"m{mark}"))
+    wrong: list[int] = []
+
+    def work(mark: int) -> None:
+        wrong.extend(mark for _ in range(50) if values(models[mark].run({"x": rows(0)})) != [rows(mark).tolist()])
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [({}, False), ({"execution": "thread"}, False), ({"execution": "inline"}, True), ({"execution": "auto"}, True)],
+)
+def test_other_peoples_code_runs_on_the_loop_only_where_somebody_asked(
+    repository: Repository, options: dict[str, str], allowed: bool
+) -> None:
+    repository.write("m", FILE, HEAD + DOUBLE)
+    assert registry.find("python").load(config_of(), repository.files(), options).may_run_inline is allowed
+
+
+# ---------------------------------------------------------------------------------------------------- completion
+
+
+def complete(repository: Repository, body: str, config: ModelConfig | None = None) -> Completion:
+    lines = "\n".join("        " + line for line in dedent(body).strip().splitlines())
+    repository.write(
+        "m",
+        FILE,
+        "class TritonPythonModel:\n    @staticmethod\n    def auto_complete_config(auto_complete_model_config):\n"
+        f"        config = auto_complete_model_config\n{lines}\n",
+    )
+    return registry.find("python").complete(config or config_of(), repository.files())
+
+
+FILL = """
+config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [4]})
+config.add_output({"name": "y", "data_type": "TYPE_STRING", "dims": [-1]})
+config.set_max_batch_size(16)
+config.set_dynamic_batching()
+return config
+"""
+
+
+def test_a_model_completes_its_configuration(repository: Repository) -> None:
+    found = complete(repository, FILL)
+    assert found.inputs == (spec("x"),)
+    assert found.outputs == (spec("y", [-1], DType.BYTES),)
+    assert (found.max_batch_size, found.dynamic_batching) == (16, True)
+
+
+def test_what_the_user_wrote_stays(repository: Repository) -> None:
+    written = config_of(inputs=[spec("x")], max_batch_size=2)
+    written = replace(written, dynamic_batching=DynamicBatching(), json={**written.json, "dynamic_batching": {}})
+    found = complete(repository, FILL, written)
+    assert (found.max_batch_size, found.dynamic_batching) == (None, False)
+    assert found.inputs == (spec("x"),)
+
+
+def test_a_model_without_auto_complete_config_is_not_even_imported(repository: Repository) -> None:
+    repository.write("m", FILE, "raise RuntimeError('imported')\n")
+    assert registry.find("python").complete(config_of(), repository.files()) == Completion()
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("return None", "auto_complete_config function in model 'm' must return a valid pb.ModelConfig object"),
+        (
+            "config.add_input({'name': 'x'})",
+            "ValueError: input added in auto_complete_config function lacks 'data_type",
+        ),
+        (
+            "config.add_input({'name': 'x', 'data_type': 'TYPE_INT8', 'dims': [4]})",
+            "model configuration specified data_type TYPE_FP32, but in auto_complete_config function it has data_type ",
+        ),
+        ("config.set_max_batch_size(1)", "configuration specified max_batch_size 2"),
+        (
+            "config.set_model_transaction_policy({'decoupled': True})\nreturn config",
+            "decoupled models are not",
+        ),
+        ("config.set_model_transaction_policy({'other': 1})", "unknown properties other"),
+    ],
+)
+def test_a_completion_that_contradicts_the_user_is_refused(repository: Repository, body: str, text: str) -> None:
+    with pytest.raises(FlowserveError) as caught:
+        complete(repository, body, config_of(inputs=[spec("x")], max_batch_size=2))
+    assert text in str(caught.value)
