@@ -8,6 +8,7 @@ file does not know what a backend does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,8 @@ from typing import Final, cast
 
 from flowserve.backends.base import Backend
 from flowserve.errors import Unsupported
+
+log = logging.getLogger("flowserve.backends")
 
 GROUP: Final = "flowserve.backends"
 
@@ -44,12 +47,19 @@ def find(name: str) -> Backend:
         raise Unsupported(f"backend '{name}' ({entry.value}) cannot be loaded: {error}") from error
 
 
+@cache
 def default_files() -> Mapping[str, str]:
-    """The file that each backend's version folders hold unless a configuration names another, by backend."""
+    """The file that each backend's version folders hold unless a configuration names another, by backend. One that
+    cannot be loaded is left out, with a warning.
+    """
     files = {name: file for name, (_, _, file) in _BUILT_IN.items()}
     for name in _entries():
-        if name not in files:
+        if name in files:
+            continue
+        try:
             files[name] = find(name).default_filename
+        except Unsupported as error:
+            log.warning("%s", error)
     return files
 
 

@@ -1,0 +1,155 @@
+"""What base.py promises of every backend, asked of every real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import pytest
+
+from flowserve.backends import registry
+from flowserve.backends.base import ModelFiles, Work
+from flowserve.config.types import Completion, InstanceGroup
+from flowserve.errors import Invalid, ModelFailed
+from flowserve.memory.assemble import gather, scatter
+from flowserve.memory.pool import Pool
+from flowserve.memory.tensor import Tensor
+from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
+from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
+from flowserve.values import DType, Request
+
+PYTHON = """
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        tensors = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", -x), pb_utils.Tensor("z", abs(x))]) for x in tensors]
+"""
+X, Y, Z = (onnx_value(name, DType.FP32, ("N", 4)) for name in "xyz")
+MODELS = {
+    "python": PYTHON.encode(),
+    "onnxruntime": onnx_model([onnx_node("Neg", ["x"], ["y"]), onnx_node("Abs", ["x"], ["z"])], [X], [Y, Z]),
+}
+Open = Callable[..., Opened]
+
+
+@pytest.fixture(params=sorted(registry.default_files()))
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(backend: str, repository: Repository, opened: Open) -> Opened:
+    """Answers y = -x and z = |x|."""
+    repository.write("m", f"1/{registry.find(backend).default_filename}", MODELS[backend])
+    return opened(config_of(backend, inputs=[spec("x")], outputs=[spec("y"), spec("z")], max_batch_size=8))
+
+
+def test_there_is_a_model_here_for_every_backend(backend: str) -> None:
+    assert backend in MODELS
+
+
+def test_outputs_come_by_index_and_member(model: Opened) -> None:
+    one, two = sample(DType.FP32), 2 * sample(DType.FP32, 2)
+    results = model.run({"x": one}, {"x": two})
+    assert values(results, 0) == [(-one).tolist(), (-two).tolist()]
+    assert values(results, 1) == [one.tolist(), two.tolist()]
+    assert [tensor.shape for tensor in results.outputs[0]] == [(1, 4), (2, 4)]
+    assert dict(results.errors) == {}
+
+
+def test_the_two_moments_are_read_from_the_given_clock_in_order(model: Opened) -> None:
+    ticks = count(100)
+    column: list[Tensor | None] = [*scatter(sample(DType.FP32), [1])]
+    results = model.instance.run(Work([column], [1], [Request({})], [("y",)]), lambda: next(ticks))
+    assert (results.gathered_ns, results.computed_ns) == (100, 101)
+
+
+def test_an_input_that_may_not_be_written_to_is_as_it_was(model: Opened) -> None:
+    array = sample(DType.FP32, 3)
+    array.flags.writeable = False
+    model.run({"x": array}, may_write=False)
+    assert array.tolist() == sample(DType.FP32, 3).tolist()
+
+
+def test_only_what_is_wanted_is_answered(model: Opened) -> None:
+    results = model.run({"x": sample(DType.FP32)}, wanted=("z",))
+    assert results.outputs[0] == [None]
+    assert values(results, 1) == [sample(DType.FP32).tolist()]
+
+
+def test_answers_are_the_callers_and_later_runs_leave_them_alone(model: Opened) -> None:
+    first = model.run({"x": sample(DType.FP32)}).outputs[0][0]
+    kept = first.array.tolist()
+    model.run({"x": 5 * sample(DType.FP32)})
+    assert first.array.tolist() == kept
+
+
+def test_a_small_batch_goes_to_the_next_model_without_being_copied(model: Opened) -> None:
+    results = model.whole(sample(DType.FP32, 4))
+    assert results.copied_bytes == 0
+    present = [tensor for tensor in results.outputs[0] if tensor is not None]
+    joined, copied = gather(present, Pool())
+    assert copied == 0
+    assert joined.tolist() == (-sample(DType.FP32, 4)).tolist()
+
+
+def test_answers_are_contiguous_and_aligned(model: Opened) -> None:
+    for column in model.whole(sample(DType.FP32, 4)).outputs:
+        for tensor in column:
+            assert tensor.block.flags.c_contiguous
+            assert tensor.block.flags.aligned
+
+
+def test_instances_of_one_model_run_side_by_side(model: Opened) -> None:
+    second = model.model.instance("m_1", InstanceGroup("m"))
+    second.open()
+    other = Opened(model.config, model.model, second)
+    one, two = model.run({"x": sample(DType.FP32)}), other.run({"x": sample(DType.FP32)})
+    second.close()
+    assert values(one) == values(two) == values(model.run({"x": sample(DType.FP32)}))
+
+
+def test_a_model_says_what_the_runtime_asks_it(model: Opened) -> None:
+    assert type(model.model.is_pure) is bool
+    assert type(model.model.may_run_inline) is bool
+    assert model.model.default_instance_count >= 1
+
+
+@pytest.mark.fault("C12")
+def test_a_missing_file_is_invalid_by_its_relative_name(backend: str, repository: Repository) -> None:
+    found = registry.find(backend)
+    (repository.path / "m" / "1").mkdir(parents=True)
+    for ask in (found.complete, lambda config, files: found.load(config, files, {})):
+        with pytest.raises(Invalid) as caught:
+            ask(config_of(backend), repository.files())
+        assert f"file m/1/{found.default_filename} does not exist; folder m/1 is empty" in str(caught.value)
+
+
+def test_a_missing_version_is_invalid_by_its_relative_name(backend: str, repository: Repository) -> None:
+    (repository.path / "m").mkdir()
+    with pytest.raises(Invalid, match="there is no folder m/7 either"):
+        registry.find(backend).load(config_of(backend), ModelFiles(repository.path, repository.path / "m", 7), {})
+
+
+def test_a_complete_configuration_is_left_as_it_is(backend: str, repository: Repository) -> None:
+    repository.write("m", f"1/{registry.find(backend).default_filename}", MODELS[backend])
+    config = config_of(backend, inputs=[spec("x")], outputs=[spec("y"), spec("z")], max_batch_size=8)
+    assert registry.find(backend).complete(config, repository.files()) == Completion()
+
+
+@pytest.mark.fault("S10")
+def test_an_answer_the_configuration_forbids_names_model_and_output(
+    backend: str, repository: Repository, opened: Open
+) -> None:
+    x, y = (onnx_value(name, DType.FP32, ("N", "K")) for name in "xy")
+    free = {**MODELS, "onnxruntime": onnx_model([onnx_node("Neg", ["x"], ["y"])], [x], [y])}
+    repository.write("m", f"1/{registry.find(backend).default_filename}", free[backend])
+    model = opened(config_of(backend, inputs=[spec("x", [-1])], outputs=[spec("y", [4])], max_batch_size=8))
+    text = "model 'm', output 'y': the configuration promises shape [1,4], the model answered [1,6]"
+    try:
+        errors = list(model.run({"x": np.ones((1, 6), np.float32)}).errors.values())
+    except ModelFailed as error:
+        errors = [error]
+    assert [str(error) for error in errors] == [text]

@@ -1,0 +1,76 @@
+"""The examples on the pages about backends do what the pages say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve.backends import registry
+from flowserve.backends.base import Backend, ModelFiles
+from flowserve.config.types import ModelConfig
+from flowserve.errors import Invalid
+from flowserve.repository.layout import ModelFolder, find_models
+from flowserve.repository.read import read_model
+from flowserve.testing.backends import Opened, Repository, config_of, spec, values
+
+Open = Callable[..., Opened]
+
+
+def read(repository: Repository) -> dict[str, ModelConfig]:
+    """Every model of the repository, completed by its own files as the server does it."""
+
+    def complete(config: ModelConfig, folder: ModelFolder, version: int) -> Any:
+        return registry.find(config.backend).complete(config, ModelFiles(folder.repository, folder.path, version))
+
+    folders = find_models([repository.path]).folders
+    return {folder.name: read_model(folder, registry.default_files(), complete).config for folder in folders}
+
+
+@pytest.fixture
+def models(repository: Repository, root: Path, opened: Open) -> dict[str, Opened]:
+    """The models of docs/python-models.md: each block stands under its file's name."""
+    page = (root / "docs/python-models.md").read_text()
+    files = re.findall(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for path, text in files:
+        name, _, file = path.partition("/")
+        repository.write(name, file, text)
+    return {name: opened(config) for name, config in read(repository).items()}
+
+
+def text(*words: str) -> np.ndarray:
+    return np.array([[word.encode()] for word in words], object)
+
+
+def test_the_shouting_model_shouts_and_refuses_only_the_empty_text(models: dict[str, Opened]) -> None:
+    results = models["shout"].run({"TEXT": text("hello")}, {"TEXT": text("")}, {"TEXT": text("a", "b")})
+    assert values(results) == [[[b"HELLO!"]], None, [[b"A!"], [b"B!"]]]
+    assert [(m, type(error), str(error)) for m, error in results.errors.items()] == [(1, Invalid, "nothing to shout")]
+
+
+def test_the_counting_model_needs_no_configuration(models: dict[str, Opened]) -> None:
+    config = models["count"].config
+    assert config.max_batch_size == 16
+    assert config.dynamic_batching is not None
+    assert values(models["count"].run({"VALUES": np.zeros((2, 3), np.float32)})) == [[[3], [3]]]
+
+
+def test_the_backend_of_ones_own_serves(repository: Repository, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (root / "docs/backends.md").read_text()
+    namespace: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0], namespace)
+    backend: Backend = namespace["ScaleBackend"]()
+    repository.write("m", "1/scale.txt", "2.5")
+    config = config_of("scale", inputs=[spec("x")], outputs=[spec("y")], max_batch_size=4)
+    model = backend.load(config, repository.files(), {})
+    served = Opened(config, model, model.instance("m_0", config.instance_groups))  # type: ignore[arg-type]
+    assert values(served.run({"x": np.ones((1, 4), np.float32)})) == [[[2.5] * 4]]
+
+
+def test_the_table_of_backends_is_the_registrys(root: Path) -> None:
+    rows = re.findall(r"^\| `(\w+)`.*\| `([\w.]+)`", (root / "docs/backends.md").read_text(), re.MULTILINE)
+    assert dict(rows).items() >= registry.default_files().items()

@@ -1,0 +1,87 @@
+"""Backends by name, ours and other packages'."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from flowserve.backends import registry
+from flowserve.errors import Unsupported
+
+
+class Third:
+    """Somebody else's backend."""
+
+    name = "third"
+    default_filename = "model.third"
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two entry points as other packages declare them: one that works, one that does not."""
+    entries = [
+        EntryPoint("third", "third_module:Third", registry.GROUP),
+        EntryPoint("broken", "no_such_module:Broken", registry.GROUP),
+    ]
+    module: Any = type(sys)("third_module")
+    module.Third = Third
+    monkeypatch.setitem(sys.modules, "third_module", module)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in entries if e.group == group])
+    for cached in (registry.find, registry.default_files):
+        cached.cache_clear()
+    yield
+    for cached in (registry.find, registry.default_files):
+        cached.cache_clear()
+
+
+def test_built_in_backends_are_found_by_name() -> None:
+    assert [registry.find(name).name for name in ("onnxruntime", "python")] == ["onnxruntime", "python"]
+    assert registry.find("python") is registry.find("python")
+
+
+def test_the_table_of_default_files_agrees_with_the_backends() -> None:
+    files = registry.default_files()
+    assert (
+        {name: registry.find(name).default_filename for name in files}
+        == files
+        == {
+            "onnxruntime": "model.onnx",
+            "python": "model.py",
+        }
+    )
+
+
+def test_an_unknown_backend_is_refused_listing_the_known_ones() -> None:
+    with pytest.raises(Unsupported) as caught:
+        registry.find("tensorrt")
+    assert str(caught.value) == (
+        "unable to find backend library for backend 'tensorrt': flowserve has onnxruntime, python"
+    )
+
+
+@pytest.mark.usefixtures("third_party")
+def test_a_package_adds_its_backend_by_an_entry_point() -> None:
+    assert isinstance(registry.find("third"), Third)
+    with pytest.raises(Unsupported, match="flowserve has broken, onnxruntime, python, third"):
+        registry.find("unknown")
+
+
+@pytest.mark.usefixtures("third_party")
+def test_a_backend_that_cannot_be_imported_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Unsupported, match=r"backend 'broken' \(no_such_module:Broken\) cannot be loaded"):
+        registry.find("broken")
+    assert registry.default_files() == {"onnxruntime": "model.onnx", "python": "model.py", "third": "model.third"}
+    assert "backend 'broken'" in caplog.text
+
+
+def test_onnxruntime_is_not_imported_before_it_is_needed() -> None:
+    program = (
+        "import sys; from flowserve.backends import registry; registry.default_files(); registry.find('python'); "
+        "sys.exit('onnxruntime' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
