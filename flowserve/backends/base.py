@@ -3,12 +3,14 @@
 A `Backend` knows a kind of model file. `load` gives a `LoadedModel` (one per model version: the file, read once), and
 that gives one `Instance` per copy that may run at the same time. The runtime drives them so:
 
-* `complete` and `load` are called on a worker thread, may block, and raise `Invalid` (or `Unsupported`) with a text that names both sides.
+* `complete` and `load` are called on a worker thread, may block, and raise `Invalid` (or `Unsupported`) with a text
+  that names both sides.
 * an instance's `open`, `run` and `close` are never called at the same time, `open` first, `close` last; `run` may
   happen on the event loop (inline) or on the instance's own thread, whichever the runtime measured cheaper. So `run`
   never awaits and never touches trio.
 * `run` gets tensors it may keep only until it returns, and whose arrays it must not write to unless `Work.may_write`
   says so. What it returns is owned by the runtime: arrays it does not write to again.
+* tensors have the shapes of the configuration's `dims` on both sides; a backend applies `TensorSpec.reshape` itself.
 * a failure of the whole batch is raised; a failure of one member is put in `Results.errors`.
 
 Backends do not know graphs, queues or clocks: `run` reports the two moments the statistics need through the clock it

@@ -12,14 +12,14 @@ know what a model's class looks like.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 _numbers = count()
 # Two models may not look for a `helper` at the same time: the name stands in sys.modules while it is imported.
@@ -33,7 +33,7 @@ class Owner:
 
     def __init__(self, model: str, folders: Sequence[str]) -> None:
         self.model = model
-        self.folders = folders
+        self.folders = tuple(folders)
 
 
 class _Scope(threading.local):
@@ -71,6 +71,27 @@ class WorkingFor:
             _forget_siblings()
 
 
+class _FreshLoader(SourceFileLoader):
+    """Reads the source every time. Python's own cache would be written into the user's repository, and it tells an
+    edited file from the old one by whole seconds and length only: a reload could bring the old code back.
+    """
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _RelativeFinder:
+    """Finds what lies in packages of this thread's model: first of all, so that it is read fresh."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        owner = scope.owner
+        if path is None or owner is None or not any(entry.startswith(owner.folders) for entry in path):
+            return None
+        return _fresh(PathFinder.find_spec(name, path, target))
+
+
 class _SiblingFinder:
     """Finds top-level modules in the folders of this thread's model, after everything else failed to."""
 
@@ -79,29 +100,36 @@ class _SiblingFinder:
         owner = scope.owner
         if path is not None or owner is None:
             return None
-        spec = PathFinder.find_spec(name, owner.folders, target)
+        spec = _fresh(PathFinder.find_spec(name, owner.folders, target))
         if spec is not None:
             scope.found.append(name)
         return spec
 
 
+def _fresh(spec: ModuleSpec | None) -> ModuleSpec | None:
+    if spec is not None and type(spec.loader) is SourceFileLoader:
+        spec.loader = _FreshLoader(spec.loader.name, spec.loader.path)
+    return spec
+
+
 def import_model(file: Path, owner: Owner) -> ModuleType:
     """Run `file` as a new module. Raises whatever it raises."""
     if _SiblingFinder not in sys.meta_path:
+        sys.meta_path.insert(0, _RelativeFinder)
         sys.meta_path.append(_SiblingFinder)
     package = f"_flowserve_model_{next(_numbers)}"
     # A package around the file, so that relative imports have something to be relative to.
     sys.modules[package] = parent = ModuleType(package)
     parent.__path__ = list(owner.folders)
     name = f"{package}.{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file.name} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    loader = _FreshLoader(name, str(file))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None  # a loader that knows its file always has one
+    module = module_from_spec(spec)
     sys.modules[name] = module
     try:
         with _importing, WorkingFor(owner):
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
     except BaseException:
         forget_model(module)
         raise

@@ -581,6 +581,17 @@ def test_instances_of_one_model_share_nothing(python: Open) -> None:
     assert values(second.run({"x": rows(0)})) == [rows(1).tolist()]
 
 
+def test_edited_files_are_read_again_and_no_caches_are_written(python: Open, repository: Repository) -> None:
+    for mark in (1, 2, 3):  # all within a second, all of one length: what Python's own cache cannot tell apart
+        repository.write("m", "1/helper.py", f"mark = {mark}\n")
+        repository.write("m", "1/parts/__init__.py", "")
+        repository.write("m", "1/parts/inner.py", f"mark = {mark}\n")
+        source = executing(answer(f"x + {mark} + a + b + inner.mark"))
+        source = "from helper import mark as a\nfrom .helper import mark as b\nfrom parts import inner\n" + source
+        assert values(python(source).run({"x": rows(0)})) == [rows(4 * mark).tolist()]
+    assert list(repository.path.rglob("__pycache__")) == []
+
+
 def test_a_closed_instance_leaves_no_modules_behind(python: Open) -> None:
     before = set(sys.modules)
     python(HEAD + DOUBLE).instance.close()

@@ -1,0 +1,88 @@
+"""The small functions that models find in `triton_python_backend_utils`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowserve.backends import triton_python_backend_utils as pb_utils
+from flowserve.backends.shapes import fits, reshaped, shown
+from flowserve.values import DType
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=str)
+def test_data_types_go_back_and_forth(dtype: DType) -> None:
+    assert pb_utils.triton_string_to_numpy(dtype.config_name) is dtype.numpy.type
+    assert pb_utils.triton_to_numpy_type(dtype.number) is dtype.numpy.type
+    assert pb_utils.numpy_to_triton_type(dtype.numpy) == dtype.number
+    assert pb_utils.numpy_to_triton_type(dtype.numpy.type) == dtype.number
+
+
+@pytest.mark.parametrize("text", [np.str_, np.bytes_, np.dtype("S4"), np.dtype("U4")])
+def test_every_kind_of_numpy_text_is_a_string_to_triton(text: object) -> None:
+    assert pb_utils.numpy_to_triton_type(text) == DType.BYTES.number
+
+
+def test_strings_are_serialized_and_other_tensors_are_not() -> None:
+    encoded = pb_utils.serialize_byte_tensor(np.array([[b"a\0", "ü"]], object))
+    assert encoded is not None
+    assert pb_utils.deserialize_bytes_tensor(encoded).tolist() == [b"a\0", "ü".encode()]
+    assert pb_utils.serialize_byte_tensor(np.zeros(2)) is None
+    assert pb_utils.deserialize_bytes_tensor(b"").tolist() == []
+
+
+def test_a_tensor_tells_what_it_is() -> None:
+    tensor = pb_utils.Tensor("x", np.zeros((2, 3), np.int8))
+    assert (tensor.name(), tensor.shape(), tensor.triton_dtype(), tensor.is_cpu()) == ("x", [2, 3], 6, True)
+    assert tensor.dtype() == np.int8
+    with pytest.raises(TypeError, match="Tensor 'x' wants a numpy array, got list"):
+        pb_utils.Tensor("x", [1])  # type: ignore[arg-type]
+
+
+def test_tensors_travel_by_dlpack_without_a_copy() -> None:
+    array = np.arange(4, dtype=np.float32)
+    tensor = pb_utils.Tensor("x", array)
+    for offered in (tensor, tensor.to_dlpack(), array):
+        taken = pb_utils.Tensor.from_dlpack("y", offered)
+        assert taken.name() == "y"
+        assert np.shares_memory(taken.as_numpy(), array)
+
+
+def test_a_response_is_asked_for_its_tensors_and_its_error() -> None:
+    tensor = pb_utils.Tensor("y", np.zeros(1))
+    response = pb_utils.InferenceResponse([tensor])
+    assert pb_utils.get_output_tensor_by_name(response, "y") is tensor
+    assert pb_utils.get_output_tensor_by_name(response, "z") is None
+    assert response.output_tensors() == [tensor]
+    assert not response.has_error()
+    refused = pb_utils.InferenceResponse(error=pb_utils.TritonError("no", pb_utils.TritonError.NOT_FOUND))
+    error = refused.error()
+    assert error is not None
+    assert (refused.has_error(), error.message(), error.code(), str(error)) == (True, "no", 2, "no")
+
+
+def test_an_error_in_old_models_may_be_a_plain_text() -> None:
+    error = pb_utils.InferenceResponse([], "went wrong").error()
+    assert error is not None
+    assert error.message() == "went wrong"
+
+
+def test_names_that_triton_has_none_of_are_plainly_absent() -> None:
+    assert not hasattr(pb_utils, "nonsense")
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        pb_utils.nonsense  # noqa: B018
+
+
+def test_a_shape_fits_where_every_size_is_allowed() -> None:
+    assert fits((2, 3), (2, 3))
+    assert fits((2, 3), (-1, 3))
+    assert fits((), ())
+    assert not fits((2, 3), (3, 3))
+    assert not fits((2, 3), (-1,))
+    assert not fits((2,), (-1, -1))
+
+
+def test_sizes_that_vary_move_over_from_the_left() -> None:
+    assert reshaped((5, 2, 7), (-1, 2, -1), (2, -1, 1, -1)) == (2, 5, 1, 7)
+    assert reshaped((1,), (1,), ()) == ()
+    assert shown((-1, 3)) == "[-1,3]"
