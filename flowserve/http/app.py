@@ -149,9 +149,7 @@ class _Pages:
         return _json(self._engine.index(ready_only=ready))
 
     async def metrics(self, request: Request) -> Response:
-        engine = self._engine
-        served = [one.statistics for entry in engine.entries.values() for one in entry.ready.values()]
-        return Response(metrics_text(served, engine.pending()), media_type=CONTENT_TYPE)
+        return Response(metrics_text(self._engine.counters()), media_type=CONTENT_TYPE)
 
     async def nothing(self, request: Request) -> Response:
         raise HTTPException(404)

@@ -119,7 +119,7 @@ def target(path: str) -> tuple[str, str] | None:
 
 def is_version(text: str) -> bool:
     """Whether `text` can stand for a version in a URL; anything else there is an unknown path."""
-    return text.isascii() and text.isdigit()
+    return text.isascii() and text.isdigit() and len(text) < 20
 
 
 def _header_length(value: bytes) -> int:

@@ -7,14 +7,13 @@ when somebody asks, so that counting stays cheap.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import Statistics
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -60,37 +59,36 @@ _FAILURES: Final[tuple[tuple[str, Reading], ...]] = (
 )
 
 
-def metrics_text(served: Iterable[Statistics], pending: Mapping[ModelKey, int]) -> bytes:
-    """The exposition of every deployment in `served`. `pending` is how many requests wait in each model's queue."""
+def metrics_text(counters: Iterable[tuple[Statistics, int]]) -> bytes:
+    """The exposition of every deployment: its statistics, and how many requests wait in its queue now."""
     registry = CollectorRegistry()
-    registry.register(_Deployments(sorted(served, key=lambda one: (one.name, one.version)), pending))
+    registry.register(_Deployments(sorted(counters, key=lambda pair: (pair[0].name, pair[0].version))))
     # The library insists on a counter's name ending in _total, Triton's end as they are.
     return _TOTAL.sub(rb"\1\2", generate_latest(registry))
 
 
 class _Deployments(Collector):
-    def __init__(self, served: list[Statistics], pending: Mapping[ModelKey, int]) -> None:
-        self._served = served
-        self._pending = pending
+    def __init__(self, counters: list[tuple[Statistics, int]]) -> None:
+        self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=_LABELS)
-            for one in self._served:
+            for one, _ in self._counters:
                 counter.add_metric(_labels(one), read(one))
             yield counter
         failures = CounterMetricFamily(
             "nv_inference_request_failure", "Number of failed inference requests", labels=(*_LABELS, "reason")
         )
-        for one in self._served:
+        for one, _ in self._counters:
             for reason, read in _FAILURES:
                 failures.add_metric([*_labels(one), reason], read(one))
         yield failures
         waiting = GaugeMetricFamily(
             "nv_inference_pending_request_count", "Number of requests waiting to be executed", labels=_LABELS
         )
-        for one in self._served:
-            waiting.add_metric(_labels(one), self._pending.get(ModelKey(one.name, one.version), 0))
+        for one, pending in self._counters:
+            waiting.add_metric(_labels(one), pending)
         yield waiting
 
 

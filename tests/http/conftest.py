@@ -93,11 +93,11 @@ class Running:
         self.sockets.callback(stream.socket.close)
         return Client(stream)
 
-    async def until(self, condition: Callable[[], object]) -> None:
+    async def until(self, condition: Callable[[], object], every_s: float = 0.001) -> None:
         """Come back when `condition` holds; it depends on what the server does, which sets no event for tests."""
         with trio.fail_after(60):
             while not condition():  # noqa: ASYNC110
-                await trio.sleep(0.001)
+                await trio.sleep(every_s)
 
 
 Start = Callable[..., Awaitable[Running]]

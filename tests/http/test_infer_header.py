@@ -7,6 +7,8 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowserve.errors import FlowserveError, Invalid, Unsupported
 from flowserve.http.infer_header import parse_header
@@ -126,12 +128,25 @@ def test_deep_nesting_is_refused(depth: int) -> None:
 
 
 @pytest.mark.fault("J8")
+@given(st.lists(st.text(alphabet='[]{}"\\x', max_size=30), max_size=40), st.integers(0, 150))
+def test_depth_is_counted_outside_strings_only(strings: list[str], depth: int) -> None:
+    data: Any = strings
+    for _ in range(depth):
+        data = [data]
+    text = one_input(datatype="BYTES", data=data)
+    if 4 + depth > 100:
+        assert refusal(text) == "JSON nesting depth exceeds maximum allowed limit (100)"
+    else:
+        assert parse_header(text, "m").inputs[0].data == data
+
+
+@pytest.mark.fault("J8")
 def test_nesting_of_50_and_brackets_inside_strings_are_accepted() -> None:
     data: Any = [1, 2]
     for _ in range(46):
         data = [data]
     assert parse_header(one_input(data=data), "m").inputs[0].data == data
-    brackets = ['[[[["' * 100, "{" * 200]
+    brackets = ['[[[["' * 100, "{" * 200, "\\" * 7 + "[" * 200, '"', "[" * 200]
     assert parse_header(one_input(datatype="BYTES", data=brackets), "m").inputs[0].data == brackets
 
 

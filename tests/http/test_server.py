@@ -353,7 +353,7 @@ async def test_clients_that_never_read_are_cut_and_others_are_served(start: Star
     client = await running.connect()
     assert (await client.ask(GET)).body == b"\0"
     began = trio.current_time()
-    await running.until(lambda: running.server.statistics().connections == 1)
+    await running.until(lambda: running.server.statistics().connections == 1, every_s=1)
     assert trio.current_time() - began < Limits().write_timeout_s + 2
     for one in deaf:
         with pytest.raises(trio.BrokenResourceError):
