@@ -272,13 +272,14 @@ class GivenRequest(InferenceRequest):
     def inputs(self) -> list[Tensor]:
         found = self._inputs
         if found is None:
+            # Written out plainly: this runs for every request.
             work, member = self._work, self._member
-            columns = zip(self._model.inputs, work.inputs, work.may_write or self._model.may_not_write, strict=True)
-            found = self._inputs = [
-                _Input(spec, rows, allowed is not None and allowed[member])
-                for spec, column, allowed in columns
-                if (rows := column[member]) is not None
-            ]
+            columns, writable = work.inputs, work.may_write
+            found = self._inputs = []
+            for i, spec in enumerate(self._model.inputs):
+                rows = columns[i][member]
+                if rows is not None:
+                    found.append(_Input(spec, rows, writable is not None and writable[i][member]))
         return found
 
     def _facts(self) -> dict[str, Any]:
@@ -301,13 +302,12 @@ class GivenRequest(InferenceRequest):
 class ModelFacts:
     """What all requests to one model have in common."""
 
-    __slots__ = ("inputs", "may_not_write", "name", "version")
+    __slots__ = ("inputs", "name", "version")
 
     def __init__(self, name: str, version: int, inputs: tuple[TensorSpec, ...]) -> None:
         self.name = name
         self.version = version
         self.inputs = inputs
-        self.may_not_write: list[None] = [None] * len(inputs)
 
 
 class InferenceResponse:
