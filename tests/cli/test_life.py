@@ -70,7 +70,8 @@ def get(served: Served, path: str) -> httpx.Response:
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Ask again until it holds; nothing tells us when another process has come that far."""
-    for _ in range(3000):
+    patience = time.monotonic() + 30
+    while time.monotonic() < patience:
         if condition():
             return
         time.sleep(0.01)
