@@ -138,6 +138,7 @@ GOLDEN: dict[str, tuple[tuple[int, ...], int, list[int], list[int], list[int]]] 
     "[4,6] without delay: 5": ((4, 6), 0, [1] * 5, [4, 1], []),
     "[4,6] without delay: 7": ((4, 6), 0, [1] * 7, [6, 1], []),
     "[4,6] without delay: 3": ((4, 6), 0, [1] * 3, [3], []),
+    "[4,6] without delay: 4, 1, 2": ((4, 6), 0, [4, 1, 2], [4, 3], []),
     "12 x 1, preferred 4": ((4,), 10, [1] * 12, [4, 4, 4], []),
     "delay only: 12 x 1": ((8,), 10, [1] * 12, [8], [4]),
 }

@@ -277,6 +277,17 @@ def test_who_leaves_while_running_runs_out_and_goes_no_further(server: Recorder)
     assert server.turn() == [("b", ["stayer"])]
 
 
+def test_who_leaves_lets_go_of_its_tensors_at_once(server: Recorder) -> None:
+    server.serve(A)
+    given = rows_of()
+    held = weakref.ref(given)
+    leaver = server.submit(ALONE, "leaver", inputs=[given])
+    del given
+    server.turn()
+    server.dispatcher.cancel(leaver)
+    assert held() is None  # what runs has its own hold on what it reads
+
+
 def test_who_leaves_out_of_a_queue_makes_room(server: Recorder) -> None:
     server.serve(A, DynamicBatcher(BatchPolicy.simple(2)))
     server.submit(ALONE, 1)

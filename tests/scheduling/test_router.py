@@ -17,7 +17,7 @@ from flowserve.values import DType, TensorSpec
 
 FREE = TensorSpec("X", DType.FP32, (-1,))
 OTHER = TensorSpec("Y", DType.FP32, (-1,))
-MAYBE = TensorSpec("Z", DType.FP32, (-1,), optional=True)
+MAYBE = TensorSpec("Z", DType.FP32, (2,), optional=True)
 FOUR = TensorSpec("X", DType.FP32, (4,))
 
 
