@@ -16,6 +16,10 @@ from flowserve.http.errors import error_body
 Headers = Iterable[tuple[bytes, bytes]]
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+# Header lines by header, because most answers carry the same ones. Bounded, and emptied when full.
+_LINES: Final[dict[tuple[bytes, bytes], bytes]] = {}
+_KEPT_LINES: Final = 256
+_KEPT_LINE_BYTES: Final = 128
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") for status in HTTPStatus
 }
@@ -23,14 +27,22 @@ _STATUS_LINES: Final = {
 
 def head_bytes(status: int, headers: Headers, framing: bytes) -> bytes:
     """The head of an answer. `framing` is ready-made header lines, each with its line end."""
-    line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-    parts = [line]
-    for name, value in headers:
-        if b"\n" in value or b"\r" in value or b"\n" in name:
-            raise ValueError(f"a line break in the response header {name!r}")
-        parts += (name, b": ", value, b"\r\n")
-    parts += (framing, b"\r\n")
-    return b"".join(parts)
+    lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+    lines += [_LINES.get(header) or _line(header) for header in headers]
+    lines += (framing, b"\r\n")
+    return b"".join(lines)
+
+
+def _line(header: tuple[bytes, bytes]) -> bytes:
+    name, value = header
+    if b"\n" in value or b"\r" in value or b"\n" in name:
+        raise ValueError(f"a line break in the response header {name!r}")
+    line = b"%b: %b\r\n" % header
+    if len(line) <= _KEPT_LINE_BYTES:
+        if len(_LINES) >= _KEPT_LINES:
+            _LINES.clear()
+        _LINES[header] = line
+    return line
 
 
 def refusal(status: int, text: str) -> bytes:
