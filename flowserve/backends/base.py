@@ -19,7 +19,7 @@ is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -96,8 +96,6 @@ class LoadedModel(Protocol):
 
     # True where a batch that raised may be run again in halves: same inputs, same outputs, no effects.
     is_pure: bool
-    # How many instances a group of this kind gets when the configuration does not say.
-    default_instance_count: int
     # True where the runtime may run an instance on the event loop when it measures that to be cheaper.
     may_run_inline: bool
 
@@ -114,12 +112,14 @@ class Backend(Protocol):
     name: str
     # The file a version folder holds unless the configuration names another: "model.onnx".
     default_filename: str
+    # How many instances a group gets when the configuration does not say.
+    default_instance_count: int
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
         """Read what the model says about itself. `config` is what the user wrote so far, unchecked."""
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> LoadedModel:
-        """Read one version. `options` are the server's own for this backend ("execution": "thread" | "inline", ...)."""
-
-
-Backends = Sequence[Backend]
+        """Read one version. `options` are what the server knows and the model does not: `execution` ("thread",
+        "inline" or "auto": where instances will run) and `runs_at_once` (how many instances of this backend the
+        server will have, all models together, so that they can share the cores).
+        """

@@ -57,6 +57,7 @@ class OnnxRuntime:
 
     name = "onnxruntime"
     default_filename = "model.onnx"
+    default_instance_count = 2  # as Triton's for this backend on the CPU
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
         """As Triton: nothing for a configuration that names inputs and outputs, whatever else it leaves out."""
@@ -69,7 +70,7 @@ class OnnxRuntime:
         return completion(config, _signature(session), relative(path, files))
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> OnnxModel:
-        """Of `options`, `intra_op_threads` is the share of the cores that each run may use."""
+        """The cores are shared out between the runs that may happen at once, unless the model's parameters say more."""
         path = self._path(config, files)
         session = _open(config, path, files, _settings(config, options))
         signature = _signature(session)
@@ -88,7 +89,6 @@ class OnnxModel:
     """One version: its session, and what to expect of it."""
 
     is_pure = True
-    default_instance_count = 2  # as Triton's for this backend on the CPU
     may_run_inline = True
 
     def __init__(self, config: ModelConfig, session: Any, signature: Signature) -> None:
@@ -296,7 +296,7 @@ def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:
 def _settings(config: ModelConfig, options: Mapping[str, str]) -> Any:
     settings = ort.SessionOptions()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = int(options.get("intra_op_threads", "0")) or cores
+    share = max(1, cores // int(options.get("runs_at_once", "1")))
     # Triton's 0 means "you choose", as does saying nothing.
     settings.intra_op_num_threads = _parameter(config, "intra_op_thread_count", 0) or share
     settings.inter_op_num_threads = _parameter(config, "inter_op_thread_count", 0) or 1

@@ -45,6 +45,7 @@ class PythonBackend:
 
     name = "python"
     default_filename = "model.py"
+    default_instance_count = 1
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
         """What the model's `auto_complete_config` adds. The model is imported only where it has one."""
@@ -78,7 +79,6 @@ class PythonModel:
     """One version. Each instance imports the code for itself."""
 
     is_pure = False
-    default_instance_count = 1
 
     def __init__(self, source: _Source, *, may_run_inline: bool) -> None:
         self.may_run_inline = may_run_inline

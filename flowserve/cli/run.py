@@ -26,6 +26,7 @@ from flowserve.errors import FlowserveError
 from flowserve.http.app import AppOptions, make_app
 from flowserve.http.limits import Limits
 from flowserve.http.server import Server
+from flowserve.memory.pool import HOST, tune_malloc
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.loader import load_repositories
 
@@ -35,6 +36,7 @@ _log = logging.getLogger("flowserve.cli")
 def run(options: RunOptions) -> int:
     """Serve until told to stop. Returns the exit status."""
     logs.configure(options.log_verbose, options.log_format)
+    tune_malloc()
     try:
         return trio.run(_run, options)
     except KeyboardInterrupt:  # before the handlers were in place
@@ -61,7 +63,7 @@ async def _run(options: RunOptions) -> int:
             engine_options, exit_timeout_s=options.exit_timeout_s, on_close=_must_be_closed
         ) as engine:
             app = make_app(engine, AppOptions(max_body_bytes=options.http_max_input_size))
-            server = Server(app, Limits(max_body_bytes=options.http_max_input_size))
+            server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
                 status = await _load(options, engine, shutdown, output(), where)

@@ -7,10 +7,11 @@ knows what lies in a slot.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flowserve.graph.types import GRAPH, Graph, ModelKey
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey
 
 NO_SLOT: Final = -1  # an optional input nobody feeds, or an output nobody reads
 
@@ -19,6 +20,7 @@ NO_SLOT: Final = -1  # an optional input nobody feeds, or an output nobody reads
 class PlanNode:
     """`inputs[i]` is the slot of the model's i-th input, `outputs[j]` of its j-th output; NO_SLOT where unmapped.
     `distinct_inputs` are the input slots, each once: a step reads a tensor once, however many inputs it feeds.
+    `writes` are the mapped outputs as (j, slot, consumers of the slot).
 
     `variable` lists the input indices whose shapes must agree within a batch (some dimension is -1, not ragged).
     `optional` tells that some input may be absent: then all members of a batch must carry the same set.
@@ -33,6 +35,7 @@ class PlanNode:
     inputs: tuple[int, ...]
     distinct_inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    writes: tuple[tuple[int, int, tuple[int, ...]], ...]
     max_batch_size: int
     variable: tuple[int, ...]
     optional: bool
@@ -42,7 +45,7 @@ class PlanNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """`missing[n]`: how many distinct slots node n waits for; `sources`: the nodes that wait for none.
+    """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits for.
     `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it, ""
     where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a flow's
     slots after its inputs begin as.
@@ -51,16 +54,21 @@ class Plan:
     graph: Graph
     nodes: tuple[PlanNode, ...]
     blank: tuple[None, ...]
+    first: tuple[int, ...]
     missing: tuple[int, ...]
-    sources: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
     needed_by: tuple[str, ...]
     readers: tuple[int, ...]
     output_slots: tuple[int, ...]
 
 
-def make_plan(graph: Graph) -> Plan:
-    """Number the tensors of a well-formed graph. The plan's arrays are indexed by node index and by slot."""
+def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
+    """Number the tensors of a well-formed graph. The plan's arrays are indexed by node index and by slot.
+
+    `outputs` are the graph outputs somebody wants, None for all: steps that only serve others are never ready, as on
+    Triton. Numbers are the same in every plan of a graph.
+    """
+    edges = _needed(graph, outputs)
     slot_of: dict[tuple[int, int], int] = {(GRAPH, i): i for i in range(len(graph.inputs))}
     checks: dict[int, list[tuple[int, tuple[int, ...]]]] = {node.index: [] for node in graph.nodes}
     for edge in graph.edges:
@@ -70,8 +78,10 @@ def make_plan(graph: Graph) -> Plan:
     readers = [0] * len(slot_of)
     needed_by = [""] * len(slot_of)
     output_slots = [NO_SLOT] * len(graph.outputs)
-    for edge in graph.edges:
+    read: set[int] = set()
+    for edge in edges:
         slot = slot_of[edge.producer, edge.output]
+        read.add(slot)
         if edge.consumer == GRAPH:
             output_slots[edge.input] = slot
             readers[slot] += 1
@@ -95,7 +105,8 @@ def make_plan(graph: Graph) -> Plan:
     nodes = []
     for node in graph.nodes:
         inputs = tuple(fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs)))
-        outputs = tuple(slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs)))
+        made = [slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs))]
+        written = tuple(slot if slot in read else NO_SLOT for slot in made)
         nodes.append(
             PlanNode(
                 index=node.index,
@@ -103,25 +114,43 @@ def make_plan(graph: Graph) -> Plan:
                 model=node.model,
                 inputs=inputs,
                 distinct_inputs=tuple(dict.fromkeys(slot for slot in inputs if slot != NO_SLOT)),
-                outputs=outputs,
+                outputs=written,
+                writes=tuple((j, slot, tuple(consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT),
                 max_batch_size=node.max_batch_size,
                 variable=tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged),
                 optional=any(spec.optional for spec in node.inputs),
                 checks=tuple(checks[node.index]),
-                wanted=tuple(spec.name for spec, slot in zip(node.outputs, outputs, strict=True) if slot != NO_SLOT),
+                wanted=tuple(spec.name for spec, slot in zip(node.outputs, written, strict=True) if slot != NO_SLOT),
             )
         )
+    made_by_nodes = range(len(graph.inputs), len(slot_of))
+    missing = tuple(sum(slot in made_by_nodes for slot in node.distinct_inputs) for node in nodes)
     return Plan(
         graph=graph,
         nodes=tuple(nodes),
         blank=(None,) * (len(slot_of) - len(graph.inputs)),
-        missing=tuple(len(node.distinct_inputs) for node in nodes),
-        sources=tuple(node.index for node in nodes if not node.distinct_inputs),
+        first=tuple(node.index for node in nodes if node.writes and not missing[node.index]),
+        missing=missing,
         consumers=tuple(tuple(nodes_) for nodes_ in consumers),
         needed_by=tuple(needed_by),
         readers=tuple(readers),
         output_slots=tuple(output_slots),
     )
+
+
+def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:
+    """The edges that lead to the wanted outputs."""
+    if outputs is None:
+        return graph.edges
+    wanted = {i for i, spec in enumerate(graph.outputs) if spec.name in outputs}
+    reached = [edge for edge in graph.edges if edge.consumer == GRAPH and edge.input in wanted]
+    nodes = {edge.producer for edge in reached}
+    for node in reversed(graph.nodes):  # in topological order: a node's readers come after it
+        if node.index in nodes:
+            feeding = [edge for edge in graph.edges if edge.consumer == node.index]
+            reached += feeding
+            nodes.update(edge.producer for edge in feeding)
+    return [edge for edge in graph.edges if edge in reached]
 
 
 def _full(dims: tuple[int, ...], max_batch_size: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from flowserve.config.types import ModelConfig
 from flowserve.graph.plan import Plan, make_plan
@@ -16,6 +17,8 @@ from flowserve.observe.statistics import Statistics
 from flowserve.runtime.admission import Admission
 from flowserve.scheduling.dispatcher import ModelQueue
 from flowserve.values import TensorSpec
+
+_PLANS_MAX: Final = 64
 
 
 class Deployment:
@@ -34,6 +37,7 @@ class Deployment:
         self.config = config
         self.graph = graph
         self.plan: Plan = make_plan(graph)
+        self._plans: dict[tuple[str, ...], Plan] = {}
         self.route = route  # the queue of each node's model
         self.admission = Admission(graph)
         self.statistics = statistics
@@ -42,6 +46,17 @@ class Deployment:
         self.inputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.inputs}
         self.outputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.outputs}
         self.output_slot = {spec.name: self.plan.output_slots[i] for i, spec in enumerate(graph.outputs)}
+
+    def plan_for(self, outputs: tuple[str, ...]) -> Plan:
+        """The plan that runs no step whose outputs nobody wants. `outputs` are names of this deployment's outputs."""
+        if not self.graph.is_ensemble:
+            return self.plan
+        plan = self._plans.get(outputs)
+        if plan is None:
+            if len(self._plans) >= _PLANS_MAX:  # outputs in every order, from a client that plays
+                self._plans.clear()
+            plan = self._plans[outputs] = make_plan(self.graph, outputs)
+        return plan
 
 
 @dataclass(slots=True)

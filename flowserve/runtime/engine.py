@@ -16,7 +16,7 @@ from typing import Any
 import trio
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
-from flowserve.backends.base import Results
+from flowserve.backends.base import LoadedModel, Results
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
 from flowserve.graph.types import Graph, ModelKey
@@ -53,6 +53,7 @@ class Engine:
         self.dispatcher = Dispatcher(self._start, self._answered)
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
         self._hosts: list[Host] = []
+        self._models: list[LoadedModel] = []
         self._queues: dict[ModelKey, ModelQueue] = {}
         self._statistics: dict[ModelKey, Statistics] = {}
         self._pump = Pump(self.dispatcher, self.clock)
@@ -147,7 +148,8 @@ class Engine:
         if self._is_draining:
             raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
         tensors = admission.admit(request)
-        flow = Flow(deployment.plan, deployment.route, tensors, self.clock(), request.stamp, request, deployment)
+        plan = deployment.plan if not request.outputs else deployment.plan_for(request.outputs)
+        flow = Flow(plan, deployment.route, tensors, self.clock(), request.stamp, request, deployment)
         flow.wanted = admission.wanted(request)
         flow.waiter = current_task()
         self.dispatcher.submit(flow)
@@ -208,11 +210,12 @@ class Engine:
 
     # ------------------------------------------------------------------ beginning and ending
 
-    def add_model(self, key: ModelKey, batcher: Batcher, hosts: Sequence[Host], *, is_pure: bool) -> None:
-        """Give a model version its queue; plans refer to it by `key`."""
+    def add_model(self, key: ModelKey, batcher: Batcher, hosts: Sequence[Host], model: LoadedModel) -> None:
+        """Give a model version its queue; plans refer to it by `key`. The engine closes its instances in the end."""
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
         self._hosts += hosts
-        queue = ModelQueue(key, batcher, hosts, is_pure=is_pure, observer=statistics)
+        self._models.append(model)
+        queue = ModelQueue(key, batcher, hosts, is_pure=model.is_pure, observer=statistics)
         self._queues[key] = queue
         self.dispatcher.add(queue)
 
@@ -261,6 +264,8 @@ class Engine:
             async with trio.open_nursery() as nursery:
                 for host in self._hosts:
                     nursery.start_soon(close_one, host, name=f"close {host.name}")
+            for model in self._models:
+                await trio.to_thread.run_sync(model.close, abandon_on_cancel=True)
         return sorted(open_hosts)
 
 

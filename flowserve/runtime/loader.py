@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -116,48 +116,55 @@ class _Load:
         engine = self._engine
         read = self._read[name]
         started_ns = engine.clock()
-        loaded: list[tuple[int, LoadedModel, list[Host]]] = []
+        loaded: dict[int, _Loaded] = {}
         self._report(LoadEvent(name, 0, "loading"))
         try:
             for version in graphs:
-                model, hosts = await self._load_version(read, version)
-                loaded.append((version, model, hosts))
+                loaded[version] = await self._load_version(read, version)
         except FlowserveError as error:
             self._failed[name] = error
-            for _, _, hosts in loaded:
-                await self._close(hosts)
+            for one in loaded.values():
+                await self._in_thread(one.close)
             return
-        for version, model, hosts in loaded:
-            engine.add_model(ModelKey(name, version), _batcher(read.config), hosts, is_pure=model.is_pure)
+        for version, one in loaded.items():
+            engine.add_model(ModelKey(name, version), _batcher(read.config), one.hosts, one.model)
         self._announce(name, graphs, seconds=(engine.clock() - started_ns) / SECOND_NS)
 
-    async def _load_version(self, read: ReadModel, version: int) -> tuple[LoadedModel, list[Host]]:
+    async def _load_version(self, read: ReadModel, version: int) -> _Loaded:
         """Read the model and open its instances. Closes what was opened when one of them fails."""
         config = read.config
         files = ModelFiles(read.folder.repository, read.folder.path, version)
         backend = registry.find(config.backend)
         execution = self._execution(config)
-        model = await self._in_thread(lambda: backend.load(config, files, {"execution": execution}))
-        placement = Placement() if execution == "auto" and model.may_run_inline else None
-        hosts: list[Host] = []
+        options = {"execution": execution, "runs_at_once": str(self._runs_at_once(config.backend))}
+        loaded = _Loaded(await self._in_thread(lambda: backend.load(config, files, options)))
+        placement = Placement() if execution == "auto" and loaded.model.may_run_inline else None
         try:
-            for name, group in _instances(config, model.default_instance_count):
+            for name, group in _instances(config):
                 host = Host(
                     name,
                     config.name,
-                    model.instance(name, group),
+                    loaded.model.instance(name, group),
                     len(config.inputs),
                     placement,
                     self._engine.clock,
                     always_inline=execution == "inline",
-                    may_write=not model.is_pure,
+                    may_write=not loaded.model.is_pure,
                 )
                 await self._in_thread(partial(host.open, self._engine.completions))
-                hosts.append(host)
+                loaded.hosts.append(host)
         except FlowserveError:
-            await self._close(hosts)
+            await self._in_thread(loaded.close)
             raise
-        return model, hosts
+        return loaded
+
+    def _runs_at_once(self, backend: str) -> int:
+        """How many instances of a backend this server will have: they share the cores."""
+        return sum(
+            len(_instances(read.config)) * len(read.versions)
+            for read in self._read.values()
+            if read.config.backend == backend
+        )
 
     def _execution(self, config: ModelConfig) -> str:
         """Where the model's instances run: "inline", "thread", or "auto" (by measurement)."""
@@ -170,10 +177,6 @@ class _Load:
             self._engine.announce(config, graph)
         self._report(LoadEvent(name, 0, "ready", seconds=seconds))
 
-    async def _close(self, hosts: Sequence[Host]) -> None:
-        for host in hosts:
-            await self._in_thread(host.close)
-
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Blocking work of other rooms, at most LOAD_THREADS at once. What is not a FlowserveError becomes one."""
         try:
@@ -185,8 +188,23 @@ class _Load:
             raise Internal(f"{type(error).__name__}: {error}") from error
 
 
-def _instances(config: ModelConfig, default_count: int) -> list[tuple[str, InstanceGroup]]:
+@dataclass(slots=True)
+class _Loaded:
+    """One version of a model and its open instances, until the engine owns them."""
+
+    model: LoadedModel
+    hosts: list[Host] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Blocks."""
+        for host in self.hosts:
+            host.close()
+        self.model.close()
+
+
+def _instances(config: ModelConfig) -> list[tuple[str, InstanceGroup]]:
     """The names of all instances, and the group each belongs to."""
+    default_count = registry.find(config.backend).default_instance_count
     groups = config.instance_groups or (InstanceGroup(config.name),)
     return [
         (f"{group.name}_{number}", group)

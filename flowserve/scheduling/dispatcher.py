@@ -107,9 +107,7 @@ class Dispatcher:
         failed.
         """
         self._set_free(batch)
-        m = -1
-        for ticket in batch.tickets:
-            m += 1
+        for m, ticket in enumerate(batch.tickets):
             flow = ticket.flow
             if flow.done:
                 continue
@@ -117,7 +115,7 @@ class Dispatcher:
                 self._fail(flow, errors[m])
                 continue
             try:
-                tickets = flow.finish_step(ticket.node, [column[m] for column in outputs])
+                tickets = flow.finish_step(ticket.node, outputs, m)
             except FlowserveError as error:
                 self._fail(flow, error)
                 continue
@@ -211,6 +209,9 @@ class Dispatcher:
                 continue
             for ticket in tickets:
                 self._put(ticket, now_ns)
+            if not tickets:  # every output asked for is one of the inputs
+                self._end(flow)
+                self._answered(flow)
 
     def _put(self, ticket: Ticket, now_ns: int) -> None:
         queue: ModelQueue = ticket.flow.route[ticket.node.index]

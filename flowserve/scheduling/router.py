@@ -6,7 +6,7 @@ instances or clocks.
 
 Always true of a flow that is not done (see `Flow.check`):
   (1) a slot holds a handle exactly while it was written and still has readers;
-  (2) `missing[n]` is the number of distinct slots node n still waits for; a node at 0 was handed out exactly once;
+  (2) `missing[n]` is the number of distinct slots of other nodes that node n still waits for; a node at 0 was handed out exactly once;
   (3) `open` counts the steps handed out and not yet finished; a flow with `open` 0 is done.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
-from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
+from flowserve.graph.plan import Plan, PlanNode
 
 
 class Facts(Protocol):
@@ -110,41 +110,29 @@ class Flow:
     def begin(self) -> list[Ticket]:
         """The steps that need nothing but the request's own inputs. Raises `Invalid` where a step cannot take them."""
         plan = self.plan
-        missing = self.missing
-        if len(missing) == 1:
-            self.open = 1
-            missing[0] = 0
-            return [self._ticket(plan.nodes[0])]
-        ready = [*plan.sources]
-        for slot in range(len(plan.graph.inputs)):
-            for consumer in plan.consumers[slot]:
-                missing[consumer] -= 1
-                if not missing[consumer]:
-                    ready.append(consumer)
-        self.open = len(ready)
-        return [self._ticket(plan.nodes[index]) for index in ready]
+        self.open = len(plan.first)
+        return [self._ticket(plan.nodes[index]) for index in plan.first]
 
-    def finish_step(self, node: PlanNode, outputs: Sequence[Facts | None]) -> list[Ticket]:
-        """Store a finished step's outputs (in its model's order) and return the steps that became ready.
+    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+        """Store a finished step's outputs and return the steps that became ready. `outputs[j][m]` is the j-th of its
+        model's.
 
         Afterwards `open` is 0 where that was the last one. An output that was left out (None) is left out of the
         answer, and of the optional inputs it feeds. Raises a FlowserveError where the flow cannot go on.
         """
-        plan = self.plan
         tensors = self.tensors
         missing = self.missing
         readers = self.readers
         tickets: list[Ticket] = []
-        for slot, handle in zip(node.outputs, outputs, strict=True):
-            if slot == NO_SLOT:
-                continue
-            if handle is None and plan.needed_by[slot]:
+        for j, slot, consumers in node.writes:
+            handle = outputs[j][m]
+            if handle is None and self.plan.needed_by[slot]:
                 raise self._deadlock(node, slot)
             tensors[slot] = handle
-            for consumer in plan.consumers[slot]:
+            for consumer in consumers:
                 missing[consumer] -= 1
                 if not missing[consumer]:
-                    tickets.append(self._ticket(plan.nodes[consumer]))
+                    tickets.append(self._ticket(self.plan.nodes[consumer]))
         for slot in node.distinct_inputs:
             readers[slot] -= 1
             if not readers[slot]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flowserve.backends.base import ClockNs, Results, Work
-from flowserve.config.types import ModelConfig, SourceMap
+from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.assemble import gather, scatter
 from flowserve.memory.pool import Pool
@@ -26,7 +26,7 @@ Function = Callable[[Array], Array]
 
 @dataclass
 class FunctionInstance:
-    """An instance that applies `function` to its one gathered input. `batches` keeps the row counts it saw, in order."""
+    """Applies `function` to its one gathered input. `batches` keeps the row counts it saw, in order."""
 
     function: Function
     batches: list[list[int]] = field(default_factory=list)
@@ -50,6 +50,24 @@ class FunctionInstance:
         self.is_open = False
 
 
+@dataclass
+class FunctionModel:
+    """Makes one instance of each function, in turn."""
+
+    functions: Sequence[Function]
+    is_pure: bool
+    may_run_inline: bool = True
+    instances: list[FunctionInstance] = field(default_factory=list)
+
+    def instance(self, name: str, group: InstanceGroup) -> FunctionInstance:
+        instance = FunctionInstance(self.functions[len(self.instances)])
+        self.instances.append(instance)
+        return instance
+
+    def close(self) -> None:
+        assert not any(instance.is_open for instance in self.instances)
+
+
 def add_function(
     engine: Engine,
     name: str,
@@ -64,9 +82,10 @@ def add_function(
 ) -> list[FunctionInstance]:
     """Serve a model made of functions, one instance for each, FP32 `dims` in and out. Blocks while instances open."""
     spec_in, spec_out = TensorSpec("IN", DType.FP32, dims), TensorSpec("OUT", DType.FP32, dims)
-    instances = [FunctionInstance(function) for function in functions]
+    model = FunctionModel(functions, is_pure)
     hosts = []
-    for number, instance in enumerate(instances):
+    for number in range(len(functions)):
+        instance = model.instance(f"{name}_{number}", InstanceGroup(name))
         host = Host(
             f"{name}_{number}", name, instance, 1, placement, engine.clock, always_inline=inline, may_write=False
         )
@@ -74,12 +93,12 @@ def add_function(
         hosts.append(host)
     key = ModelKey(name, 1)
     queue = DynamicBatcher(BatchPolicy.simple(max_batch_size)) if batcher is None else batcher
-    engine.add_model(key, queue, hosts, is_pure=is_pure)
+    engine.add_model(key, queue, hosts, model)
     node = Node(0, name, key, (spec_in,), (spec_out,), max_batch_size)
     edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
     config = _config(name, "functions", (spec_in,), (spec_out,), max_batch_size)
     engine.announce(config, Graph(name, 1, (spec_in,), (spec_out,), max_batch_size, (node,), edges))
-    return instances
+    return model.instances
 
 
 def add_chain(engine: Engine, name: str, models: Sequence[str]) -> None:

@@ -470,7 +470,7 @@ def test_parameters_set_the_session_as_on_triton(repository: Repository, opened:
 
 def test_the_share_of_the_cores_comes_from_the_server(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity())
-    session = opened(onnx_config(), intra_op_threads="1").model.execute.__self__
+    session = opened(onnx_config(), runs_at_once="1000").model.execute.__self__
     assert session.get_session_options().intra_op_num_threads == 1
 
 

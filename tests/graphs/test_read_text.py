@@ -85,7 +85,7 @@ def test_an_empty_page_is_empty_text_that_is_certain(
     assert answer.as_numpy("CONFIDENCE").tolist() == [[1.0]]
 
 
-@pytest.mark.xfail(reason="steps that no wanted output needs are not left out yet", strict=True)
+@pytest.mark.fault("E9")
 def test_only_the_branch_that_is_asked_for_runs(client: triton.InferenceServerClient, files: dict[str, bytes]) -> None:
     def inferences(model: str) -> int:
         return int(client.get_inference_statistics(model)["model_stats"][0]["inference_count"])
