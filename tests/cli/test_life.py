@@ -60,6 +60,11 @@ def write_model(repository: Path, name: str, *, initialize: str = "pass", execut
     return started
 
 
+def wait_for(file: Path) -> str:
+    """The body of an `execute` that ends when the test makes `file`."""
+    return f"while not pathlib.Path({str(file)!r}).exists(): time.sleep(0.01)"
+
+
 def infer(served: Served, name: str, within_s: float = 30) -> httpx.Response:
     return httpx.post(f"{served.base_url}/v2/models/{name}/infer", json=BODY, timeout=within_s, trust_env=False)
 
@@ -203,7 +208,8 @@ def test_strict_readiness_can_be_given_up(tmp_path: Path, serve: Serve) -> None:
 def test_requests_under_way_finish_and_new_ones_are_refused(
     tmp_path: Path, serve: Serve, number: signal.Signals
 ) -> None:
-    started = write_model(tmp_path / "models", "slow", execute="time.sleep(0.4)")
+    done = tmp_path / "done"
+    started = write_model(tmp_path / "models", "slow", execute=wait_for(done))
     served = serve(tmp_path / "models")
     with ThreadPoolExecutor(5) as clients:
         answers = [clients.submit(infer, served, "slow") for _ in range(5)]
@@ -211,13 +217,15 @@ def test_requests_under_way_finish_and_new_ones_are_refused(
         wait_until(lambda: _pending(served, "slow") == 4, "four wait")
         served.process.send_signal(number)
         wait_until(lambda: not _connects(served), "new connections are refused")
+        done.touch()
         assert [answer.result().status_code for answer in answers] == [200] * 5
     assert served.process.wait(10) == 0
 
 
 @pytest.mark.fault("X2")
 def test_a_request_on_an_open_connection_is_refused_while_draining(tmp_path: Path, serve: Serve) -> None:
-    started = write_model(tmp_path / "models", "slow", execute="time.sleep(1.5)")
+    done = tmp_path / "done"
+    started = write_model(tmp_path / "models", "slow", execute=wait_for(done))
     served = serve(tmp_path / "models")
     with ThreadPoolExecutor(1) as clients, socket.create_connection(("127.0.0.1", served.port), timeout=10) as half:
         answer = clients.submit(infer, served, "slow")
@@ -228,6 +236,7 @@ def test_a_request_on_an_open_connection_is_refused_while_draining(tmp_path: Pat
         wait_until(lambda: not _connects(served), "new connections are refused")
         half.sendall(b"\r\n")
         assert not half.recv(65536).startswith(b"HTTP/1.1 200")
+        done.touch()
         assert answer.result().status_code == 200
     assert served.process.wait(10) == 0
 
