@@ -74,7 +74,7 @@ class Connection(Line):
         self._keeps_alive = False
 
     async def run(self) -> None:
-        """Serve the connection to its end. Never raises for what a client or the app did."""
+        """Serve the connection to its end. What happens on it stays on it; only cancelling it from outside gets out."""
         try:
             with self.scope:
                 await self._converse()
@@ -82,6 +82,8 @@ class Connection(Line):
                 self._part()
         except OSError:
             pass  # reset while we read or wrote: the client has nothing more to hear
+        except Exception:
+            _log.exception("connection given up")  # a mistake of ours, or no memory for a body; others go on
         finally:
             self.sock.close()
 

@@ -18,6 +18,7 @@ from trio.testing import MockClock
 from flowserve.http import server as server_module
 from flowserve.http.limits import Limits
 from flowserve.http.server import open_listeners
+from flowserve.memory.pool import Pool
 
 GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
 Start = Callable[..., Awaitable[Any]]
@@ -403,6 +404,22 @@ async def test_an_app_that_raises_is_a_500_and_one_line_in_the_log(
     assert json.loads(answer.body) == {"error": "internal server error"}
     assert caplog.messages == [r"GET '/a\nb' failed"]
     assert (await (await running.connect()).ask(GET)).status == 500
+
+
+async def test_a_body_there_is_no_memory_for_costs_its_connection_and_no_other(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Exhausted(Pool):
+        def take(self, nbytes: int) -> Any:
+            raise MemoryError
+
+    running = await start(echo)
+    running.server.pool = Exhausted()
+    unlucky, other = await running.connect(), await running.connect()
+    await unlucky.say(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n")
+    assert await unlucky.rest() == b""
+    assert "connection given up" in caplog.text
+    assert (await other.ask(GET)).status == 200
 
 
 @pytest.mark.parametrize("value", [b"a\r\nX-Injected: yes", b"a\nb"])
