@@ -184,20 +184,6 @@ def open_listeners(host: str, port: int) -> list[socket.socket]:
     return listeners
 
 
-async def serve(
-    app: ASGIApp,
-    listeners: Sequence[socket.socket],
-    *,
-    limits: Limits | None = None,
-    task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """Serve `app` until the `Server` handed out by `nursery.start` is drained, or this is cancelled."""
-    server = Server(app, limits)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(server.serve, listeners)
-        task_status.started(server)
-
-
 def _sweep_interval(limits: Limits) -> float:
     shortest = min(limits.header_timeout_s, limits.body_timeout_s, limits.write_timeout_s, limits.idle_timeout_s)
     return min(max(shortest / 4, _SWEEP_S_MIN), _SWEEP_S_MAX)
