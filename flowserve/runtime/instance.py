@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -23,6 +23,7 @@ from flowserve.observe.statistics import Statistics
 from flowserve.runtime.clock import ClockNs, wall_clock_ms
 from flowserve.runtime.placement import Placement
 from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.router import Ticket
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -114,29 +115,17 @@ class Host:
 
     def _gather(self, batch: Batch) -> Work:
         tickets = batch.tickets
-        inputs: list[list[Tensor | None]] = []
-        for i in self._inputs:
-            column: list[Tensor | None] = []
-            for ticket in tickets:
-                slot = ticket.node.inputs[i]
-                column.append(ticket.flow.tensors[slot] if slot >= 0 else None)
-            inputs.append(column)
+        inputs: list[list[Tensor | None]] = [
+            [ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets]
+            for i in self._inputs
+        ]
         return Work(
             inputs,
             [ticket.rows for ticket in tickets],
             [ticket.flow.request for ticket in tickets],
-            [ticket.node.wanted if ticket.flow.plan.graph.is_ensemble else ticket.flow.wanted for ticket in tickets],
-            [self._writable(batch, i) for i in self._inputs] if self._may_write else None,
+            [ticket.node.wanted or ticket.flow.wanted for ticket in tickets],
+            [_writable(tickets, i) for i in self._inputs] if self._may_write else None,
         )
-
-    @staticmethod
-    def _writable(batch: Batch, i: int) -> list[bool]:
-        """A model may write into a tensor that nobody else will read, and that feeds only one of its inputs."""
-        allowed = []
-        for ticket in batch.tickets:
-            slot = ticket.node.inputs[i]
-            allowed.append(slot >= 0 and ticket.flow.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1)
-        return allowed
 
     def _run(self, batch: Batch, work: Work, *, inline: bool) -> Outcome:
         begun_ns = self._clock()
@@ -171,6 +160,16 @@ class Host:
             self._instance.close()
         except Exception:
             log.exception("closing instance %s failed", self.name)
+
+
+def _writable(tickets: Sequence[Ticket], i: int) -> list[bool]:
+    """A model may write into a tensor that nobody else will read, and that feeds only one of its inputs."""
+    return [
+        (slot := ticket.node.inputs[i]) >= 0
+        and ticket.flow.is_last_reader(slot)
+        and ticket.node.inputs.count(slot) == 1
+        for ticket in tickets
+    ]
 
 
 def record(statistics: Statistics, batch: Batch, outcome: Outcome, now_ns: int) -> None:
