@@ -26,7 +26,7 @@ Function = Callable[[Array], Array]
 
 @dataclass
 class FunctionInstance:
-    """Applies `function` to its one gathered input. `batches` keeps the row counts it saw."""
+    """Applies `function` to its one gathered input. `batches` keeps the row counts it saw, in order."""
 
     function: Function
     batches: list[list[int]] = field(default_factory=list)
