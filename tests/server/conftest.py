@@ -265,6 +265,7 @@ def served(repository: Path) -> Iterator[Served]:
     """One server of `repository` for this whole folder. Tests leave it idle."""
     with serving(repository) as running:
         yield running
+        assert running.process.poll() is None, f"the server died with status {running.process.poll()}:\n{running.log}"
 
 
 # ------------------------------------------------------------------------------------------------------------ clients

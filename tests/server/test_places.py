@@ -1,0 +1,139 @@
+"""Where a node runs changes nothing in its answers: on a thread, on the event loop, or moved there while it serves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import triton_to_np_dtype
+
+from flowserve.testing.serve import Served, serving
+
+
+@pytest.fixture(scope="module")
+def inline(repository: Path) -> Iterator[Served]:
+    with serving(repository, "--python-execution", "inline") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def inline_wire(inline: Served, wire_to: Callable[[Served], Any]) -> Any:
+    return wire_to(inline)
+
+
+EXECUTION = 'parameters { key: "execution" value { string_value: "%s" } }'
+
+TELLS_ITS_PLACE = """
+backend: "python"
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 1, 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 1, 1 ] }, { name: "ON_LOOP" data_type: TYPE_BOOL dims: [ 1 ] } ]
+"""
+
+
+def row(*numbers: float) -> list[list[float]]:
+    return [list(numbers)]
+
+
+QUESTIONS: list[tuple[str, list[list[float]]]] = [
+    ("join", row()),
+    ("grumpy", row(1, 2, 3, 4)),
+    ("grumpy", row(-1, 2, 3, 4)),
+    ("grumpy", row(1, 2, 3, 4000)),
+    ("fragile", row(-10, 2, 3, 4)),
+    ("fragile", row(5, 6, 7, 8)),
+    ("diamond", row(5, 6, 7, 8)),
+    ("nested", row(0.1, 0.2, 0.3, 0.4)),
+    ("py_FP64", row(0.1)),
+    ("nobody", row(1)),
+]
+
+
+def test_python_models_answer_the_same_on_a_thread_and_on_the_loop(wire: Any, inline_wire: Any) -> None:
+    for model, rows in QUESTIONS:
+        datatype = "FP64" if model == "py_FP64" else "FP32"
+        request = wire.infer_request(model, rows, datatype)
+        (threaded,), (inline,) = wire.together([request]), inline_wire.together([request])
+        assert (inline.status, _placeless(inline.body)) == (threaded.status, _placeless(threaded.body)), model
+
+
+def _placeless(body: bytes) -> bytes:
+    """Without the addresses that an error text may hold."""
+    return re.sub(rb"0x[0-9a-f]+", b"", body)
+
+
+def test_batches_of_python_models_stay_whole_on_the_loop(inline_wire: Any) -> None:
+    requests = [inline_wire.infer_request("diamond", row(i, i, i, i)) for i in range(16)]
+    models = ["gather", "plus_one", "times_three", "join"]
+    answers, batches = inline_wire.batches_during(models, lambda: inline_wire.together(requests))
+    assert [answer.data for answer in answers] == [[(2 * i + 1) + 6 * i] * 4 for i in range(16)]
+    assert batches == {model: {16: 1} for model in models}
+
+
+@pytest.mark.parametrize("wire_name", ["BOOL", "INT64", "FP16", "BF16", "BYTES"])
+def test_data_types_come_back_from_the_loop_as_from_a_thread(
+    client: triton.InferenceServerClient, inline: Served, wire_name: str
+) -> None:
+    given = triton.InferInput("IN", [2, 3], wire_name)
+    array = np.array([[0, 1, 2], [3, 4, 5]]).astype(triton_numpy(wire_name))
+    given.set_data_from_numpy(array)
+    with triton.InferenceServerClient(inline.address) as other:
+        ours, theirs = (one.infer(f"py_{wire_name}", [given]).as_numpy("OUT") for one in (other, client))
+    assert ours.dtype == theirs.dtype
+    assert ours.tolist() == theirs.tolist()
+
+
+def triton_numpy(wire_name: str) -> Any:
+    return np.dtype("S1") if wire_name == "BYTES" else triton_to_np_dtype(wire_name)
+
+
+def test_an_onnx_model_answers_the_same_wherever_it_runs(
+    tmp_path: Path,
+    serve: Callable[..., Served],
+    wire_to: Callable[[Served], Any],
+    add_model: Callable[..., Path],
+    make_arithmetic: Callable[..., bytes],
+) -> None:
+    """The places beside each other: always a thread, always the loop, and whichever is measured cheaper."""
+    for place in ("thread", "inline", "auto"):
+        config = f"max_batch_size: 16\n{EXECUTION % place}"
+        add_model(tmp_path, place, config, {"1/model.onnx": make_arithmetic("Mul", 3)})
+    add_model(tmp_path, "unsaid", "", {"1/model.onnx": make_arithmetic("Mul", 3)})
+    wire = wire_to(serve(tmp_path))
+    for number in range(30):  # well past the runs after which a cheap model is moved
+        requests = [wire.infer_request(name, row(*[number] * 4)) for name in ("thread", "inline", "auto", "unsaid")]
+        answers = wire.together(requests)
+        assert [answer.data for answer in answers] == [[3.0 * number] * 4] * 4
+
+
+def test_a_cheap_model_whose_author_allows_it_moves_to_the_loop_while_it_serves(
+    tmp_path: Path,
+    serve: Callable[..., Served],
+    wire_to: Callable[[Served], Any],
+    add_model: Callable[..., Path],
+    make_python: Callable[..., dict[str, str | bytes]],
+) -> None:
+    """Seen from inside: the event loop turns on the main thread."""
+    files = make_python("""
+        import threading
+        on_loop = threading.current_thread() is threading.main_thread()
+        return answer(OUT=given("IN"), ON_LOOP=np.array([on_loop]))
+    """)
+    for place in ("thread", "inline", "auto"):
+        add_model(tmp_path, place, TELLS_ITS_PLACE + EXECUTION % place, files)
+    wire = wire_to(serve(tmp_path))
+
+    def is_on_loop(name: str) -> bool:
+        outputs = {one["name"]: one["data"] for one in wire.infer(name, row(7)).json["outputs"]}
+        assert outputs["OUT"] == [7.0]
+        (found,) = outputs["ON_LOOP"]
+        return bool(found)
+
+    assert not is_on_loop("auto"), "nothing is measured yet"
+    wire.until(lambda: is_on_loop("auto"), "the cheap model moves")
+    assert is_on_loop("inline")
+    assert not any(is_on_loop("thread") for _ in range(10))
