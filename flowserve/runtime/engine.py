@@ -93,7 +93,7 @@ class Engine:
         return self._find_version(entry, name, version)
 
     def _find_version(self, entry: Entry | None, name: str, version: str) -> Deployment:
-        if version and not (version.isascii() and version.isdecimal() and len(version) < 20 and int(version) > 0):
+        if version and not (_is_version(version) and int(version) > 0):
             raise Invalid(
                 f"failed to get model version from specified version string '{version}': not a positive number"
             )
@@ -127,7 +127,7 @@ class Engine:
             raise Invalid(f"requested model '{name}' is not available")
         if not version:
             return rows_as_json([deployment.statistics for deployment in entry.ready.values()])
-        if not version.isdecimal() or int(version) not in entry.ready:
+        if not _is_version(version) or int(version) not in entry.ready:
             raise Invalid(f"requested model version is not available for model '{name}'")
         return rows_as_json([entry.ready[int(version)].statistics])
 
@@ -267,6 +267,10 @@ class Engine:
             for model in self._models:
                 await trio.to_thread.run_sync(model.close, abandon_on_cancel=True)
         return sorted(open_hosts)
+
+
+def _is_version(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20  # int() has a limit of its own, far beyond
 
 
 def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:
