@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 
 NO_SLOT: Final = -1  # an optional input nobody feeds, or an output nobody reads
 
@@ -26,7 +26,7 @@ class PlanNode:
     `optional` tells that some input may be absent: then all members of a batch must carry the same set.
     `checks` are the inputs whose shape is known only when the tensor is there: (input index, dims the model wants),
     because the producer left open what the consumer fixes. `wanted` are the names of the outputs this node is asked
-    for.
+    for, () where that is the request's to say (a plain model).
     """
 
     index: int
@@ -45,10 +45,10 @@ class PlanNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits for.
-    `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it, ""
-    where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a flow's
-    slots after its inputs begin as.
+    """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits
+    for. `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it,
+    "" where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a
+    flow's slots after its inputs begin as.
     """
 
     graph: Graph
@@ -120,7 +120,7 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
                 variable=tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged),
                 optional=any(spec.optional for spec in node.inputs),
                 checks=tuple(checks[node.index]),
-                wanted=tuple(spec.name for spec, slot in zip(node.outputs, written, strict=True) if slot != NO_SLOT),
+                wanted=_names(node, written) if graph.is_ensemble else (),
             )
         )
     made_by_nodes = range(len(graph.inputs), len(slot_of))
@@ -151,6 +151,10 @@ def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:
             reached += feeding
             nodes.update(edge.producer for edge in feeding)
     return [edge for edge in graph.edges if edge in reached]
+
+
+def _names(node: Node, slots: Sequence[int]) -> tuple[str, ...]:
+    return tuple(spec.name for spec, slot in zip(node.outputs, slots, strict=True) if slot != NO_SLOT)
 
 
 def _full(dims: tuple[int, ...], max_batch_size: int) -> tuple[int, ...]:

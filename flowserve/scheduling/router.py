@@ -6,7 +6,8 @@ instances or clocks.
 
 Always true of a flow that is not done (see `Flow.check`):
   (1) a slot holds a handle exactly while it was written and still has readers;
-  (2) `missing[n]` is the number of distinct slots of other nodes that node n still waits for; a node at 0 was handed out exactly once;
+  (2) `missing[n]` is the number of distinct slots of other nodes that node n still waits for; one at 0 that is needed
+      was handed out exactly once;
   (3) `open` counts the steps handed out and not yet finished; a flow with `open` 0 is done.
 """
 

@@ -108,7 +108,7 @@ class Sim:
         self.dispatcher.add(queue)
 
     def _arrive(self, request: SimRequest) -> None:
-        plan = self.world.plans[request.graph]
+        plan = self.world.plans[request.number]
         batching = self.world.graphs[request.graph].max_batch_size > 0
         stop = request.rows if batching else -1
         inputs = [
@@ -190,7 +190,7 @@ class Sim:
         right = self.world.right_answer(request)
         if flow.error is None:
             assert flow.open == 0, "answered while a step was still going"
-            held = [flow.tensors[slot] for slot in flow.plan.output_slots]
+            held = [flow.tensors[slot] if slot != NO_SLOT else None for slot in flow.plan.output_slots]
             assert [None if handle is None else handle.content for handle in held] == right, (
                 f"request {request.number} got somebody else's answer, or none"
             )
@@ -255,7 +255,8 @@ class Sim:
         for slot, handle in enumerate(flow.tensors):
             has_readers = slot in plan.output_slots or any(index not in finished for index in plan.consumers[slot])
             is_there = slot < len(plan.graph.inputs) or slot in written
-            assert handle is None or has_readers, f"slot {slot} is held for nobody"
+            is_unread = plan.readers[slot] == 0  # an input that only unwanted steps read stays with its request
+            assert handle is None or has_readers or is_unread, f"slot {slot} is held for nobody"
             if is_there and has_readers and handle is None:
                 self._check_left_out(flow, slot)
 

@@ -8,7 +8,7 @@ answer from a right one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
 
@@ -52,8 +52,9 @@ class SimModel:
 @dataclass(frozen=True)
 class SimRequest:
     """One request. It raises in the models it is `poison` for, fails alone in those of `faults`, and those of `omits`
-    leave out their last output for it. `widths[i]` is the width of input i, None where it is not given.
-    `leaves_after_ns`: when its caller gives up. `follows`: the request whose end makes this one arrive.
+    leave out their last output for it. `widths[i]` is the width of input i, None where it is not given. `wanted`: the
+    outputs it asks for, None for all. `leaves_after_ns`: when its caller gives up. `follows`: the request whose end
+    makes this one arrive.
     """
 
     number: int
@@ -61,6 +62,7 @@ class SimRequest:
     arrives_ns: int
     rows: int
     widths: tuple[int | None, ...]
+    wanted: tuple[str, ...] | None = None
     poison: frozenset[ModelKey] = frozenset()
     faults: frozenset[ModelKey] = frozenset()
     omits: frozenset[ModelKey] = frozenset()
@@ -85,16 +87,19 @@ class World:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        return tuple(make_plan(graph) for graph in self.graphs)
+        """The plan of each request."""
+        return tuple(make_plan(self.graphs[request.graph], request.wanted) for request in self.requests)
 
     def right_answer(self, request: SimRequest) -> list[int | None] | None:
         """What each output must hold (None: left out), or None where the request must fail."""
-        plan = self.plans[request.graph]
+        plan = self.plans[request.number]
         held: dict[int, tuple[int, int]] = {}  # slot -> content, width
         for i, width in enumerate(request.widths):
             if width is not None:
                 held[i] = (request.content(i), width)
         for node in plan.nodes:
+            if not node.writes:
+                continue  # nobody wants what it would make
             model = self.by_key[node.model]
             inputs = [held.get(slot) for slot in node.inputs]
             for found, spec in zip(inputs, model.inputs, strict=True):
@@ -206,7 +211,7 @@ def draw_graph(random: Random, name: str, models: list[SimModel]) -> Graph:
         name,
         1,
         tuple(TensorSpec(f"in{k}", DType.FP32, (-1,)) for k in range(len(used))),
-        tuple(nodes[producer].outputs[output] for producer, output in results),
+        tuple(replace(nodes[producer].outputs[output], name=f"out{k}") for k, (producer, output) in enumerate(results)),
         min(node.max_batch_size for node in nodes),
         tuple(nodes),
         tuple(edges),
@@ -225,12 +230,15 @@ def draw_request(random: Random, number: int, index: int, graph: Graph) -> SimRe
         width = FIXED if spec.dims == (FIXED,) or random.random() < 0.8 else 3
         widths.append(None if spec.optional and random.random() < 0.5 else width)
     limit = graph.max_batch_size
+    names = [spec.name for spec in graph.outputs]
+    asks = graph.is_ensemble and random.random() < 0.2
     return SimRequest(
         number=number,
         graph=index,
         arrives_ns=random.randint(0, 20) * 10,
         rows=random.choice([1, 1, 1, random.randint(0, limit)]) if limit else 1,
         widths=tuple(widths),
+        wanted=tuple(random.sample(names, random.randint(1, len(names)))) if asks else None,
         poison=some(0.06),
         faults=some(0.05),
         omits=some(0.08),

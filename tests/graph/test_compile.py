@@ -78,7 +78,7 @@ def test_a_step_takes_the_version_it_asks_for_and_the_latest_for_minus_one() -> 
 def test_a_step_may_read_one_tensor_twice_and_one_tensor_may_have_many_readers() -> None:
     config = ensemble("e", {"x": "FP32[4]"}, {"y": "FP32[4]"}, [("add", {"A": "x", "B": "x"}, {"SUM": "y"})])
     plan = make_plan(compile_ensemble(config, 1, available(ADD)))
-    assert plan.missing == (1,)
+    assert plan.first == (0,)
     assert plan.readers[:1] == (1,)
 
 
@@ -171,7 +171,8 @@ def test_every_well_formed_ensemble_compiles_and_its_plan_counts_what_was_drawn(
     for node, planned in zip(graph.nodes, plan.nodes, strict=True):
         read = drawn.reads[node.model.name]
         assert planned.inputs == tuple(slots[name] for name in read)
-        assert plan.missing[node.index] == len(set(read))
+        assert plan.missing[node.index] == len({name for name in read if slots[name] >= len(graph.inputs)})
+        assert (node.index in plan.first) == (plan.missing[node.index] == 0)
     index = {node.model.name: node.index for node in graph.nodes}
     for name, slot in slots.items():
         readers = sorted(index[step] for step, read in drawn.reads.items() if name in read)

@@ -31,7 +31,7 @@ def branching() -> Graph:
 
 def runs(plan: Plan) -> set[str]:
     """The nodes that become ready when everything before them is done."""
-    ready = {*plan.sources, *plan.consumers[0]}
+    ready = {*plan.first}
     for one in plan.nodes:
         if one.index in ready:
             ready |= {consumer for slot in one.outputs if slot != NO_SLOT for consumer in plan.consumers[slot]}
@@ -41,7 +41,8 @@ def runs(plan: Plan) -> set[str]:
 def test_every_reader_of_a_tensor_is_counted_once(branching: Graph) -> None:
     plan = make_plan(branching)
     assert runs(plan) == {"a", "b", "c"}
-    assert plan.missing == (1, 1, 1)
+    assert plan.first == (0,)
+    assert plan.missing == (0, 1, 1)  # what the request brings is there from the beginning
     assert plan.readers == (1, 1, 1, 1, 1)
     assert plan.nodes[1].outputs[1] == NO_SLOT
     assert plan.nodes[1].wanted == ("OUT",)
@@ -56,3 +57,12 @@ def test_steps_that_serve_only_unwanted_outputs_are_never_ready(branching: Graph
     assert plan.output_slots == (everything.output_slots[0], NO_SLOT)
     assert plan.nodes[0].outputs == (everything.nodes[0].outputs[0], NO_SLOT)
     assert runs(make_plan(branching, ("OUT2", "OUT1"))) == {"a", "b", "c"}
+
+
+def test_a_graph_of_one_step_runs_none_when_only_its_own_input_is_wanted() -> None:
+    edges = (Edge("x", GRAPH, 0, 0, 0), Edge("x", GRAPH, 0, GRAPH, 0), Edge("y", 0, 0, GRAPH, 1))
+    through = Graph("E", 1, (IN,), (IN, OUT), 8, (node(0, "a"),), edges, is_ensemble=True)
+    assert make_plan(through).first == (0,)
+    plan = make_plan(through, ("IN",))
+    assert plan.first == ()
+    assert plan.output_slots == (0, NO_SLOT)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 
 from flowserve.errors import ModelFailed, Unavailable
+from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
@@ -237,6 +238,19 @@ def test_a_request_that_its_first_step_cannot_take_is_answered_in_its_turn(serve
     server.submit(ALONE, "fine")
     assert server.turn() == [("a", ["fine"])]
     assert server.answered() == [("too many", "inference request batch-size must be <= 16 for 'a'")]
+
+
+def test_a_request_that_wants_only_what_it_brought_is_answered_in_its_turn(server: Recorder) -> None:
+    server.serve(A)
+    edges = (Edge("x", GRAPH, 0, 0, 0), Edge("x", GRAPH, 0, GRAPH, 0), Edge("y", 0, 0, GRAPH, 1))
+    nodes = (Node(0, "a", A.key, A.inputs, A.outputs, 16),)
+    through = Graph("through", 1, PORT, (*PORT, TensorSpec("Y", DType.FP32, (-1,))), 16, nodes, edges, is_ensemble=True)
+    given = rows_of()
+    flow = Flow(make_plan(through, ["X"]), [server.queues[A.key]], [given], 0, 1, "x")
+    server.dispatcher.submit(flow)
+    assert server.turn() == []
+    assert server.answered() == ["x"]
+    assert flow.tensors[flow.plan.output_slots[0]] is given
 
 
 def test_a_failed_request_lets_go_of_its_tensors_without_the_collector(server: Recorder) -> None:

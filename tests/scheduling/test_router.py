@@ -50,6 +50,11 @@ def flow_of(graph: Graph, *inputs: Handle | None) -> Flow:
     return Flow(make_plan(graph), (), inputs, 0)
 
 
+def finish(flow: Flow, step: Ticket, *outputs: Handle | None) -> list[Ticket]:
+    """The step ran alone."""
+    return flow.finish_step(step.node, [[output] for output in outputs], 0)
+
+
 def names(tickets: list[Ticket]) -> list[str]:
     return [ticket.node.name for ticket in tickets]
 
@@ -58,19 +63,19 @@ def test_a_plain_model_is_one_step() -> None:
     flow = flow_of(plain_graph(simple_model(0)), rows_of(3))
     (step,) = flow.begin()
     assert step.rows == 3
-    assert flow.finish_step(step.node, [rows_of(3)]) == []
+    assert finish(flow, step, rows_of(3)) == []
     assert flow.open == 0
 
 
 def test_branches_start_together_and_their_join_waits_for_both() -> None:
     flow = flow_of(diamond(), rows_of())
     (a,) = flow.begin()
-    b, c = flow.finish_step(a.node, [rows_of()])
+    b, c = finish(flow, a, rows_of())
     assert names([b, c]) == ["b#1", "c#2"]
-    assert flow.finish_step(c.node, [rows_of()]) == []
+    assert finish(flow, c, rows_of()) == []
     assert flow.open == 1
-    (d,) = flow.finish_step(b.node, [rows_of()])
-    assert flow.finish_step(d.node, [rows_of()]) == []
+    (d,) = finish(flow, b, rows_of())
+    assert finish(flow, d, rows_of()) == []
     assert flow.open == 0
 
 
@@ -79,14 +84,14 @@ def test_a_tensor_is_released_when_its_last_reader_is_done_and_not_before() -> N
     (a,) = flow.begin()
     made = rows_of()
     held = weakref.ref(made)
-    b, c = flow.finish_step(a.node, [made])
+    b, c = finish(flow, a, made)
     del made
     assert flow.tensors[0] is None  # nobody else reads the request's own input
     assert not flow.is_last_reader(b.node.inputs[0])
-    flow.finish_step(b.node, [rows_of()])
+    finish(flow, b, rows_of())
     assert held() is not None
     assert flow.is_last_reader(c.node.inputs[0])
-    flow.finish_step(c.node, [rows_of()])
+    finish(flow, c, rows_of())
     assert held() is None
 
 
@@ -96,9 +101,9 @@ def test_a_tensor_that_is_also_an_answer_is_held_to_the_end() -> None:
     flow = flow_of(both, rows_of())
     (first,) = flow.begin()
     made = rows_of()
-    (second,) = flow.finish_step(first.node, [made])
+    (second,) = finish(flow, first, made)
     assert not flow.is_last_reader(second.node.inputs[0])
-    flow.finish_step(second.node, [rows_of()])
+    finish(flow, second, rows_of())
     assert flow.tensors[flow.plan.output_slots[0]] is made
 
 
@@ -107,9 +112,9 @@ def test_a_step_that_reads_one_tensor_twice_is_one_reader() -> None:
     twice = graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)])
     flow = flow_of(twice, rows_of())
     (first,) = flow.begin()
-    (second,) = flow.finish_step(first.node, [rows_of()])
+    (second,) = finish(flow, first, rows_of())
     assert flow.is_last_reader(second.node.inputs[0])
-    assert flow.finish_step(second.node, [rows_of()]) == []
+    assert finish(flow, second, rows_of()) == []
     assert flow.open == 0
 
 
@@ -120,7 +125,7 @@ def test_an_output_that_nobody_reads_is_never_held() -> None:
     assert step.node.outputs == (NO_SLOT, 1)
     assert step.node.wanted == ("Y",)
     unread, read = rows_of(), rows_of()
-    flow.finish_step(step.node, [unread, read])
+    finish(flow, step, unread, read)
     assert flow.tensors == [None, read]
 
 
@@ -130,8 +135,8 @@ def test_a_step_whose_optional_inputs_nobody_feeds_begins_at_once() -> None:
     flow = flow_of(source, rows_of())
     (first,) = flow.begin()
     assert first.rows == 1
-    (second,) = flow.finish_step(first.node, [rows_of()])
-    flow.finish_step(second.node, [rows_of()])
+    (second,) = finish(flow, first, rows_of())
+    finish(flow, second, rows_of())
     assert flow.open == 0
 
 
@@ -141,7 +146,7 @@ def test_a_step_whose_optional_inputs_nobody_feeds_begins_at_once() -> None:
 def test_a_left_out_output_that_only_the_answer_wants_is_left_out_of_the_answer() -> None:
     flow = flow_of(chain_graph("chain", [simple_model(0)]), rows_of())
     (step,) = flow.begin()
-    assert flow.finish_step(step.node, [None]) == []
+    assert finish(flow, step, None) == []
     assert flow.open == 0
     assert flow.tensors[flow.plan.output_slots[0]] is None
 
@@ -150,10 +155,10 @@ def test_a_step_goes_on_without_an_optional_input_that_was_left_out_before_it() 
     a, b = simple_model(0, outputs=(FREE, OTHER)), simple_model(1, inputs=(FREE, MAYBE))
     flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 1, 1, 1), (1, 0, GRAPH, 0)]), rows_of())
     (first,) = flow.begin()
-    (second,) = flow.finish_step(first.node, [rows_of(), None])
+    (second,) = finish(flow, first, rows_of(), None)
     present = flow_of(flow.plan.graph, rows_of())
     (again,) = present.begin()
-    (with_both,) = present.finish_step(again.node, [rows_of(), rows_of()])
+    (with_both,) = finish(present, again, rows_of(), rows_of())
     assert second.key != with_both.key  # all members of a batch carry the same set of inputs
 
 
@@ -162,7 +167,7 @@ def test_a_left_out_output_that_a_step_needs_ends_the_request_and_names_both() -
     flow = flow_of(chain_graph("chain", [simple_model(0), simple_model(1)]), rows_of())
     (step,) = flow.begin()
     with pytest.raises(ModelFailed) as failed:
-        flow.finish_step(step.node, [None])
+        finish(flow, step, None)
     assert str(failed.value) == (
         "unexpected deadlock, at least one output is not set while no more ensemble steps can be made: step 'a#0' "
         "answered without its output 'X', which step 'b#1' cannot do without"
@@ -192,14 +197,14 @@ def test_inputs_of_different_batch_sizes_meet_at_no_step() -> None:
     flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (GRAPH, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)]), rows_of(2))
     (step,) = flow.begin()
     with pytest.raises(Invalid, match=r"^step 'b#1': input batch size does not match other inputs for 'b'$"):
-        flow.finish_step(step.node, [rows_of(3)])
+        finish(flow, step, rows_of(3))
 
 
 def test_a_step_that_made_more_rows_than_the_next_takes_is_told_so() -> None:
     flow = flow_of(chain_graph("chain", [simple_model(0, 8), simple_model(1, 4)]), rows_of(4))
     (step,) = flow.begin()
     with pytest.raises(Invalid, match=r"^inference request batch-size must be <= 4 for 'b'$"):
-        flow.finish_step(step.node, [rows_of(8)])
+        finish(flow, step, rows_of(8))
 
 
 def test_a_shape_the_producer_left_open_is_checked_where_the_consumer_fixes_it() -> None:
@@ -207,7 +212,7 @@ def test_a_shape_the_producer_left_open_is_checked_where_the_consumer_fixes_it()
     flow = flow_of(chain, rows_of())
     (step,) = flow.begin()
     with pytest.raises(Invalid) as failed:
-        flow.finish_step(step.node, [rows_of(2, width=5)])
+        finish(flow, step, rows_of(2, width=5))
     assert str(failed.value) == "unexpected shape for input 'X' for model 'b'. Expected [-1,4], got [2,5]"
 
 
@@ -222,7 +227,7 @@ def test_a_tensor_without_a_batch_dimension_brings_its_first_dimension_as_rows()
             return (3, 4)
 
     (step,) = flow.begin()
-    (following,) = flow.finish_step(step.node, [Matrix(0, 4, 0, -1)])
+    (following,) = finish(flow, step, Matrix(0, 4, 0, -1))
     assert following.rows == 3
 
 
@@ -232,4 +237,4 @@ def test_a_batch_dimension_is_checked_where_a_model_without_one_fixes_it() -> No
     flow = flow_of(graph([batching, whole], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), rows_of(3))
     (step,) = flow.begin()
     with pytest.raises(Invalid, match=r"Expected \[2,-1\], got \[3,2\]"):
-        flow.finish_step(step.node, [rows_of(3)])
+        finish(flow, step, rows_of(3))
