@@ -6,9 +6,9 @@ body is complete, so that what is cut short or malformed is never executed. Anyt
 with a deadline: plain fields that the server's sweeper compares with its own idea of now, which costs a request
 nothing. What the figures are is decided in limits.py, when to drain in server.py.
 
-The app is called as any ASGI app, with one private extension, `flowserve.body`: the request's body may be a
-memoryview into pooled memory instead of bytes, and `http.response.body` may carry `flowserve.parts`, a list of
-buffers that are sent without being joined.
+The app is called as any ASGI app. Two things are our own: the request's body may be a memoryview into pooled memory
+instead of bytes, and the scope holds the connection itself as `flowserve.exchange`, so that a hot route can take the
+body and give its answer in one call each, the answer as buffers that are sent without being joined.
 """
 
 from __future__ import annotations
@@ -199,6 +199,7 @@ class Connection(Line):
         scope = head.scope.copy()
         scope["client"] = self.client
         scope["server"] = self.local
+        scope["flowserve.exchange"] = self
         try:
             await self.server.app(scope, self.receive, self.send)
             if self._head is not None:
@@ -219,11 +220,28 @@ class Connection(Line):
             await self.write([refusal(500, "internal server error")])
         self._keeps_alive = False
 
+    def take_body(self) -> Buffer:
+        """The request's whole body, once; the taker's own memory, writable where it is large."""
+        body, self._body = self._body, None
+        return b"" if body is None else body
+
+    async def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], parts: list[Any]) -> None:
+        """The whole answer: `parts` are buffers, sent in turn without being joined. What ASGI says in two messages."""
+        head = self._head
+        if head is None or self._status:
+            raise RuntimeError("a request is answered once")
+        self._status = status
+        self._headers = headers
+        size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        start = self._start(head, size, more=False)
+        self._left = 0
+        self._finish(head)
+        await self.write([start] if head.is_head else [start, *parts])
+
     async def receive(self) -> Message:
         """ASGI: the whole body once, then the end of the connection."""
-        body = self._body
-        if body is not None:
-            self._body = None
+        if self._body is not None:
+            body = self.take_body()
             return {"type": "http.request", "body": body, "more_body": False}
         if self._head is not None:
             # A client who leaves cancels this task, whether anybody waits here or not.
@@ -241,19 +259,19 @@ class Connection(Line):
         if kind != "http.response.body" or not self._status or head is None:
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
         more = message.get("more_body", False)
-        parts: list[Any] = message.get("flowserve.parts") or [message.get("body", b"")]
-        size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        body = message.get("body", b"")
+        size = len(body)
         out: list[Any] = [] if self._is_started else [self._start(head, size, more)]
         if head.is_head or self._status in _BODILESS:
             self._left = 0
         elif self._left is not None:
             self._left -= size
-            out += parts
+            out.append(body)
         elif head.is_http_1_0:
-            out += parts
+            out.append(body)
         else:
             if size:
-                out += (b"%x\r\n" % size, *parts, b"\r\n")
+                out += (b"%x\r\n" % size, body, b"\r\n")
             if not more:
                 out.append(b"0\r\n\r\n")
         if not more:

@@ -2,7 +2,8 @@
 
 Decided here: the order and shape of the JSON, and that tensors are handed on as the buffers they lie in, not joined.
 Numbers are written shortest-exact; what is not finite is written as the bare NaN, Infinity and -Infinity that
-Python's and Triton's readers take. This file knows no HTTP.
+Python's and Triton's readers take. This file knows of HTTP only the headers
+that say what a body is.
 """
 
 from __future__ import annotations
@@ -18,14 +19,49 @@ from flowserve.memory import bytes_codec
 from flowserve.values import BY_NUMPY, Array, DType, Response
 
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
+_KEPT_MAX: Final = 256
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+JSON_HEADERS: Final[Headers] = ((b"content-type", b"application/json"),)
+HEADER_LENGTH: Final = b"inference-header-content-length"
+_BINARY: Final = (b"content-type", b"application/octet-stream")
 
 
-def encode(response: Response, form: AnswerForm) -> tuple[list[Any], int | None]:
-    """The body as buffers, and how many bytes of it are JSON: None where all of it is.
-
-    Raises `Invalid` where the client asked for a form the tensor cannot take, `Internal` where the model made what
-    no tensor can be.
+class Encoder:
+    """Responses to bodies. Keeps the JSON of binary answers by what it says: answers mostly differ in their tensors
+    only.
     """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], tuple[bytes, Headers]] = {}
+
+    def encode(self, response: Response, form: AnswerForm) -> tuple[list[Any], Headers]:
+        """The body as buffers, and the headers that describe it.
+
+        Raises `Invalid` where the client asked for a form the tensor cannot take, `Internal` where the model made what
+        no tensor can be.
+        """
+        key: list[Any] = [response.model, response.version, response.id]
+        blocks: list[Any] = []
+        for name, array in response.outputs.items():
+            if array.dtype.hasobject or not form.is_binary(name) or response.parameters:
+                return _encode(response, form)
+            key += (name, array.dtype, array.shape)
+            blocks.append(_block(array))
+        kept = self._kept.get(tuple(key))
+        if kept is None:
+            (text, *_), headers = _encode(response, form)
+            if len(self._kept) >= _KEPT_MAX:
+                self._kept.clear()
+            if not response.id and blocks:  # ids are new every time
+                self._kept[tuple(key)] = text, headers
+        else:
+            text, headers = kept
+        return [text, *blocks], headers
+
+
+def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], Headers]:
     outputs: list[dict[str, Any]] = []
     blocks: list[Any] = []
     for name, array in response.outputs.items():
@@ -36,7 +72,7 @@ def encode(response: Response, form: AnswerForm) -> tuple[list[Any], int | None]
             )
         entry: dict[str, Any] = {"name": name, "datatype": dtype.wire, "shape": array.shape}
         if form.is_binary(name):
-            block = _block(array, dtype)
+            block = bytes_codec.encode(array) if dtype is DType.BYTES else _block(array)
             entry["parameters"] = {"binary_data_size": len(block)}
             blocks.append(block)
         else:
@@ -50,14 +86,12 @@ def encode(response: Response, form: AnswerForm) -> tuple[list[Any], int | None]
     document["outputs"] = outputs
     text = orjson.dumps(document, option=_NUMPY)
     if not blocks:
-        return [text], None
-    return [text, *blocks], len(text)
+        return [text], JSON_HEADERS
+    return [text, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % len(text)))
 
 
-def _block(array: Array, dtype: DType) -> bytes | memoryview:
+def _block(array: Array) -> bytes | memoryview:
     """The tensor's bytes, in place where they already lie in row-major order."""
-    if dtype is DType.BYTES:
-        return bytes_codec.encode(array)
     if array.nbytes <= _COPIED_BYTES_MAX:
         return array.tobytes()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

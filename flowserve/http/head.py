@@ -130,7 +130,6 @@ class HeadParser:
             "query_string": query,
             "root_path": "",
             "headers": tuple(self._headers),
-            "extensions": {"flowserve.body": {}},
         }
         head = Head(scope, keep_alive=self._keeps_alive)
         for name, value in self._headers:

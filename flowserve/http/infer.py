@@ -8,13 +8,14 @@ mean is decided in decode.py and encode.py.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
 from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, Invalid, TooLarge, Unsupported
 from flowserve.http.decode import Body, Decoder, decode_raw
-from flowserve.http.encode import encode
+from flowserve.http.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
 from flowserve.http.errors import error_body, status_of
 from flowserve.http.infer_header import AnswerForm
 from flowserve.http.limits import body_too_large
@@ -22,14 +23,11 @@ from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
 from flowserve.values import Request
 
+if TYPE_CHECKING:
+    from flowserve.http.connection import Connection
+
 PREFIX: Final = "/v2/models/"
 SUFFIX: Final = "/infer"
-
-Headers = list[tuple[bytes, bytes]]
-
-_JSON: Final[Headers] = [(b"content-type", b"application/json")]
-_BINARY: Final = (b"content-type", b"application/octet-stream")
-_HEADER_LENGTH: Final = b"inference-header-content-length"
 
 
 class InferRoute:
@@ -39,38 +37,35 @@ class InferRoute:
         self._engine = engine
         self._max_body_bytes = max_body_bytes
         self._decoder = Decoder()
+        self._encoder = Encoder()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, name: str, version: str) -> None:
         """Run one request and answer it, whatever comes of it."""
+        # Our own server's connection takes and gives whole bodies in one call; every other server speaks ASGI.
+        exchange: Connection | None = scope.get("flowserve.exchange")
         status = 200
         try:
             engine = self._engine
             deployment = engine.find(name, version)
-            message = await receive()
-            body = message["body"] if not message.get("more_body") else await self._collect(message, receive)
+            body = await self._collect(receive) if exchange is None else exchange.take_body()
             request, form = self._decode(scope, body, deployment)
             request.stamp = engine.next_stamp()
             response = await engine.infer(deployment, request)
-            parts, json_length = encode(response, form)
+            parts, headers = self._encoder.encode(response, form)
         except UnknownEncoding as error:
-            status, parts, json_length = 415, [error_body(str(error))], None
+            status, parts, headers = 415, [error_body(str(error))], JSON_HEADERS
         except FlowserveError as error:
-            status, parts, json_length = status_of(error), [error_body(str(error))], None
-        headers = _JSON if json_length is None else [_BINARY, (_HEADER_LENGTH, b"%d" % json_length)]
+            status, parts, headers = status_of(error), [error_body(str(error))], JSON_HEADERS
+        if exchange is not None:
+            await exchange.answer(status, headers, parts)
+            return
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        answer: dict[str, Any] = {"type": "http.response.body"}
-        if len(parts) == 1:
-            answer["body"] = parts[0]
-        elif "flowserve.body" in scope.get("extensions", ()):
-            answer["flowserve.parts"] = parts
-        else:
-            answer["body"] = b"".join(parts)
-        await send(answer)
+        await send({"type": "http.response.body", "body": b"".join(parts)})
 
     def _decode(self, scope: Scope, body: Body, deployment: Deployment) -> tuple[Request, AnswerForm]:
         header_length: int | None = None
         for name, value in scope["headers"]:
-            if name == _HEADER_LENGTH:
+            if name == HEADER_LENGTH:
                 header_length = _header_length(value)
             elif name == b"content-encoding":
                 check_encoding(value)
@@ -78,10 +73,11 @@ class InferRoute:
             return decode_raw(body, deployment.name, deployment.inputs, deployment.graph.max_batch_size)
         return self._decoder.decode(body, header_length, deployment.name)
 
-    async def _collect(self, message: Any, receive: Receive) -> bytes:
-        """The body of a server that hands it on in pieces, never more of it than is allowed."""
+    async def _collect(self, receive: Receive) -> bytes:
+        """The body from a server that hands it on in pieces, never more of it than is allowed."""
         body = bytearray()
         while True:
+            message = await receive()
             if message["type"] != "http.request":
                 raise Invalid("the client closed in the middle of a body")
             body += message.get("body", b"")
@@ -89,7 +85,6 @@ class InferRoute:
                 raise TooLarge(body_too_large(None, self._max_body_bytes))
             if not message.get("more_body"):
                 return bytes(body)
-            message = await receive()
 
 
 class UnknownEncoding(Exception):
@@ -105,6 +100,7 @@ def check_encoding(value: bytes) -> None:
         raise UnknownEncoding(f"unknown Content-Encoding '{encoding}'; send the body as it is")
 
 
+@lru_cache(maxsize=1024)  # a server is asked for the same few paths again and again
 def target(path: str) -> tuple[str, str] | None:
     """The model's name and version ("" for none) that an infer URL's path names, or None for any other path."""
     if not (path.endswith(SUFFIX) and path.startswith(PREFIX)):

@@ -61,6 +61,7 @@ class Host:
         model: str,
         instance: Instance,
         input_count: int,
+        output_count: int,
         placement: Placement | None,
         clock: ClockNs,
         *,
@@ -71,6 +72,7 @@ class Host:
         self._model = model
         self._instance = instance
         self._inputs = range(input_count)
+        self._output_count = output_count
         self._placement = placement
         self._clock = clock
         self._may_write = may_write
@@ -138,6 +140,10 @@ class Host:
             # A backend's own mistake: its trace belongs in the log, never in an answer.
             log.exception("instance %s failed", self.name)
             return ModelFailed(f"model '{self._model}', instance '{self.name}' failed: {error}")
+        if [*map(len, results.outputs)] != [len(batch.tickets)] * self._output_count:
+            return ModelFailed(
+                f"model '{self._model}', instance '{self.name}': its backend did not answer every member"
+            )
         if self._placement is not None:
             self._placement.measured(batch.rows, self._clock() - begun_ns, inline=inline)
         return results

@@ -146,6 +146,7 @@ class _Load:
                     config.name,
                     loaded.model.instance(name, group),
                     len(config.inputs),
+                    len(config.outputs),
                     placement,
                     self._engine.clock,
                     always_inline=execution == "inline",

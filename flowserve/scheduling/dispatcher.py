@@ -76,6 +76,7 @@ class Dispatcher:
         self._dirty: deque[ModelQueue] = deque()
         self._delayed: list[ModelQueue] = []  # queues whose batcher may wait for company
         self._halves: deque[tuple[ModelQueue, list[Ticket]]] = deque()
+        self._ending = ""  # why nothing new is started any more, once that is so
         self.in_flight = 0  # flows submitted and not yet answered
 
     def add(self, queue: ModelQueue) -> None:
@@ -118,6 +119,9 @@ class Dispatcher:
                 tickets = flow.finish_step(ticket.node, outputs, m)
             except FlowserveError as error:
                 self._fail(flow, error)
+                continue
+            if tickets and self._ending:
+                self._fail(flow, Unavailable(self._ending))
                 continue
             for following in tickets:
                 self._put(following, now_ns)
@@ -177,7 +181,10 @@ class Dispatcher:
         return {queue.key: len(queue.batcher) for queue in self._queues}
 
     def fail_all(self, reason: str) -> None:
-        """Answer every flow that still waits in a queue: the server is going away."""
+        """The server is going away: answer every flow that waits, and those that run when their batch is done and they
+        would have to go on.
+        """
+        self._ending = reason
         arrivals, self._arrivals = self._arrivals, []
         for flow in arrivals:
             if not flow.done:

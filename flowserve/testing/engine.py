@@ -87,7 +87,7 @@ def add_function(
     for number in range(len(functions)):
         instance = model.instance(f"{name}_{number}", InstanceGroup(name))
         host = Host(
-            f"{name}_{number}", name, instance, 1, placement, engine.clock, always_inline=inline, may_write=False
+            f"{name}_{number}", name, instance, 1, 1, placement, engine.clock, always_inline=inline, may_write=False
         )
         host.open(engine.completions)
         hosts.append(host)

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from flowserve.errors import Internal, Invalid
 from flowserve.http.decode import Decoder, decode_raw
-from flowserve.http.encode import encode
+from flowserve.http.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
 from flowserve.http.infer_header import ALL_BINARY, AnswerForm
 from flowserve.memory.bytes_codec import encode as encode_strings
 from flowserve.values import BY_NUMPY, Array, DType, Response, TensorSpec
@@ -36,6 +36,18 @@ def binary_request(tensors: dict[str, tuple[str, list[int], bytes]], pad: int = 
 
 def decoded(body: bytes, header_length: int | None = None) -> dict[str, Array]:
     return Decoder().decode(body, header_length, "m")[0].inputs
+
+
+ENCODER = Encoder()  # one for all tests, so that what it keeps is put to the test too
+
+
+def encode(response: Response, form: AnswerForm) -> tuple[list[Any], int | None]:
+    """The buffers, and how many bytes of them are JSON: None where the headers say that all are."""
+    parts, headers = ENCODER.encode(response, form)
+    if headers == JSON_HEADERS:
+        return parts, None
+    assert dict(headers)[b"content-type"] == b"application/octet-stream"
+    return parts, int(dict(headers)[HEADER_LENGTH])
 
 
 def from_json(wire: str, shape: list[int], data: Any) -> Array:
@@ -360,6 +372,23 @@ def test_each_output_travels_the_way_it_was_asked_for() -> None:
     assert a["parameters"] == {"binary_data_size": 4}
     assert b["data"] == [3]
     assert c["parameters"] == {"binary_data_size": 0}
+
+
+def test_answers_that_differ_only_in_their_numbers_keep_their_json_and_no_others() -> None:
+    def ask(model: str, version: int, array: Array, request_id: str = "") -> tuple[dict[str, Any], bytes]:
+        parts, length = encode(Response(model, version, {"A": array}, request_id), ALL_BINARY)
+        body = b"".join(parts)
+        return json.loads(body[:length]), body[length:]
+
+    ones, twos = np.ones((2, 3), np.int16), np.full((2, 3), 2, np.int16)
+    assert ask("m", 1, ones)[0] == ask("m", 1, twos)[0]
+    assert ask("m", 1, twos)[1] == twos.tobytes()
+    assert ask("m", 1, ones.reshape(3, 2))[0]["outputs"][0]["shape"] == [3, 2]
+    assert ask("m", 1, ones.view(np.uint16))[0]["outputs"][0]["datatype"] == "UINT16"
+    assert ask("m", 2, ones)[0]["model_version"] == "2"
+    assert ask("n", 1, ones)[0]["model_name"] == "n"
+    assert ask("m", 1, ones, "r1")[0]["id"] == "r1"
+    assert "id" not in ask("m", 1, ones)[0]
 
 
 def test_binary_answers_of_every_type_are_their_bytes(dtype: DType) -> None:

@@ -170,13 +170,13 @@ async def test_a_list_of_buffers_is_sent_as_one_body(start: Start) -> None:
     parts = [b"head", memoryview(bytes(300_000)), bytearray(b"tail")]
 
     async def many(scope: Scope, receive: Receive, send: Send) -> None:
-        assert "flowserve.body" in scope["extensions"]
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "flowserve.parts": parts})
+        exchange = scope["flowserve.exchange"]
+        assert exchange.take_body() == b"question"
+        await exchange.answer(200, [(b"x-a", b"b")], parts)
 
     client = await (await start(many)).connect()
     for _ in range(2):
-        assert (await client.ask(GET)).body == b"head" + bytes(300_000) + b"tail"
+        assert (await client.ask(post(b"question"))).body == b"head" + bytes(300_000) + b"tail"
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.errors import Invalid, ModelFailed, NotFound, Unavailable
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.placement import Placement
@@ -274,3 +275,50 @@ async def test_a_wall_clock_that_jumps_back_delays_nobody(monkeypatch: pytest.Mo
             for _ in range(3):
                 await engine.infer(engine.find("slow"), request(engine))
         assert trio.current_time() - started >= 0.06
+
+
+def lose_everything(work: Work, clock: ClockNs) -> Results:
+    return Results([[]], gathered_ns=clock(), computed_ns=clock())
+
+
+async def test_a_backend_that_loses_members_fails_its_batch_and_nothing_else() -> None:
+    async with running() as engine:
+        instance = add_function(engine, "broken", [double])[0]
+        instance.run = lose_everything  # type: ignore[method-assign]  # what a third party's backend might do
+        add_function(engine, "double", [double])
+        with pytest.raises(ModelFailed, match="'broken_0': its backend lost a member"):
+            await engine.infer(engine.find("broken"), request(engine))
+        answers: dict[float, float] = {}
+        await ask(engine, "double", 2.0, answers)
+        assert answers == {2.0: 4.0}
+
+
+async def test_a_step_that_ends_after_the_server_stopped_waiting_starts_no_other() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    failed: list[str] = []
+    async with open_engine(EngineOptions(), exit_timeout_s=5) as engine:
+
+        def last(array: Array) -> Array:
+            raise AssertionError("must not run")
+
+        def first(array: Array) -> Array:
+            entered.set()
+            return behind(gate)(array)
+
+        add_function(engine, "first", [first], inline=False)
+        add_function(engine, "last", [last], inline=False)
+        add_chain(engine, "chain", ["first", "last"])
+
+        async def call() -> None:
+            try:
+                await engine.infer(engine.find("chain"), request(engine))
+            except Unavailable as error:
+                failed.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call)
+            await trio.to_thread.run_sync(entered.wait, 10)
+            nursery.start_soon(engine.close, trio.current_time() + 5)
+            await wait_all_tasks_blocked()
+            gate.set()
+    assert [text[:42] for text in failed] == ["in ensemble 'chain', Server is stopping, s"]
