@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import logging
 import socket
-import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
 from starlette.types import Message
-from trio.lowlevel import wait_readable
+from trio.lowlevel import notify_closing, wait_readable
 
 from flowserve.http.answer import CONTINUE, head_bytes, refusal
 from flowserve.http.chunks import ChunkedBody
@@ -85,6 +84,7 @@ class Connection(Line):
         except Exception:
             _log.exception("connection given up")  # a mistake of ours, or no memory for a body; others go on
         finally:
+            notify_closing(self.sock)
             self.sock.close()
 
     async def _converse(self) -> None:
@@ -92,6 +92,7 @@ class Connection(Line):
             while True:
                 head = await self._next_head()
                 if head is None:
+                    await self.settle()
                     return
                 self._body = await self._read_body(head)
                 await self._answer(head)
@@ -192,6 +193,7 @@ class Connection(Line):
 
     async def _answer(self, head: Head) -> None:
         self.phase = Phase.RUNNING
+        self.server.running += 1
         self._head = head
         self._status = 0
         self._is_started = False
@@ -211,6 +213,7 @@ class Connection(Line):
             _log.exception("%s %r failed", head.scope["method"], head.scope["path"])
             await self._fail()
         finally:
+            self.server.running -= 1
             self._body = None
         if self._keeps_alive:
             self.enter(Phase.IDLE, self.server.limits.idle_timeout_s)
@@ -236,7 +239,7 @@ class Connection(Line):
         start = self._start(head, size, more=False)
         self._left = 0
         self._finish(head)
-        await self.write([start] if head.is_head else [start, *parts])
+        await self.write([start] if head.is_head else [start, *parts], in_burst=self._keeps_alive)
 
     async def receive(self) -> Message:
         """ASGI: the whole body once, then the end of the connection."""
@@ -330,8 +333,7 @@ class Connection(Line):
             self.sock.send(refusal(408, f"the request's {what} did not arrive in time"))
             self.sock.shutdown(socket.SHUT_WR)
         elif self.phase is Phase.WRITING:
-            # Reset, so that the kernel drops what nobody reads instead of keeping it for minutes.
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.reset_on_close()
 
 
 def _endpoint(sock: socket.socket) -> Any:

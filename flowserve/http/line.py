@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import socket
+import struct
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -42,7 +43,7 @@ class ClientLeft(OSError):
 class Line:
     """One accepted socket. Cancelling `scope` ends whatever it waits for."""
 
-    __slots__ = ("deadline", "phase", "scope", "server", "sock")
+    __slots__ = ("_is_in_outbox", "_rest", "deadline", "phase", "scope", "server", "sock")
 
     def __init__(self, server: Server, sock: socket.socket) -> None:
         self.server = server
@@ -50,6 +51,8 @@ class Line:
         self.scope = trio.CancelScope()
         self.phase = Phase.IDLE
         self.deadline = server.deadline_in(server.limits.header_timeout_s)
+        self._is_in_outbox = False  # an answer waits for this turn's burst
+        self._rest: trio.Event | None = None  # set when what a burst could not send is gone; None: there is nothing
 
     def enter(self, phase: Phase, limit_s: float) -> None:
         """Begin a phase that may last `limit_s` seconds."""
@@ -89,15 +92,37 @@ class Line:
             got += count
             self.deadline += count / bytes_per_s
 
-    async def write(self, parts: list[Any]) -> None:
-        """All of `parts`, buffers of bytes. Returns when the kernel has them; raises `ClientLeft` where it cannot."""
+    @property
+    def is_settled(self) -> bool:
+        """Everything that was written is with the kernel."""
+        return not self._is_in_outbox and self._rest is None
+
+    async def settle(self) -> None:
+        """Wait until everything that was written is with the kernel."""
+        if self._is_in_outbox:
+            self.server.outbox.flush()
+        if self._rest is not None:
+            await self._rest.wait()
+
+    async def write(self, parts: list[Any], *, in_burst: bool = False) -> None:
+        """All of `parts`, buffers of bytes. Returns when the kernel has them; raises `ClientLeft` where it cannot.
+
+        `in_burst`: small ones may go at the end of this turn instead, with those of other lines; whoever closes the
+        line after that must `settle` first.
+        """
         try:
+            if self._is_in_outbox or self._rest is not None:
+                await self.settle()
             if len(parts) == 1:
                 data = parts[0]
             elif sum(map(len, parts)) <= _JOINED_BYTES_MAX:
                 data = b"".join(parts)
             else:
                 await self._write_parts([memoryview(part).cast("B") for part in parts if len(part)])
+                return
+            if in_burst and self.server.running > 1:
+                self._is_in_outbox = True
+                self.server.outbox.put(self, data)
                 return
             try:
                 sent = self.sock.send(data)
@@ -107,6 +132,42 @@ class Line:
                 await self._write_parts([memoryview(data)[sent:]])
         except OSError as error:
             raise ClientLeft(*error.args) from None
+
+    def send_now(self, data: bytes) -> None:
+        """The outbox's burst. What the kernel does not take (the client reads late) is sent by a task of its own."""
+        self._is_in_outbox = False
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # broken: whoever reads from it is told
+        if sent < len(data):
+            self._rest = trio.Event()
+            self.server.start_soon(self._write_rest, memoryview(data)[sent:], self._rest)
+
+    async def _write_rest(self, data: memoryview, done: trio.Event) -> None:
+        try:
+            with trio.move_on_after(self.server.limits.write_timeout_s) as patience:
+                while data:
+                    try:
+                        data = data[self.sock.send(data) :]
+                    except BlockingIOError:
+                        await wait_writable(self.sock)
+            if patience.cancelled_caught:
+                self.reset_on_close()
+                self.scope.cancel()
+        except (OSError, trio.ClosedResourceError):
+            pass  # the line is gone, and its own task knows
+        finally:
+            self._rest = None
+            done.set()
+            if self.server.is_draining and self.phase is Phase.IDLE:
+                self.scope.cancel()
+
+    def reset_on_close(self) -> None:
+        """Make the kernel drop what nobody reads instead of keeping it for minutes."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     async def _write_parts(self, views: list[memoryview]) -> None:
         before = self.phase

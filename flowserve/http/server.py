@@ -16,7 +16,7 @@ import logging
 import math
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +28,7 @@ from flowserve.http.connection import Connection
 from flowserve.http.head import HeadCache
 from flowserve.http.limits import Limits
 from flowserve.http.line import Phase
+from flowserve.http.outbox import Outbox
 from flowserve.memory.pool import Pool
 
 _BACKLOG: Final = 2048
@@ -63,6 +64,9 @@ class Server:
         self._drain_deadline = math.inf
         self._now = 0.0
         self._sweep_s = _sweep_interval(self.limits)
+        self.running = 0  # connections whose request the app has
+        self.outbox = Outbox()
+        self._nursery: trio.Nursery | None = None  # of the connections, while serving
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
 
     async def serve(
@@ -75,8 +79,10 @@ class Server:
             async with trio.open_nursery() as housekeeping:
                 housekeeping.start_soon(self._sweep, name="http sweeper")
                 housekeeping.start_soon(self._watch_for_leavers, name="http watch")
+                housekeeping.start_soon(self.outbox.run, name="http outbox")
                 # Connections live outside the accepting scope: ending that one must not end them.
                 async with trio.open_nursery() as connections:
+                    self._nursery = connections
                     with self._accepting:
                         async with trio.open_nursery() as accepting:
                             for listener in listeners:
@@ -94,9 +100,15 @@ class Server:
         self._drain_deadline = min(self._drain_deadline, trio.current_time() + within_s)
         self.is_draining = True
         self._accepting.cancel()
+        self.outbox.flush()
         for connection in self._connections.values():
-            if connection.phase is Phase.IDLE and not connection.has_input():
+            if connection.phase is Phase.IDLE and connection.is_settled and not connection.has_input():
                 connection.scope.cancel()
+
+    def start_soon(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Run a connection's side task; `serve` does not return before it is done."""
+        assert self._nursery is not None  # only connections call this, and they live in it
+        self._nursery.start_soon(work, *arguments)
 
     def statistics(self) -> ServerStatistics:
         """What the connections are doing now."""

@@ -151,17 +151,10 @@ class Engine:
         plan = deployment.plan if not request.outputs else deployment.plan_for(request.outputs)
         flow = Flow(plan, deployment.route, tensors, self.clock(), request.stamp, request, deployment)
         flow.wanted = admission.wanted(request)
-        flow.waiter = current_task()
         self.dispatcher.submit(flow)
-        self._pump.poke()
-
-        def leave(_: RaiseCancelT) -> Abort:
-            flow.waiter = None
-            self.dispatcher.cancel(flow)
-            deployment.statistics.cancel_count += 1
-            return Abort.SUCCEEDED
-
-        await wait_task_rescheduled(leave)
+        self._pump.arrived()
+        if not flow.done:
+            await self._wait_for(flow, deployment)
         if flow.error is not None:
             raise _own(flow.error, deployment)
         slots = flow.tensors
@@ -171,6 +164,17 @@ class Engine:
             if tensor is not None:
                 outputs[name] = tensor.array
         return Response(deployment.name, deployment.version, outputs, request.id)
+
+    async def _wait_for(self, flow: Flow, deployment: Deployment) -> None:
+        flow.waiter = current_task()
+
+        def leave(_: RaiseCancelT) -> Abort:
+            flow.waiter = None
+            self.dispatcher.cancel(flow)
+            deployment.statistics.cancel_count += 1
+            return Abort.SUCCEEDED
+
+        await wait_task_rescheduled(leave)
 
     def _start(self, batch: Batch) -> None:
         host: Host = batch.instance

@@ -141,9 +141,7 @@ class Host:
             log.exception("instance %s failed", self.name)
             return ModelFailed(f"model '{self._model}', instance '{self.name}' failed: {error}")
         if [*map(len, results.outputs)] != [len(batch.tickets)] * self._output_count:
-            return ModelFailed(
-                f"model '{self._model}', instance '{self.name}': its backend did not answer every member"
-            )
+            return ModelFailed(f"model '{self._model}', instance '{self.name}': its backend lost a member")
         if self._placement is not None:
             self._placement.measured(batch.rows, self._clock() - begun_ns, inline=inline)
         return results

@@ -17,6 +17,7 @@ from trio.testing import MockClock
 
 from flowserve.http import server as server_module
 from flowserve.http.limits import Limits
+from flowserve.http.line import Line
 from flowserve.http.server import open_listeners
 from flowserve.memory.pool import Pool
 
@@ -546,3 +547,78 @@ async def test_a_port_in_use_is_an_error_at_once() -> None:
     (first,) = open_listeners("127.0.0.1", 0)
     with first, pytest.raises(OSError, match="in use"):
         open_listeners("127.0.0.1", first.getsockname()[1])
+
+
+# ---------------------------------------------------------------------------------------------- bursts
+
+
+async def both_at_once(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers small bodies in a burst with everybody else's: two requests are under way when it answers."""
+    exchange = scope["flowserve.exchange"]
+    body = exchange.take_body()
+    await trio.sleep(0.02)
+    await exchange.answer(200, [], [body])
+
+
+async def test_answers_sent_in_one_burst_reach_their_own_clients(start: Start) -> None:
+    running = await start(both_at_once)
+    clients = [await running.connect() for _ in range(20)]
+    got: dict[int, bytes] = {}
+
+    async def ask(number: int) -> None:
+        for turn in range(3):
+            body = b"%d/%d" % (number, turn)
+            got[number] = (await clients[number].ask(post(body))).body
+            assert got[number] == body
+
+    async with trio.open_nursery() as nursery:
+        for number in range(20):
+            nursery.start_soon(ask, number)
+    assert len(got) == 20
+
+
+async def test_a_client_that_half_closes_still_gets_an_answer_that_leaves_in_a_burst(start: Start) -> None:
+    async def quick(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = scope["flowserve.exchange"]
+        await exchange.answer(200, [], [exchange.take_body()])
+
+    running = await start(quick)
+    running.server.running += 1  # as if another request were under way: answers wait for the burst
+    client = await running.connect()
+    await client.say(post(b"first") + post(b"second"))
+    client.stream.socket.shutdown(socket.SHUT_WR)
+    rest = await client.rest()
+    assert rest.index(b"first") < rest.index(b"second")
+
+
+async def test_a_client_that_reads_late_gets_every_answer_of_many_bursts_in_order(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def numbered(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = scope["flowserve.exchange"]
+        await exchange.answer(200, [], [exchange.take_body().ljust(8_000, b".")])
+
+    running = await start(numbered)
+    running.server.running += 1
+    client = await running.connect()
+    rests: list[int] = []
+    write_rest = Line._write_rest
+
+    async def noted(line: Line, data: memoryview, done: trio.Event) -> None:
+        rests.append(len(data))
+        await write_rest(line, data, done)
+
+    monkeypatch.setattr(Line, "_write_rest", noted)
+    total = 1500
+
+    async def talk() -> None:
+        for number in range(total):
+            await client.say(post(b"%06d" % number))  # in a packet of its own, so that it is a turn of its own
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        await trio.sleep(0.3)  # by now the kernel takes no more answers, and a burst has had to leave some over
+        for number in range(total):
+            assert (await client.answer()).body[:6] == b"%06d" % number
+    assert rests

@@ -322,3 +322,20 @@ async def test_a_step_that_ends_after_the_server_stopped_waiting_starts_no_other
             await wait_all_tasks_blocked()
             gate.set()
     assert [text[:42] for text in failed] == ["in ensemble 'chain', Server is stopping, s"]
+
+
+async def test_lone_requests_do_not_wait_for_company_and_a_crowd_is_noticed() -> None:
+    async with running() as engine:
+        instance = add_function(engine, "double", [double])[0]
+        deployment = engine.find("double")
+        for _ in range(100):
+            await engine.infer(deployment, request(engine))
+            await wait_all_tasks_blocked()
+        instance.batches.clear()
+        for _ in range(2):
+            async with trio.open_nursery() as nursery:
+                for i in range(16):
+                    nursery.start_soon(ask, engine, "double", float(i), {})
+            await wait_all_tasks_blocked()
+        # Only the very first of the crowd was taken to be alone.
+        assert instance.batches == [[1], [1] * 15, [1] * 16]
