@@ -37,6 +37,9 @@ def run(options: RunOptions) -> int:
     """Serve until told to stop. Returns the exit status."""
     logs.configure(options.log_verbose, options.log_format)
     tune_malloc()
+    # A worker thread that finished computing waits this long for a busy loop to let go of the interpreter; Python's
+    # own 5 ms are longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the throughput.
+    sys.setswitchinterval(0.0005)
     try:
         return trio.run(_run, options)
     except KeyboardInterrupt:  # before the handlers were in place
