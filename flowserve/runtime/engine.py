@@ -154,7 +154,15 @@ class Engine:
         self.dispatcher.submit(flow)
         self._pump.arrived()
         if not flow.done:
-            await self._wait_for(flow, deployment)
+            flow.waiter = current_task()
+
+            def leave(_: RaiseCancelT) -> Abort:
+                flow.waiter = None
+                self.dispatcher.cancel(flow)
+                deployment.statistics.cancel_count += 1
+                return Abort.SUCCEEDED
+
+            await wait_task_rescheduled(leave)
         if flow.error is not None:
             raise _own(flow.error, deployment)
         slots = flow.tensors
@@ -164,17 +172,6 @@ class Engine:
             if tensor is not None:
                 outputs[name] = tensor.array
         return Response(deployment.name, deployment.version, outputs, request.id)
-
-    async def _wait_for(self, flow: Flow, deployment: Deployment) -> None:
-        flow.waiter = current_task()
-
-        def leave(_: RaiseCancelT) -> Abort:
-            flow.waiter = None
-            self.dispatcher.cancel(flow)
-            deployment.statistics.cancel_count += 1
-            return Abort.SUCCEEDED
-
-        await wait_task_rescheduled(leave)
 
     def _start(self, batch: Batch) -> None:
         host: Host = batch.instance
