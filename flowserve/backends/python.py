@@ -36,8 +36,9 @@ log = logging.getLogger("flowserve.python")
 
 CLASS: Final = "TritonPythonModel"
 _BY_CONFIG_NAME: Final = {dtype.config_name: dtype for dtype in DType}
-# What a model may raise without ending the server: sys.exit() in a model is its own failure too.
-_RAISED: Final = (Exception, SystemExit)
+# What a model may raise without ending the thread it runs on: everything. Its sys.exit() and its asyncio.CancelledError
+# are its own failure too, and behind a dead thread requests would wait for ever.
+_RAISED: Final = BaseException
 
 
 class PythonBackend:

@@ -136,7 +136,7 @@ class Host:
             results = self._instance.run(work, self._clock)
         except FlowserveError as error:
             return error
-        except Exception as error:
+        except BaseException as error:  # whatever it is: behind a dead thread requests would wait for ever
             # A backend's own mistake: its trace belongs in the log, never in an answer.
             log.exception("instance %s failed", self.name)
             return ModelFailed(f"model '{self._model}', instance '{self.name}' failed: {error}")

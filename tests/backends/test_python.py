@@ -424,6 +424,8 @@ else:
         ("raise ValueError('no such thing')", "message: ValueError: no such thing (model 'm')"),
         ("raise pb_utils.TritonModelException('of its own')", "TritonModelException: of its own"),
         ("import sys; sys.exit(3)", "message: SystemExit: 3"),
+        ("import asyncio; raise asyncio.CancelledError('gave up')", "message: CancelledError: gave up"),
+        ("raise KeyboardInterrupt", "message: KeyboardInterrupt"),
         ("x[99]", "IndexError"),
     ],
 )
