@@ -97,9 +97,14 @@ class Connection(Line):
                 self._body = await self._read_body(head)
                 await self._answer(head)
                 if not self._keeps_alive:
+                    if self.has_input():
+                        await self._linger()
                     return
         except Refused as refused:
             await self._refuse(refused)
+        except ClientLeft:
+            await self.settle()  # it left in the middle of one request, and may still read the answer to the one before
+            raise
 
     # ---------------------------------------------------------------------------------------------------- receiving
 
@@ -318,6 +323,12 @@ class Connection(Line):
     async def _refuse(self, refused: Refused) -> None:
         """Answer and close, in a way that lets a client who is still sending read why."""
         await self.write([refusal(refused.status, str(refused))])
+        await self._linger()
+
+    async def _linger(self) -> None:
+        """Say that no more answers come, and read on for a while: closing with input unread makes the kernel reset the
+        connection, and what it had not delivered yet would be lost.
+        """
         self.enter(Phase.CLOSING, _LINGER_S)
         self.sock.shutdown(socket.SHUT_WR)
         scratch = bytearray(RECEIVE_BYTES)
@@ -328,7 +339,9 @@ class Connection(Line):
 
     def _part(self) -> None:
         """The scope was cancelled: a deadline, a client who left, or the server's end. Nothing may wait any more."""
-        if self.phase in (Phase.HEAD, Phase.BODY):
+        if self._rest is not None:
+            self.reset_on_close()  # in the middle of an earlier answer nothing else can be said
+        elif self.phase in (Phase.HEAD, Phase.BODY):
             what = self.phase.value
             self.sock.send(refusal(408, f"the request's {what} did not arrive in time"))
             self.sock.shutdown(socket.SHUT_WR)

@@ -549,6 +549,19 @@ async def test_a_port_in_use_is_an_error_at_once() -> None:
         open_listeners("127.0.0.1", first.getsockname()[1])
 
 
+async def test_an_answer_that_closes_arrives_whole_though_the_client_went_on_sending(start: Start) -> None:
+    size = 20_000_000
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    client = await (await start(large)).connect()
+    last = b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"
+    await client.say(last + GET * 2_000)  # more than one read, so that some of it is still unread at the end
+    assert (await client.rest()).count(0) == size
+
+
 # ---------------------------------------------------------------------------------------------- bursts
 
 
@@ -589,6 +602,41 @@ async def test_a_client_that_half_closes_still_gets_an_answer_that_leaves_in_a_b
     client.stream.socket.shutdown(socket.SHUT_WR)
     rest = await client.rest()
     assert rest.index(b"first") < rest.index(b"second")
+
+
+async def test_a_client_that_leaves_within_its_next_request_still_gets_an_answer_that_leaves_in_a_burst(
+    start: Start,
+) -> None:
+    async def quick(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = scope["flowserve.exchange"]
+        await exchange.answer(200, [], [exchange.take_body()])
+
+    running = await start(quick)
+    running.server.running += 1  # as if another request were under way: answers wait for the burst
+    with socket.create_connection(("127.0.0.1", running.port)) as sock:
+        sock.sendall(post(b"first") + post(b"second")[:-3])
+        sock.shutdown(socket.SHUT_WR)  # before the server has read anything, so that it finds the end in the same turn
+        sock.setblocking(False)
+        received = b"".join([data async for data in trio.SocketStream(trio.socket.from_stdlib_socket(sock))])
+    assert received.endswith(b"first")
+
+
+async def test_an_answer_that_a_client_reads_late_is_not_interrupted_by_a_refusal_of_its_next_request(
+    start: Start,
+) -> None:
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = scope["flowserve.exchange"]
+        await exchange.answer(200, [], [exchange.take_body().ljust(8_000, b".")])
+
+    running = await start(large, Limits(header_timeout_s=0.2, write_timeout_s=60))
+    running.server.running += 1
+    client = await running.connect()
+    (line,) = running.server._connections.values()
+    rest = trio.Event()
+    line._rest = rest  # as if the kernel had not taken all of an earlier answer yet
+    await client.say(b"GET / HTTP/1.1\r\nA: ")
+    with pytest.raises(trio.BrokenResourceError):  # reset, not 408 where the rest of the answer belongs
+        await client.rest()
 
 
 async def test_a_client_that_reads_late_gets_every_answer_of_many_bursts_in_order(
