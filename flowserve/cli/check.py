@@ -41,9 +41,12 @@ def check(repositories: Sequence[Path], out: TextIO, err: TextIO, color: bool) -
     failed: dict[str, FlowserveError] = dict(found.duplicates)
     for folder in found.folders:
         try:
-            read[folder.name] = read_model(folder, registry.default_files(), complete)
-        except Problems as problems:
-            failed[folder.name] = problems
+            model = read_model(folder, registry.default_files(), complete)
+            if not model.config.is_ensemble:
+                registry.find(model.config.backend)  # which says what is wrong where there is none
+            read[folder.name] = model
+        except FlowserveError as error:
+            failed[folder.name] = error
     configs = {name: model.config for name, model in read.items()}
     resolution = resolve(configs, {name: model.versions for name, model in read.items()}, failed)
     for warning in (*(text for model in read.values() for text in model.warnings), *_advice(resolution, configs)):

@@ -161,3 +161,15 @@ def test_the_command_exits_as_the_check_says(repository: Path) -> None:
     bad = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert bad.returncode == 1
     assert 'did you mean "same"?' in bad.stderr
+
+
+def test_a_backend_that_is_not_there_is_found_before_the_server_is_started(
+    repository: Path, checked: Callable[..., Checked]
+) -> None:
+    (repository / "same" / "config.pbtxt").write_text(
+        'backend: "pyton" max_batch_size: 4\n'
+        'input { name: "X" data_type: TYPE_FP32 dims: 4 } output { name: "Y" data_type: TYPE_FP32 dims: 4 }\n'
+    )
+    status, _, err = checked()
+    assert status == 1
+    assert "same: error: unable to find backend library for backend 'pyton': flowserve has onnxruntime, python" in err
