@@ -104,7 +104,11 @@ class AnswerReader:
                     if wrong:
                         errors[m] = ModelFailed(f"model '{self._model}', output '{tensor._name}': {wrong}")
                         break
-                columns[output.j].append((m, k))
+                column = columns[output.j]
+                if column and column[-1][0] == m:
+                    errors[m] = ModelFailed(f"model '{self._model}' answered output '{tensor._name}' twice")
+                    break
+                column.append((m, k))
         return [[place for place in column if place[0] not in errors] for column in columns] if errors else columns
 
     def _refusal(self, response: object) -> FlowserveError:

@@ -480,6 +480,13 @@ def test_an_answer_of_another_type_or_shape_fails_its_request_only(python: Open,
     }
 
 
+def test_an_output_that_is_answered_twice_fails_its_request_only(python: Open) -> None:
+    twice = "responses.append(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)] * (2 if x[0, 0] == 2 else 1)))"
+    results = python(executing(twice)).whole(rows(1, 2, 3))
+    assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
+    assert {m: str(error) for m, error in results.errors.items()} == {1: "model 'm' answered output 'y' twice"}
+
+
 def test_something_else_than_a_response_fails_its_request_only(python: Open) -> None:
     results = python(executing(f"if x[0, 0] == 2:\n    responses.append(None)\nelse:\n    {answer('x')}")).whole(
         rows(1, 2)
