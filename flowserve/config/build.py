@@ -29,6 +29,22 @@ INTEGER: Final = re.compile(r"-?(0[xX][0-9a-fA-F]+|[0-9]+)")
 INFINITE: Final = re.compile(r"-?(inf|infinity|nan)", re.IGNORECASE)
 
 
+# What other tools call the data types; by spelling alone TYPE_FLOAT would be taken for TYPE_INT8.
+_OTHER_NAMES: Final = {
+    "FLOAT": "TYPE_FP32",
+    "FLOAT32": "TYPE_FP32",
+    "FLOAT16": "TYPE_FP16",
+    "HALF": "TYPE_FP16",
+    "FLOAT64": "TYPE_FP64",
+    "DOUBLE": "TYPE_FP64",
+    "BFLOAT16": "TYPE_BF16",
+    "INT": "TYPE_INT32",
+    "LONG": "TYPE_INT64",
+    "BYTES": "TYPE_STRING",
+    "STR": "TYPE_STRING",
+}
+
+
 class WrongValue(Exception):
     """A value that its field cannot take; the text says what was wanted."""
 
@@ -230,8 +246,10 @@ class Builder:
             name = value.text.upper() if self._is_json else value.text
             if name in members:
                 return members[name]
-            hint = did_you_mean(value.text.upper(), members) or did_you_mean(f"TYPE_{value.text.upper()}", members)
-            hint = hint or f"known are {', '.join(members)}"
+            wanted = value.text.upper()
+            meant = _OTHER_NAMES.get(wanted.removeprefix("TYPE_"), "")
+            hint = f'did you mean "{meant}"?' if meant in members else did_you_mean(wanted, members)
+            hint = hint or did_you_mean(f"TYPE_{wanted}", members) or f"known are {', '.join(members)}"
             raise WrongValue(f'Unknown enumeration value of "{value.text}" for {short}; {hint}')
         raise WrongValue(f"Expected one of {', '.join(members)} without quotes, found {_shown(value)}")
 

@@ -376,3 +376,12 @@ def test_a_damaged_file_is_read_as_protobuf_reads_it_or_refused_with_a_place(tex
 @example("name: '\\u12'")
 def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
     read_or_refused(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("TYPE_FLOAT", "TYPE_FP32"), ("float64", "TYPE_FP64"), ("TYPE_BYTES", "TYPE_STRING"), ("TYPE_FP23", "TYPE_FP32")],
+)
+def test_a_data_type_by_another_name_is_understood(written: str, meant: str) -> None:
+    (problem,) = refusals(f"input {{ data_type: {written} }}")
+    assert str(problem).endswith(f'Unknown enumeration value of "{written}" for DataType; did you mean "{meant}"?')
