@@ -240,14 +240,15 @@ class Engine:
     async def drain(self, deadline: float) -> list[str]:
         """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`.
 
-        Returns the instances that are still running then.
+        Returns what did not finish: the instances that are still running then, or that requests wait in queues.
         """
         self._is_draining = True
-        with trio.move_on_at(deadline):
+        with trio.move_on_at(deadline) as patience:
             # Polled, because the hot path should pay for no "last one left" event and this happens once in a life.
             while self.dispatcher.in_flight:  # noqa: ASYNC110
                 await trio.sleep(0.01)
-        return [host.name for host in self._hosts if host.running is not None]
+        running = [host.name for host in self._hosts if host.running is not None]
+        return running or (["requests that wait in queues"] if patience.cancelled_caught else [])
 
     async def close(self, deadline: float) -> list[str]:
         """Close every instance, those that still run last and only until `deadline`. Returns the ones that did not

@@ -276,6 +276,25 @@ def test_a_model_that_hangs_on_the_event_loop_does_not_keep_the_process_either(t
         assert isinstance(answer.exception(), httpx.HTTPError)
 
 
+@pytest.mark.fault("X5")
+def test_a_request_that_still_waits_for_company_at_the_end_is_not_passed_over_in_silence(
+    tmp_path: Path, serve: Serve
+) -> None:
+    write_model(tmp_path / "models", "waits")
+    batching = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 600000000 }"
+    config = tmp_path / "models/waits/config.pbtxt"
+    config.write_text(CONFIG.replace("max_batch_size: 0", batching))
+    served = serve(tmp_path / "models", "--exit-timeout-secs", "1")
+    body = {"inputs": [{"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1.5]}]}
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(httpx.post, f"{served.base_url}/v2/models/waits/infer", json=body, trust_env=False)
+        pending = 'nv_inference_pending_request_count{model="waits",version="1"} 1.0'
+        wait_until(lambda: pending in get(served, "/metrics").text, "the request waits")
+        assert served.stop(within_s=3) == 1
+        assert "--exit-timeout-secs): requests that wait in queues" in served.log
+        assert isinstance(answer.exception(), httpx.HTTPError)
+
+
 @pytest.mark.fault("X6")
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, serve: Serve) -> None:
     started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
