@@ -59,7 +59,6 @@ async def _run(options: RunOptions) -> int:
         engine_options = EngineOptions(
             python_execution=options.python_execution,
             gpu=options.gpu,
-            exit_on_error=options.exit_on_error,
             strict_readiness=options.strict_readiness,
         )
         async with open_engine(

@@ -6,7 +6,6 @@ ends. Scheduling is the dispatcher's, loading is loader.py's, computing is the h
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
 from flowserve.scheduling.router import Flow
 from flowserve.values import Request, Response
 
-log = logging.getLogger("flowserve.runtime")
-
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -39,7 +36,6 @@ class EngineOptions:
 
     python_execution: str = "thread"
     gpu: bool = True
-    exit_on_error: bool = True
     strict_readiness: bool = True
 
 

@@ -1,8 +1,8 @@
 """Where the dispatcher meets the loop: one task that wakes when there is something to do, once per turn.
 
 Decided here: when `Dispatcher.pump` is called. A poke makes the task runnable for the next turn of the loop, so that
-everything that arrived in this turn is looked at together; between pokes it sleeps until the dispatcher's own
-deadline. It knows nothing about batching.
+everything that arrived in this turn is looked at together; only a request that is taken to be alone is looked at
+at once. Between pokes it sleeps until the dispatcher's own deadline. It knows nothing about batching.
 """
 
 from __future__ import annotations
