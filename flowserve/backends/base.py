@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError
@@ -104,6 +104,26 @@ class LoadedModel(Protocol):
 
     def close(self) -> None:
         """Called once, after every instance is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What a child process does to have something: import `entry` ("package.module:function") and call it with
+    `arguments`, which travel by pickle from the server to the child (never back).
+    """
+
+    entry: str
+    arguments: tuple[Any, ...]
+
+
+@runtime_checkable
+class RunsInProcess(Protocol):
+    """What a `LoadedModel` has besides where its instances may live in child processes."""
+
+    def remote(self, name: str, group: InstanceGroup) -> Remote:
+        """How a child makes the instance that `instance(name, group)` would make here: the entry returns an
+        `Instance`, not yet opened.
+        """
 
 
 class Backend(Protocol):

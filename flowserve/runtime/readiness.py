@@ -1,0 +1,52 @@
+"""Many descriptors, one task: who is told that there is something to read.
+
+Decided here: the sockets of all child processes (and whatever else of theirs can become readable) stand in one epoll
+set, and trio waits for that set. A wait of trio's own for each of them would cost a task switch and two system calls
+per message; so one wait serves everything that became ready, in the order in which it did. This file does not know
+what is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections.abc import Callable
+
+from trio.lowlevel import wait_readable
+
+log = logging.getLogger("flowserve.runtime")
+
+
+class Readiness:
+    """Calls back on the loop's thread. Linux only."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._ready: dict[int, Callable[[], None]] = {}
+
+    def watch(self, descriptor: int, ready: Callable[[], None]) -> None:
+        """From now on `ready()` is called whenever `descriptor` is readable or at its end. It reads all there is."""
+        self._ready[descriptor] = ready
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def forget(self, descriptor: int) -> None:
+        """Before the descriptor is closed. Harmless where it is not watched."""
+        if self._ready.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    async def run(self) -> None:
+        """Wait and call, for ever. Ends only by cancellation."""
+        try:
+            while True:
+                await wait_readable(self._epoll.fileno())
+                for descriptor, _ in self._epoll.poll(0):
+                    ready = self._ready.get(descriptor)  # one may have made us forget the next
+                    if ready is None:
+                        continue
+                    try:
+                        ready()
+                    except Exception:  # a mistake of ours about one child is no reason to go deaf for the others
+                        log.exception("reading from a child process failed")
+                        self.forget(descriptor)
+        finally:
+            self._epoll.close()
