@@ -19,7 +19,7 @@ is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -68,14 +68,19 @@ class Results:
     why member m failed.
 
     `gathered_ns` and `computed_ns`: when the inputs were in place, and when the computation was over.
-    `copied_bytes`: input bytes that had to be copied together because they did not lie side by side.
+
+    `copied[i]`: bytes of input i that were copied before the model could read them in one piece, because the members'
+    rows were not neighbours in one block, or lay where the model cannot read them (an odd address, memory that its
+    process does not see). What is not copied was handed on as it lay. `placed[j]`: bytes of output j that were laid
+    side by side when a model's answers, one for each request, were taken. Both are () where there was nothing of it.
     """
 
     outputs: list[list[Tensor | None]]
     errors: Mapping[int, FlowserveError] = field(default_factory=dict)
     gathered_ns: int = 0
     computed_ns: int = 0
-    copied_bytes: int = 0
+    copied: Sequence[int] = ()
+    placed: Sequence[int] = ()
 
 
 class Instance(Protocol):

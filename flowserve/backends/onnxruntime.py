@@ -160,20 +160,19 @@ class OnnxInstance:
                 outputs[j] = [*scatter(self._checked(array, model.outputs[j], total), rows)]
             else:
                 outputs[j] = [Tensor(self._checked(array, model.outputs[j], -1))]
-        return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied_bytes=copied)
+        return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
-    def _feed(self, work: Work) -> tuple[Feed, int, int]:
-        """The arrays by name, the bytes that had to be copied, and the rows of the batch."""
+    def _feed(self, work: Work) -> tuple[Feed, list[int], int]:
+        """The arrays by name, the bytes of each input that had to be copied, and the rows of the batch."""
         model = self._model
         feed: Feed = {}
-        copied = 0
+        copied = [0] * len(model.inputs)
         array: Array | None = None
-        for spec, column in zip(model.inputs, work.inputs, strict=True):
+        for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
             if column[0] is None:
                 continue  # an input of a model without batching, left to its default
-            array, more = gather(column, HOST)  # type: ignore[arg-type]  # no member of a batch lacks it
+            array, copied[i] = gather(column, HOST)  # type: ignore[arg-type]  # no member of a batch lacks it
             feed[spec.name] = array
-            copied += more
         total = len(array) if array is not None and array.ndim else 0
         for i in model.prepared:
             spec = model.inputs[i]

@@ -140,8 +140,8 @@ class PythonInstance:
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(responses)} "
                 f"(model '{about.name}')"
             )
-        outputs, errors = self._answers.read(responses, work)
-        return Results(outputs, errors, gathered_ns=gathered_ns, computed_ns=computed_ns)
+        outputs, errors, placed = self._answers.read(responses, work)
+        return Results(outputs, errors, gathered_ns=gathered_ns, computed_ns=computed_ns, placed=placed)
 
     def close(self) -> None:
         """Finalise the model. What it raises is logged: the instance is gone either way."""
@@ -210,10 +210,9 @@ class _Source:
 
     def arguments(self, instance: str, group: InstanceGroup) -> dict[str, str]:
         """What `initialize` gets, all strings, as on Triton."""
-        kind = "CPU" if group.kind == "KIND_AUTO" else group.kind.removeprefix("KIND_")
         return {
             "model_config": json.dumps(self.config.json),
-            "model_instance_kind": kind,
+            "model_instance_kind": group.kind.removeprefix("KIND_"),
             "model_instance_name": instance,
             "model_instance_device_id": str(group.gpus[0] if group.gpus else 0),
             "model_repository": str(self.files.folder),

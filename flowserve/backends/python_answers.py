@@ -73,16 +73,19 @@ class AnswerReader:
         self._batches = config.max_batch_size > 0
         self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
 
-    def read(self, responses: list[InferenceResponse], work: Work) -> tuple[list[list[Tensor | None]], Errors]:
-        """The outputs by index and member, and why members failed. `responses` is one for each member, in a list that
-        nobody else holds.
+    def read(
+        self, responses: list[InferenceResponse], work: Work
+    ) -> tuple[list[list[Tensor | None]], Errors, list[int]]:
+        """The outputs by index and member, why members failed, and how many bytes of each output were laid side by
+        side. `responses` is one for each member, in a list that nobody else holds.
         """
         errors: Errors = {}
         outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
+        placed = [0] * len(outputs)
         for j, column in enumerate(self._sort(responses, work, errors)):
             if column:
-                self._take(responses, column, self._specs[j], outputs[j])
-        return outputs, errors
+                placed[j] = self._take(responses, column, self._specs[j], outputs[j])
+        return outputs, errors, placed
 
     def _sort(self, responses: list[InferenceResponse], work: Work, errors: Errors) -> list[list[Place]]:
         """Where the answers for each output stand. Tensors that nobody asked for, or configured, are ignored."""
@@ -137,8 +140,8 @@ class AnswerReader:
 
     def _take(
         self, responses: list[InferenceResponse], column: list[Place], spec: TensorSpec, outputs: list[Tensor | None]
-    ) -> None:
-        """One output of all members that have it, as tensors."""
+    ) -> int:
+        """One output of all members that have it, as tensors. Returns how many of its bytes were copied for that."""
         arrays = [responses[m]._outputs[k].as_numpy() for m, k in column]
         shapes = {array.shape[1:] for array in arrays}
         if len(shapes) == 1 and (spec.dtype is DType.BYTES or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
@@ -146,11 +149,15 @@ class AnswerReader:
             shares = scatter(block, [len(array) for array in arrays]) if self._batches else [Tensor(block)]
             for (m, _), share in zip(column, shares, strict=True):
                 outputs[m] = share
-            return
+            return block.nbytes
         del arrays  # who else holds an answer is told from its reference count
+        placed = 0
         for m, k in column:
-            block = self._outer(_own(responses, m, k), spec)
+            own, copied = _own(responses, m, k)
+            placed += copied
+            block = self._outer(own, spec)
             outputs[m] = Tensor(block, 0, len(block)) if self._batches else Tensor(block)
+        return placed
 
     def _outer(self, block: Array, spec: TensorSpec) -> Array:
         if spec.reshape is None:
@@ -159,18 +166,18 @@ class AnswerReader:
         return block.reshape(batch + reshaped(block.shape[len(batch) :], spec.reshape, spec.dims))
 
 
-def _own(responses: list[InferenceResponse], m: int, k: int) -> Array:
-    """An answer's array where only its response holds it, else a copy."""
+def _own(responses: list[InferenceResponse], m: int, k: int) -> tuple[Array, int]:
+    """An answer's array where only its response holds it, else a copy; and how many bytes were copied."""
     if _holders(responses, m, k) == _ALONE:
         array = responses[m]._outputs[k].as_numpy()
         if array.flags.c_contiguous and array.flags.aligned and _owns_memory(array):
-            return array
+            return array, 0
     array = responses[m]._outputs[k].as_numpy()
     if array.dtype.hasobject:
-        return array.copy()
+        return array.copy(), array.nbytes
     copy = HOST.take(array.nbytes).view(array.dtype).reshape(array.shape)
     copy[...] = array
-    return copy
+    return copy, array.nbytes
 
 
 def _owns_memory(array: Array) -> bool:

@@ -44,7 +44,7 @@ class FunctionInstance:
         made = self.function(array)
         computed_ns = clock()
         outputs: list[list[Tensor | None]] = [[*scatter(made, work.rows)]]
-        return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied_bytes=copied)
+        return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=(copied,))
 
     def close(self) -> None:
         self.is_open = False

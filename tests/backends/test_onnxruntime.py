@@ -63,7 +63,7 @@ def test_a_batch_that_lies_together_is_run_as_it_lies_and_answered_as_one_block(
     model = opened(onnx_config())
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     results = model.whole(array)
-    assert results.copied_bytes == 0
+    assert list(results.copied) == [0]
     assert values(results) == [[row] for row in array.tolist()]
     assert len({id(tensor.block) for tensor in results.outputs[0]}) == 1
     assert results.gathered_ns <= results.computed_ns
@@ -72,7 +72,7 @@ def test_a_batch_that_lies_together_is_run_as_it_lies_and_answered_as_one_block(
 def test_scattered_members_are_copied_together_once_and_counted(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity())
     results = opened(onnx_config()).run({"x": sample(DType.FP32)}, {"x": sample(DType.FP32, 2)})
-    assert results.copied_bytes == 48
+    assert list(results.copied) == [48]
 
 
 @pytest.mark.fault("S5")

@@ -96,12 +96,13 @@ def test_each_request_gets_its_own_answer(python: Open) -> None:
     results = python(HEAD + DOUBLE).run({"x": rows(1)}, {"x": rows(2, 3)})
     assert values(results) == [rows(2).tolist(), rows(4, 6).tolist()]
     assert results.errors == {}
-    assert results.copied_bytes == 0
+    assert not results.copied
 
 
 def test_small_answers_of_a_batch_lie_side_by_side(python: Open) -> None:
     results = python(HEAD + DOUBLE).whole(rows(1, 2, 3))
     assert len({id(tensor.block) for tensor in results.outputs[0]}) == 1
+    assert list(results.placed) == [results.outputs[0][0].block.nbytes] == [48]
 
 
 def test_a_model_without_batching_gets_and_gives_whole_tensors(python: Open) -> None:
