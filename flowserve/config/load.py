@@ -101,7 +101,7 @@ def finish(draft: Draft, completion: Completion | None, *, gpu: bool = True) -> 
         raise Problems(_in_order(problems))
     for path in ignored_fields(draft.source, len(message.instance_group)):
         log.info("%s: %s is read and ignored", draft.source.place(path), path)
-    fill_defaults(message)
+    fill_defaults(message, completion.instance_count if completion else 1)
     return to_config(message, draft.source)
 
 

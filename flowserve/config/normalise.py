@@ -1,7 +1,7 @@
 """Writes down what a configuration leaves unsaid, as Triton does, so that everybody reads the same defaults.
 
-Decided here: every default of the file, none of a backend. Instance counts stay 0 where the user gave none: how
-many copies a model gets by default is for its backend to say.
+Decided here: every default of the file. How many copies a model gets by default is for its backend to say, and is
+handed in.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from flowserve.config.model_config_pb2 import ModelInstanceGroup
 SEQUENCE_IDLE_DEFAULT_US: Final = 1_000_000
 
 
-def fill_defaults(message: ModelConfigProto) -> None:
-    """Apply all defaults in place. Applying them twice changes nothing."""
+def fill_defaults(message: ModelConfigProto, instance_count: int = 1) -> None:
+    """Apply all defaults in place; `instance_count` is that of a group which gives none. Applying them twice changes
+    nothing.
+    """
     if message.version_policy.WhichOneof("policy_choice") is None:
         message.version_policy.latest.num_versions = 1
     if message.HasField("dynamic_batching"):
@@ -30,7 +32,7 @@ def fill_defaults(message: ModelConfigProto) -> None:
         message.model_transaction_policy.decoupled = False  # what its steps are decides, and none of them is
     else:
         _fill_pinned_memory(message)
-        _fill_instance_groups(message)
+        _fill_instance_groups(message, instance_count)
 
 
 def _prefer_the_largest(sizes: MutableSequence[int], max_batch_size: int) -> None:
@@ -44,12 +46,19 @@ def _fill_pinned_memory(message: ModelConfigProto) -> None:
             getattr(message.optimization, name).enable = True
 
 
-def _fill_instance_groups(message: ModelConfigProto) -> None:
-    """A model without any group has one of its own name; one of several groups is numbered."""
+def _fill_instance_groups(message: ModelConfigProto, instance_count: int) -> None:
+    """A model without any group has one of its own name; one of several groups is numbered. Without GPUs, a group that
+    leaves its kind open is on the CPU, whatever GPUs it lists for where there are some.
+    """
     if not message.instance_group:
         message.instance_group.add(name=message.name)
     for index, group in enumerate(message.instance_group):
         group.name = group.name or f"{message.name}_{index}"
+        if group.kind == ModelInstanceGroup.KIND_AUTO:
+            group.kind = ModelInstanceGroup.KIND_CPU
+            del group.gpus[:]
+        if group.count < 1:
+            group.count = instance_count
 
 
 def gpus_to_cpu(message: ModelConfigProto) -> list[str]:

@@ -66,11 +66,13 @@ class Ensemble:
 
 @dataclass(frozen=True, slots=True)
 class InstanceGroup:
-    """`kind` is one of "KIND_AUTO", "KIND_CPU", "KIND_GPU", "KIND_MODEL"; `count` 0 means the backend's default."""
+    """`kind` is one of "KIND_CPU", "KIND_GPU", "KIND_MODEL". Instances of a `passive` group are loaded and initialised,
+    and never given work.
+    """
 
     name: str
-    kind: str = "KIND_AUTO"
-    count: int = 0
+    kind: str = "KIND_CPU"
+    count: int = 1
     gpus: tuple[int, ...] = ()
     passive: bool = False
 
@@ -117,7 +119,7 @@ class Completion:
 
     `max_batch_size` None: nothing to say. `inputs`/`outputs` leave out the batch dimension where `max_batch_size` > 0.
     `dynamic_batching`: switch the dynamic batcher on (Triton does for ONNX files whose first dims are all dynamic).
-    `decoupled` None: nothing to say.
+    `decoupled` None: nothing to say. `instance_count`: how many instances a group gets that does not say.
     """
 
     inputs: tuple[TensorSpec, ...] | None = None
@@ -125,3 +127,4 @@ class Completion:
     max_batch_size: int | None = None
     dynamic_batching: bool = False
     decoupled: bool | None = None
+    instance_count: int = 1

@@ -153,12 +153,6 @@ def agents(s: Subject) -> Iterator[Problem]:
         yield _not_yet(s, "model_repository_agents", "model_repository_agents")
 
 
-def passive_instances(s: Subject) -> Iterator[Problem]:
-    for index, group in enumerate(s.message.instance_group):
-        if group.passive:
-            yield _not_yet(s, f"instance_group[{index}].passive", "a passive instance_group")
-
-
 def places(s: Subject) -> Iterator[Problem]:
     value = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
     if value in ("process", "ray"):
@@ -185,7 +179,6 @@ UNSUPPORTED: Final[Mapping[str, Rule]] = {
     "N17": namespaces,
     "N18": operations,
     "N19": agents,
-    "N20": passive_instances,
     "N21": places,
 }
 BACKEND_RULE: Final = "N22"

@@ -5,6 +5,8 @@ The two rooms stand on one floor and do not import each other; whoever reads a r
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flowserve.backends import registry
 from flowserve.backends.base import ModelFiles
 from flowserve.config.types import Completion, ModelConfig
@@ -14,4 +16,5 @@ from flowserve.repository.layout import ModelFolder
 def complete(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
     """Blocks while files are read. Raises Invalid or Unsupported where the backend cannot make sense of them."""
     files = ModelFiles(folder.repository, folder.path, version)
-    return registry.find(config.backend).complete(config, files)
+    backend = registry.find(config.backend)
+    return replace(backend.complete(config, files), instance_count=backend.default_instance_count)

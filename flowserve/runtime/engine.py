@@ -207,10 +207,14 @@ class Engine:
 
     # ------------------------------------------------------------------ beginning and ending
 
-    def add_model(self, key: ModelKey, batcher: Batcher, hosts: Sequence[Host], model: LoadedModel) -> None:
-        """Give a model version its queue; plans refer to it by `key`. The engine closes its instances in the end."""
+    def add_model(
+        self, key: ModelKey, batcher: Batcher, hosts: Sequence[Host], model: LoadedModel, passive: Sequence[Host] = ()
+    ) -> None:
+        """Give a model version its queue; plans refer to it by `key`. The engine closes its instances in the end, the
+        `passive` ones too, which get no work.
+        """
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
-        self._hosts += hosts
+        self._hosts += [*hosts, *passive]
         self._models.append(model)
         queue = ModelQueue(key, batcher, hosts, is_pure=model.is_pure, observer=statistics)
         self._queues[key] = queue

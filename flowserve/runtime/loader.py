@@ -127,7 +127,7 @@ class _Load:
                 await self._in_thread(one.close)
             return
         for version, one in loaded.items():
-            engine.add_model(ModelKey(name, version), _batcher(read.config), one.hosts, one.model)
+            engine.add_model(ModelKey(name, version), _batcher(read.config), one.hosts, one.model, one.passive)
         self._announce(name, graphs, seconds=(engine.clock() - started_ns) / SECOND_NS)
 
     async def _load_version(self, read: ReadModel, version: int) -> _Loaded:
@@ -153,7 +153,7 @@ class _Load:
                     may_write=not loaded.model.is_pure,
                 )
                 await self._in_thread(partial(host.open, self._engine.completions))
-                loaded.hosts.append(host)
+                (loaded.passive if group.passive else loaded.hosts).append(host)
         except FlowserveError:
             await self._in_thread(loaded.close)
             raise
@@ -191,28 +191,22 @@ class _Load:
 
 @dataclass(slots=True)
 class _Loaded:
-    """One version of a model and its open instances, until the engine owns them."""
+    """One version of a model and its open instances, until the engine owns them. `passive` ones never get work."""
 
     model: LoadedModel
     hosts: list[Host] = field(default_factory=list)
+    passive: list[Host] = field(default_factory=list)
 
     def close(self) -> None:
         """Blocks."""
-        for host in self.hosts:
+        for host in (*self.hosts, *self.passive):
             host.close()
         self.model.close()
 
 
 def _instances(config: ModelConfig) -> list[tuple[str, InstanceGroup]]:
     """The names of all instances, and the group each belongs to."""
-    default_count = registry.find(config.backend).default_instance_count
-    groups = config.instance_groups or (InstanceGroup(config.name),)
-    return [
-        (f"{group.name}_{number}", group)
-        for group in groups
-        if not group.passive
-        for number in range(group.count or default_count)
-    ]
+    return [(f"{group.name}_{number}", group) for group in config.instance_groups for number in range(group.count)]
 
 
 def _batcher(config: ModelConfig) -> Batcher:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowserve.config.load import Draft, finish, read_draft
-from flowserve.config.types import DynamicBatching, InstanceGroup, VersionPolicy
+from flowserve.config.types import Completion, DynamicBatching, InstanceGroup, VersionPolicy
 from flowserve.errors import Problems
 from flowserve.values import DType, TensorSpec
 
@@ -103,14 +103,16 @@ def test_defaults_are_filled_in_and_shown(draft: Read) -> None:
 
 
 @pytest.mark.fault("C11")
-def test_groups_without_a_name_are_numbered_and_counts_without_a_number_are_left_to_the_backend(draft: Read) -> None:
-    text = 'instance_group [ { count: 0 }, { name: "mine" count: 3 kind: KIND_CPU }, { count: -1 } ]' + TENSORS
-    config = finish(draft(text, "1/model.py", "labels.txt"), None)
+def test_groups_without_a_name_are_numbered_and_counts_without_a_number_are_the_backends_own(draft: Read) -> None:
+    text = 'instance_group [ { count: 0 }, { name: "mine" count: 3 kind: KIND_CPU }, { count: -1 gpus: 0 } ]' + TENSORS
+    config = finish(draft(text, "1/model.py", "labels.txt"), Completion(instance_count=2))
     assert [(group.name, group.count, group.kind) for group in config.instance_groups] == [
-        ("m_0", 0, "KIND_AUTO"),
+        ("m_0", 2, "KIND_CPU"),
         ("mine", 3, "KIND_CPU"),
-        ("m_2", 0, "KIND_AUTO"),
+        ("m_2", 2, "KIND_CPU"),
     ]
+    shown = [(group["count"], group["kind"], group["gpus"]) for group in config.json["instance_group"]]
+    assert shown == [(2, "KIND_CPU", []), (3, "KIND_CPU", []), (2, "KIND_CPU", [])]
 
 
 @pytest.mark.parametrize(

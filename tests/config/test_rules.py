@@ -214,6 +214,16 @@ def test_rule_M16_a_cache_has_one_answer(said: Said) -> None:
     ]
 
 
+def test_rule_M17_some_instance_serves(said: Said) -> None:
+    assert said("M17", "instance_group [ { passive: true }, { count: 2 } ]") == []
+    assert said("M17", "instance_group [ { passive: true }, { passive: true } ]") == [
+        (
+            "1:20: model 'm' has passive instance groups only, so that nothing would ever serve a request"
+            " (leave `passive` out of one of them)"
+        ),
+    ]
+
+
 # Tensors
 
 

@@ -172,7 +172,7 @@ def test_without_gpus_groups_that_ask_for_one_run_on_the_cpu_with_a_warning(
     config = finish(draft(text), None, gpu=False)
     assert [(group.kind, group.count, group.gpus) for group in config.instance_groups] == [
         ("KIND_CPU", 3, ()),
-        ("KIND_MODEL", 0, ()),
+        ("KIND_MODEL", 1, ()),
     ]
     assert caplog.messages == ["m/config.pbtxt: instance group m_0 runs on the CPU instead of a GPU (--gpu=off)"]
 
@@ -197,12 +197,6 @@ def test_refusal_N18_custom_operators(refused: Refused) -> None:
 def test_refusal_N19_repository_agents(refused: Refused) -> None:
     assert refused(MODEL % "" + 'model_repository_agents { agents { name: "checksum" } }') == [
         "4:1: model 'm': model_repository_agents is not supported yet [N19]"
-    ]
-
-
-def test_refusal_N20_passive_instances(refused: Refused) -> None:
-    assert refused(MODEL % "" + "instance_group { passive: true }") == [
-        "4:18: model 'm': a passive instance_group is not supported yet [N20]"
     ]
 
 

@@ -31,6 +31,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "M14": model.model_files_are_inside,
     "M15": model.metrics_are_whole,
     "M16": model.cache_has_one_answer,
+    "M17": model.some_instance_serves,
     "M20": tensors.every_tensor_has_a_name,
     "M21": tensors.every_tensor_has_a_data_type,
     "M22": tensors.every_tensor_has_dims,

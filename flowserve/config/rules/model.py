@@ -113,6 +113,13 @@ def instance_counts_are_sane(s: Subject) -> Iterator[Problem]:
             yield s.problem(f"instance_group[{index}].count", text, f"at most {INSTANCES_MAX} are allowed")
 
 
+def some_instance_serves(s: Subject) -> Iterator[Problem]:
+    groups = s.message.instance_group
+    if groups and all(group.passive for group in groups):
+        text = f"model '{s.message.name}' has passive instance groups only, so that nothing would ever serve a request"
+        yield s.problem("instance_group[0].passive", text, "leave `passive` out of one of them")
+
+
 def only_gpu_groups_list_gpus(s: Subject) -> Iterator[Problem]:
     for index, group in enumerate(s.message.instance_group):
         name = f"instance group {_group_name(s, index)} of model {s.message.name}"
