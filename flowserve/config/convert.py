@@ -11,15 +11,20 @@ from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
+from flowserve.config.model_config_pb2 import BatchInput as BatchInputProto
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput
 from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Message
 from flowserve.config.types import (
+    BatchInput,
+    BatchOutput,
     DynamicBatching,
     Ensemble,
     EnsembleStep,
     InstanceGroup,
+    LimitedResource,
     ModelConfig,
+    RateLimiter,
     SourceMap,
     VersionPolicy,
 )
@@ -40,6 +45,8 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
         dynamic_batching=_dynamic_batching(message),
         ensemble=_ensemble(message),
         instance_groups=tuple(_instance_group(group) for group in message.instance_group),
+        batch_inputs=_batch_inputs(message),
+        batch_outputs=_batch_outputs(message),
         default_model_filename=message.default_model_filename,
         parameters={key: message.parameters[key].string_value for key in message.parameters},
         json=to_json(message),
@@ -90,6 +97,25 @@ def _specs(tensors: Iterable[ModelInput | ModelOutput]) -> tuple[TensorSpec, ...
     )
 
 
+def _batch_inputs(message: ModelConfigProto) -> tuple[BatchInput, ...]:
+    return tuple(
+        BatchInput(
+            kind=BatchInputProto.Kind.Name(made.kind),
+            targets=tuple(made.target_name),
+            dtype=BY_NUMBER[made.data_type],
+            source=source,
+        )
+        for made in message.batch_input
+        if made.data_type in BY_NUMBER
+        for source in made.source_input
+    )
+
+
+def _batch_outputs(message: ModelConfigProto) -> tuple[BatchOutput, ...]:
+    made = message.batch_output
+    return tuple(BatchOutput(tuple(each.target_name), source) for each in made for source in each.source_input)
+
+
 def _version_policy(message: ModelConfigProto) -> VersionPolicy:
     policy = message.version_policy
     choice = policy.WhichOneof("policy_choice")
@@ -137,4 +163,11 @@ def _instance_group(group: ModelInstanceGroup) -> InstanceGroup:
         count=max(group.count, 0),
         gpus=tuple(group.gpus),
         passive=group.passive,
+        rate_limiter=RateLimiter(
+            resources=tuple(
+                LimitedResource(resource.name, resource.count, getattr(resource, "global"))
+                for resource in group.rate_limiter.resources
+            ),
+            priority=group.rate_limiter.priority or 1,
+        ),
     )

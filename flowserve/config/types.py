@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowserve.errors import Place
-from flowserve.values import TensorSpec
+from flowserve.values import DType, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,23 @@ class Ensemble:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitedResource:
+    """`count` copies of a resource, of the instance's device or (`is_global`) of the whole server."""
+
+    name: str
+    count: int
+    is_global: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimiter:
+    """What an instance holds while it runs, where `--rate-limit` is on. `priority`: 1 comes first."""
+
+    resources: tuple[LimitedResource, ...] = ()
+    priority: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceGroup:
     """`kind` is one of "KIND_CPU", "KIND_GPU", "KIND_MODEL". Instances of a `passive` group are loaded and initialised,
     and never given work.
@@ -75,6 +92,27 @@ class InstanceGroup:
     count: int = 1
     gpus: tuple[int, ...] = ()
     passive: bool = False
+    rate_limiter: RateLimiter = RateLimiter()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """A model input that the server makes from the shapes of a batch. `kind` is Triton's name ("BATCH_ELEMENT_COUNT");
+    every one of `targets`, which are no inputs of the configuration, gets the same tensor; `source` is an input.
+    """
+
+    kind: str
+    targets: tuple[str, ...]
+    dtype: DType
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """Outputs that come flat and are cut up by the shapes of the input `source`."""
+
+    targets: tuple[str, ...]
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +142,8 @@ class ModelConfig:
     dynamic_batching: DynamicBatching | None = None
     ensemble: Ensemble | None = None
     instance_groups: tuple[InstanceGroup, ...] = ()
+    batch_inputs: tuple[BatchInput, ...] = ()
+    batch_outputs: tuple[BatchOutput, ...] = ()
     default_model_filename: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     json: Mapping[str, Any] = field(default_factory=dict)

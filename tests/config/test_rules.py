@@ -421,6 +421,54 @@ def test_rule_M40_a_batch_output_has_a_target_of_its_own(said: Said) -> None:
     ]
 
 
+def test_rule_M41_what_the_server_makes_no_client_sends_and_nothing_is_made_twice(said: Said) -> None:
+    text = 'input { name: "X" } batch_input { target_name: [ "X", "I" ] } batch_input { target_name: "I" }'
+    assert said("M41", text) == [
+        "1:50: target input name 'X' is an input that clients send, too, for m "
+        "(leave it out of `input`: a batch input is made by the server)",
+        "1:77: target input name 'I' can only be specified once for m",
+    ]
+
+
+def test_rule_M42_the_shape_of_a_batch_output_can_be_told(said: Said) -> None:
+    text = """
+input { name: "X" dims: [ -1 ] }
+output [ { name: "Y" dims: [ -1, 3 ] }, { name: "Z" dims: [ 3, -1 ] } ]
+batch_output { target_name: [ "Y", "Z" ] source_input: "X" }
+"""
+    assert said("M42", text) == [
+        "4:36: target output name 'Z' varies where input 'X' has no dimension for m "
+        "(dims [3,-1] take their -1s from [-1])"
+    ]
+
+
+def test_rule_M42_a_batch_output_has_no_second_shape(said: Said) -> None:
+    text = """
+input { name: "X" dims: [ -1 ] }
+output { name: "Y" dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+batch_output { target_name: "Y" source_input: "X" }
+"""
+    assert said("M42", text) == [
+        "4:16: target output name 'Y' has a reshape for m (write the shape that clients get as its dims)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('backend: "python" ', "model 'm' is a model.py, which gets the requests of a batch one by one"),
+        ('platform: "ensemble" ', "ensemble 'm' runs no batches of its own"),
+    ],
+)
+def test_rule_M43_batch_tensors_are_for_models_that_take_a_whole_batch(said: Said, text: str, why: str) -> None:
+    found = said("M43", text + "batch_input { } batch_output { }")
+    assert [each.partition(": ")[2].partition(" (")[0] for each in found] == [
+        f"batch_input is for models that take a batch as one tensor, and {why}",
+        f"batch_output is for models that take a batch as one tensor, and {why}",
+    ]
+    assert said("M43", 'backend: "onnxruntime" batch_input { } batch_output { }') == []
+
+
 # Batching
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from flowserve.config.rules import batching, ensembles, model, sequences, tensors
+from flowserve.config.rules import batching, ensembles, model, ragged, sequences, tensors
 from flowserve.config.rules.subject import Rule, Subject
 from flowserve.errors import Problem
 
@@ -47,12 +47,15 @@ RULES: Final[Mapping[str, Rule]] = {
     "M32": tensors.no_output_name_twice,
     "M33": tensors.models_have_outputs,
     "M34": tensors.label_files_are_inside,
-    "M35": tensors.batch_inputs_have_one_source,
-    "M36": tensors.batch_inputs_are_numbers,
-    "M37": tensors.batch_sources_exist,
-    "M38": tensors.batch_inputs_have_a_target,
-    "M39": tensors.batch_outputs_have_one_source,
-    "M40": tensors.batch_output_targets_exist_once,
+    "M35": ragged.batch_inputs_have_one_source,
+    "M36": ragged.batch_inputs_are_numbers,
+    "M37": ragged.batch_sources_exist,
+    "M38": ragged.batch_inputs_have_a_target,
+    "M39": ragged.batch_outputs_have_one_source,
+    "M40": ragged.batch_output_targets_exist_once,
+    "M41": ragged.batch_input_targets_are_their_own,
+    "M42": ragged.batch_output_shapes_can_be_told,
+    "M43": ragged.batch_tensors_are_for_whole_batches,
     "M50": batching.preferred_sizes_fit,
     "M51": batching.default_priority_exists,
     "M52": batching.policies_have_a_priority,

@@ -1,4 +1,4 @@
-"""Rules about inputs and outputs, reshapes, label files, batch inputs and batch outputs.
+"""Rules about inputs and outputs, reshapes and label files.
 
 Decided here: what Triton decides when it validates a model's tensors, with its texts, plus that no name is used twice
 and that a model has outputs. Nothing here compares with the model's own file; complete.py does.
@@ -10,16 +10,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Final
 
-from flowserve.config.model_config_pb2 import (
-    TYPE_FP32,
-    TYPE_INT32,
-    TYPE_INVALID,
-    BatchInput,
-    BatchOutput,
-    ModelInput,
-)
+from flowserve.config.model_config_pb2 import TYPE_INVALID, ModelInput
 from flowserve.config.rules.subject import Subject
-from flowserve.config.suggest import did_you_mean
 from flowserve.errors import Problem
 
 TENSORRT_PLATFORM: Final = "tensorrt_plan"
@@ -156,63 +148,6 @@ def label_files_are_inside(s: Subject) -> Iterator[Problem]:
             yield s.problem(
                 path, f"{text} does not exist for {s.message.name}", "its path starts at the model's folder"
             )
-
-
-def batch_inputs_have_one_source(s: Subject) -> Iterator[Problem]:
-    for index, tensor in enumerate(s.message.batch_input):
-        if len(tensor.source_input) != 1:
-            kind = BatchInput.Kind.Name(tensor.kind)
-            text = f"batch input kind '{kind}' expects 1 source input, got {len(tensor.source_input)}"
-            yield s.problem(f"batch_input[{index}]", f"{text} for {s.message.name}")
-
-
-def batch_inputs_are_numbers(s: Subject) -> Iterator[Problem]:
-    for index, tensor in enumerate(s.message.batch_input):
-        if tensor.data_type not in (TYPE_INT32, TYPE_FP32):
-            text = f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {s.message.name}"
-            path = f"batch_input[{index}]"
-            yield s.problem(f"{path}.data_type" if tensor.data_type else path, text)
-
-
-def batch_sources_exist(s: Subject) -> Iterator[Problem]:
-    names = [tensor.name for tensor in s.message.input]
-    listed: list[tuple[str, BatchInput | BatchOutput]] = []
-    listed += [(f"batch_input[{index}]", tensor) for index, tensor in enumerate(s.message.batch_input)]
-    listed += [(f"batch_output[{index}]", tensor) for index, tensor in enumerate(s.message.batch_output)]
-    for path, tensor in listed:
-        for index, source in enumerate(tensor.source_input):
-            if source not in names:
-                text = f"unknown source input name '{source}' for {s.message.name}"
-                yield s.problem(f"{path}.source_input[{index}]", text, did_you_mean(source, names))
-
-
-def batch_inputs_have_a_target(s: Subject) -> Iterator[Problem]:
-    for index, tensor in enumerate(s.message.batch_input):
-        if not tensor.target_name:
-            yield s.problem(f"batch_input[{index}]", f"batch input must specify 'target_name' for {s.message.name}")
-
-
-def batch_outputs_have_one_source(s: Subject) -> Iterator[Problem]:
-    for index, tensor in enumerate(s.message.batch_output):
-        if len(tensor.source_input) != 1:
-            kind = BatchOutput.Kind.Name(tensor.kind)
-            text = f"batch output kind '{kind}' expects 1 source input, got {len(tensor.source_input)}"
-            yield s.problem(f"batch_output[{index}]", f"{text} for {s.message.name}")
-
-
-def batch_output_targets_exist_once(s: Subject) -> Iterator[Problem]:
-    names = [tensor.name for tensor in s.message.output]
-    seen: set[str] = set()
-    for index, tensor in enumerate(s.message.batch_output):
-        for position, target in enumerate(tensor.target_name):
-            path = f"batch_output[{index}].target_name[{position}]"
-            if target not in names:
-                text = f"unknown target output name '{target}' for {s.message.name}"
-                yield s.problem(path, text, did_you_mean(target, names))
-            elif target in seen:
-                text = f"target output name '{target}' can only be specified once for {s.message.name}"
-                yield s.problem(path, text)
-            seen.add(target)
 
 
 def _twice(s: Subject, kind: str, names: Sequence[str]) -> Iterator[Problem]:
