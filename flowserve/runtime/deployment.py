@@ -14,6 +14,7 @@ from flowserve.config.types import ModelConfig
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import Graph
 from flowserve.observe.statistics import Statistics
+from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.admission import Admission
 from flowserve.scheduling.dispatcher import ModelQueue
 from flowserve.values import TensorSpec
@@ -31,6 +32,7 @@ class Deployment:
         statistics: Statistics,
         versions: list[int],
         route: tuple[ModelQueue, ...],
+        pins: frozenset[object] = frozenset(),
     ) -> None:
         self.name = graph.name
         self.version = graph.version
@@ -39,8 +41,11 @@ class Deployment:
         self.plan: Plan = make_plan(graph)
         self._plans: dict[tuple[str, ...], Plan] = {}
         self.route = route  # the queue of each node's model
+        self.pins = pins  # keeps what those queues run on (lifecycle.py) for as long as somebody has this deployment
         self.admission = Admission(graph)
         self.statistics = statistics
+        self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
+        statistics.nodes = self.traffic  # of the newest graph; requests on an older one finish on that one's
         self.platform = config.platform or config.backend
         self.versions = versions  # all ready versions of the name, shared between its deployments
         self.inputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.inputs}
@@ -61,11 +66,15 @@ class Deployment:
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of one name: its ready versions, or why it has none. `state` is the index's word."""
+    """What is known of one name: its ready versions, or why it has none. `state` is the index's word.
+
+    A `reason` beside ready versions is why they could not be replaced. `is_wanted`: the server is not ready without it.
+    """
 
     name: str
     state: str = "LOADING"
     reason: str = ""
+    is_wanted: bool = False
     ready: dict[int, Deployment] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
 

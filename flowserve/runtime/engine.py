@@ -6,7 +6,7 @@ ends. Scheduling is the dispatcher's, loading is loader.py's, computing is the h
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -19,10 +19,12 @@ from flowserve.backends.base import LoadedModel, Results
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
 from flowserve.graph.types import Graph, ModelKey
-from flowserve.observe.statistics import Statistics, rows_as_json
-from flowserve.runtime.clock import running_clock, wall_clock_ms
+from flowserve.observe.statistics import CANCELED, OTHER, REJECTED, Statistics, rows_as_json
+from flowserve.runtime.accounts import record_batch, record_ensemble
+from flowserve.runtime.clock import running_clock
 from flowserve.runtime.deployment import Deployment, Entry
-from flowserve.runtime.instance import Completions, Host, Outcome, record
+from flowserve.runtime.instance import Completions, Host, Outcome
+from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.pump import Pump
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
@@ -48,11 +50,10 @@ class Engine:
         self.clock = running_clock()
         self.dispatcher = Dispatcher(self._start, self._answered)
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
-        self._hosts: list[Host] = []
-        self._models: list[LoadedModel] = []
-        self._queues: dict[ModelKey, ModelQueue] = {}
+        self.generations = Generations(self.dispatcher.remove)
         self._statistics: dict[ModelKey, Statistics] = {}
-        self._pump = Pump(self.dispatcher, self.clock)
+        self._pump = Pump(self.dispatcher, self.clock, self._tell)
+        self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
         self._stamps = count(1)
         self._is_loaded = False
         self._is_draining = False
@@ -66,10 +67,15 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """Everything that should serve does, and the server is not going away."""
+        """Everything that should serve does, and the server is not going away.
+
+        What should serve: all that the server was started with, and all that has served since, unless it was unloaded.
+        """
         if not self._is_loaded or self._is_draining:
             return False
-        return not self.options.strict_readiness or all(entry.state == "READY" for entry in self.entries.values())
+        return not self.options.strict_readiness or all(
+            entry.state == "READY" for entry in self.entries.values() if entry.is_wanted
+        )
 
     def next_stamp(self) -> int:
         """A number that grows; drawn while a request is parsed, it orders requests of one turn of the loop."""
@@ -140,25 +146,47 @@ class Engine:
         Raises Invalid for a request that does not fit the deployment, and whatever its steps failed with. A caller
         who is cancelled leaves: what is still queued for it is withdrawn, what runs runs out.
         """
+        flow = self.submit(deployment, request)
+        if not flow.done:
+            task = current_task()
+            flow.waiter = lambda _: reschedule(task)
+
+            def leave(_: RaiseCancelT) -> Abort:
+                self.withdraw(flow)
+                return Abort.SUCCEEDED
+
+            await wait_task_rescheduled(leave)
+        return self.response(flow)
+
+    def submit(self, deployment: Deployment, request: Request) -> Flow:
+        """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, where it is set,
+        is called with the flow when it is. Raises as `infer` does for what is refused at the door.
+        """
         admission = deployment.admission
         if self._is_draining:
+            deployment.statistics.failed(1, 0, REJECTED)
             raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
-        tensors = admission.admit(request)
+        try:
+            tensors = admission.admit(request)
+        except FlowserveError:
+            deployment.statistics.failed(1, 0, OTHER)
+            raise
         plan = deployment.plan if not request.outputs else deployment.plan_for(request.outputs)
         flow = Flow(plan, deployment.route, tensors, self.clock(), request.stamp, request, deployment)
         flow.wanted = admission.wanted(request)
         self.dispatcher.submit(flow)
         self._pump.arrived()
-        if not flow.done:
-            flow.waiter = current_task()
+        return flow
 
-            def leave(_: RaiseCancelT) -> Abort:
-                flow.waiter = None
-                self.dispatcher.cancel(flow)
-                deployment.statistics.cancel_count += 1
-                return Abort.SUCCEEDED
+    def withdraw(self, flow: Flow) -> None:
+        """Its caller left: nobody is told, and what is still queued of it leaves its queues."""
+        flow.waiter = None
+        self.dispatcher.cancel(flow)
+        flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
 
-            await wait_task_rescheduled(leave)
+    def response(self, flow: Flow) -> Response:
+        """What a flow that is done came to. Raises what its steps failed with."""
+        deployment: Deployment = flow.owner
         if flow.error is not None:
             raise _own(flow.error, deployment)
         slots = flow.tensors
@@ -167,7 +195,7 @@ class Engine:
             tensor = slots[deployment.output_slot[name]]
             if tensor is not None:
                 outputs[name] = tensor.array
-        return Response(deployment.name, deployment.version, outputs, request.id)
+        return Response(deployment.name, deployment.version, outputs, flow.request.id)
 
     def _start(self, batch: Batch) -> None:
         host: Host = batch.instance
@@ -182,53 +210,75 @@ class Engine:
     def _finished(self, batch: Batch, outcome: Outcome) -> None:
         now_ns = self.clock()
         if isinstance(outcome, Results):
-            record(batch.queue.observer, batch, outcome, now_ns)
+            record_batch(batch.queue.observer, batch, outcome, now_ns)
             self.dispatcher.batch_done(batch, outcome.outputs, outcome.errors, now_ns)
         elif not self.dispatcher.batch_failed(batch, outcome):
-            record(batch.queue.observer, batch, outcome, now_ns)
+            record_batch(batch.queue.observer, batch, outcome, now_ns)
 
     def _answered(self, flow: Flow) -> None:
         if flow.plan.graph.is_ensemble:
-            self._count_ensemble(flow)
+            record_ensemble(flow, self.clock())
         if flow.waiter is not None:
-            waiter, flow.waiter = flow.waiter, None
-            reschedule(waiter)
+            # Told after the pump has given the free instances their next batches: answers take time to write.
+            self._told.append(flow)
+            self._pump.poke()
 
-    def _count_ensemble(self, flow: Flow) -> None:
-        statistics: Statistics = flow.owner.statistics
-        now_ns = self.clock()
-        if flow.error is not None:
-            statistics.failed(1, now_ns - flow.arrived_ns)
-            return
-        rows = len(next(iter(flow.request.inputs.values()))) if flow.plan.graph.max_batch_size else 1
-        durations = (flow.compute_input_ns, flow.compute_infer_ns, flow.compute_output_ns)
-        statistics.executed(max(rows, 1), *durations, now_ms=wall_clock_ms())
-        statistics.succeeded(1, now_ns - flow.arrived_ns, flow.queue_ns, *durations)
+    def _tell(self) -> None:
+        told, self._told = self._told, []
+        for flow in told:
+            waiter, flow.waiter = flow.waiter, None
+            if waiter is not None:  # its caller may have left in between
+                waiter(flow)
 
     # ------------------------------------------------------------------ beginning and ending
 
     def add_model(
-        self, key: ModelKey, batcher: Batcher, hosts: Sequence[Host], model: LoadedModel, passive: Sequence[Host] = ()
+        self,
+        key: ModelKey,
+        batcher: Batcher,
+        hosts: Sequence[Host],
+        model: LoadedModel,
+        passive: Sequence[Host] = (),
+        files: object = None,
     ) -> None:
-        """Give a model version its queue; plans refer to it by `key`. The engine closes its instances in the end, the
-        `passive` ones too, which get no work.
+        """Give a model version its queue; graphs announced from now on run on it where they name `key`.
+
+        The `passive` instances are closed in the end as the others are, but get no work. `files` is held until then.
         """
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
-        self._hosts += [*hosts, *passive]
-        self._models.append(model)
         queue = ModelQueue(key, batcher, hosts, is_pure=model.is_pure, observer=statistics)
-        self._queues[key] = queue
         self.dispatcher.add(queue)
+        self.generations.add(Generation(queue, [*hosts, *passive], model, files))
 
-    def announce(self, config: ModelConfig, graph: Graph) -> None:
-        """From now on requests for this deployment are taken. The models it needs were added before."""
+    def announce(self, config: ModelConfig, *graphs: Graph) -> None:
+        """From now on requests for this name run on these graphs, one for each version, and on no others. The models
+        they need were added before.
+        """
+        entry = self.entries.setdefault(config.name, Entry(config.name))
+        versions = sorted(graph.version for graph in graphs)
+        self._forget_statistics(entry, versions)
+        entry.ready = {graph.version: self._deployment(config, graph, versions) for graph in graphs}
+        entry.versions = versions
+        entry.state, entry.reason, entry.is_wanted = "READY", "", True
+
+    def _deployment(self, config: ModelConfig, graph: Graph, versions: list[int]) -> Deployment:
         key = ModelKey(graph.name, graph.version)
-        entry = self.entries.setdefault(graph.name, Entry(graph.name))
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
-        route = tuple(self._queues[node.model] for node in graph.nodes)
-        entry.versions[:] = sorted({*entry.versions, graph.version})
-        entry.ready[graph.version] = Deployment(config, graph, statistics, entry.versions, route)
-        entry.state, entry.reason = "READY", ""
+        runs_on = [self.generations[node.model] for node in graph.nodes]
+        route = tuple(generation.queue for generation in runs_on)
+        return Deployment(config, graph, statistics, versions, route, frozenset(one.pin for one in runs_on))
+
+    def withdraw_name(self, name: str, reason: str) -> None:
+        """From now on requests for this name are refused, with the reason. Those in flight finish."""
+        entry = self.entries[name]
+        self._forget_statistics(entry, ())
+        entry.ready, entry.versions = {}, []
+        entry.state, entry.reason = "UNAVAILABLE", reason
+
+    def _forget_statistics(self, entry: Entry, versions: Collection[int]) -> None:
+        for version in entry.versions:
+            if version not in versions:
+                self._statistics.pop(ModelKey(entry.name, version), None)
 
     def loaded(self) -> None:
         """Loading is over; from now on the state of each entry decides readiness."""
@@ -247,7 +297,7 @@ class Engine:
             # Polled, because the hot path should pay for no "last one left" event and this happens once in a life.
             while self.dispatcher.in_flight:  # noqa: ASYNC110
                 await trio.sleep(0.01)
-        running = [host.name for host in self._hosts if host.running is not None]
+        running = [host.name for host in self.generations.hosts() if host.running is not None]
         return running or (["requests that wait in queues"] if patience.cancelled_caught else [])
 
     async def close(self, deadline: float) -> list[str]:
@@ -256,19 +306,7 @@ class Engine:
         """
         self._is_draining = True
         self.dispatcher.fail_all("Server is stopping, scheduler for model has stopped accepting new inference requests")
-        open_hosts = {host.name for host in self._hosts}
-
-        async def close_one(host: Host) -> None:
-            await trio.to_thread.run_sync(host.close, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
-            open_hosts.discard(host.name)
-
-        with trio.move_on_at(deadline):
-            async with trio.open_nursery() as nursery:
-                for host in self._hosts:
-                    nursery.start_soon(close_one, host, name=f"close {host.name}")
-            for model in self._models:
-                await trio.to_thread.run_sync(model.close, abandon_on_cancel=True)
-        return sorted(open_hosts)
+        return await self.generations.close(deadline)
 
 
 def _is_version(text: str) -> bool:
@@ -289,6 +327,7 @@ async def open_engine(
     async with trio.open_nursery() as nursery:
         engine = Engine(options)
         nursery.start_soon(engine.run_pump, name="pump")
+        nursery.start_soon(engine.generations.run, name="reaper")
         try:
             yield engine
         finally:

@@ -76,7 +76,7 @@ class _Load:
             log.warning("%s", warning)
         self._failed.update(found.duplicates)
         for name in (*found.duplicates, *(folder.name for folder in found.folders)):
-            self._engine.entries[name] = Entry(name)
+            self._engine.entries[name] = Entry(name, is_wanted=True)
         async with trio.open_nursery() as nursery:
             for folder in found.folders:
                 nursery.start_soon(self._read_one, folder, name=f"read {folder.name}")

@@ -22,6 +22,7 @@ from typing import Any
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batcher import Batcher
+from flowserve.scheduling.limiter import Needs
 from flowserve.scheduling.router import Facts, Flow, Ticket
 
 _by_stamp = attrgetter("stamp")
@@ -30,10 +31,17 @@ _by_stamp = attrgetter("stamp")
 class ModelQueue:
     """One model version's waiting tickets and the instances that may take them. `key` is what plans name it by."""
 
-    __slots__ = ("batcher", "free", "instances", "is_dirty", "is_pure", "key", "observer", "running")
+    __slots__ = ("batcher", "free", "instances", "is_dirty", "is_pure", "key", "needs", "observer", "running")
 
     def __init__(
-        self, key: ModelKey, batcher: Batcher, instances: Sequence[Any], *, is_pure: bool = False, observer: Any = None
+        self,
+        key: ModelKey,
+        batcher: Batcher,
+        instances: Sequence[Any],
+        *,
+        is_pure: bool = False,
+        observer: Any = None,
+        needs: Sequence[Needs] = (),
     ) -> None:
         self.key = key
         self.batcher = batcher
@@ -43,6 +51,7 @@ class ModelQueue:
         self.running = 0
         self.is_pure = is_pure
         self.observer = observer  # the runtime's statistics of this model; nothing here reads it
+        self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: they need nothing
         self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
 
 
@@ -84,6 +93,12 @@ class Dispatcher:
         self._queues.append(queue)
         if queue.batcher.may_wait:
             self._delayed.append(queue)
+
+    def remove(self, queue: ModelQueue) -> None:
+        """Forget a model whose queue is on the route of no flow any more."""
+        self._queues.remove(queue)
+        if queue in self._delayed:
+            self._delayed.remove(queue)
 
     def submit(self, flow: Flow) -> None:
         """Take a request. Nothing happens to it before the next `pump`."""
@@ -177,8 +192,13 @@ class Dispatcher:
                 self._mark(queue)
 
     def waiting(self) -> dict[ModelKey, int]:
-        """How many tickets wait in each model's queue."""
-        return {queue.key: len(queue.batcher) for queue in self._queues}
+        """How many tickets wait for each model, in all of its queues: a model that was replaced may still have its
+        former one.
+        """
+        waiting: dict[ModelKey, int] = {}
+        for queue in self._queues:
+            waiting[queue.key] = waiting.get(queue.key, 0) + len(queue.batcher)
+        return waiting
 
     def fail_all(self, reason: str) -> None:
         """The server is going away: answer every flow that waits, and those that run when their batch is done and they
@@ -290,6 +310,9 @@ class Dispatcher:
                 f"(2) {queue.key}: an instance is lost or doubled"
             )
             assert not queue.is_dirty, f"(3) {queue.key} was left unlooked at"
+        self._check_halves()
+
+    def _check_halves(self) -> None:
         for queue, tickets in self._halves:
             assert not queue.free, (
                 f"(3) {queue.key}: {len(tickets)} tickets of a failed batch wait beside a free instance"

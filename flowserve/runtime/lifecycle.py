@@ -1,0 +1,143 @@
+"""What one loading of a model version runs on, and when all of it is given back.
+
+Decided here: when a generation is over. Whoever can still send work to its queue holds its pin: the deployments that
+route through it, and with them every flow, batch and connection that holds such a deployment. So nothing is counted
+per request, and nothing that holds a deployment can be forgotten: when the pin dies, nobody is left. It does not know
+why a generation was replaced, nor what its hosts are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Sequence
+
+import trio
+
+from flowserve.backends.base import LoadedModel
+from flowserve.graph.types import ModelKey
+from flowserve.runtime.instance import Host
+from flowserve.scheduling.dispatcher import ModelQueue
+
+log = logging.getLogger("flowserve.load")
+
+
+class Pin:
+    """Held by whoever may still send work to a generation."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Generation:
+    """One loading of one model version: its queue, its open instances, the model.
+
+    `files` is held until everything is closed: a private folder disappears with the last who holds it.
+    """
+
+    def __init__(self, queue: ModelQueue, hosts: Sequence[Host], model: LoadedModel, files: object = None) -> None:
+        self.queue = queue
+        self.hosts = tuple(hosts)
+        self.pin: Pin | None = Pin()
+        self.closed = trio.Event()
+        self._model: LoadedModel | None = model
+        self._files = files
+        self._open = list(self.hosts)
+        self._is_closing = False
+        self._watch: weakref.ref[Pin] | None = None
+
+    def retire(self, over: Callable[[Generation], object]) -> None:
+        """Nobody new gets its pin. `over` is called, on whatever thread, once those who have it are gone."""
+        pin, self.pin = self.pin, None
+        assert pin is not None, "a generation is retired once"
+        self._watch = weakref.ref(pin, lambda _: over(self))
+
+    def still_open(self) -> list[str]:
+        """The names of the instances that are not closed yet."""
+        return [host.name for host in self._open]
+
+    async def close(self) -> None:
+        """Close every instance, then the model. Called again, it waits for the first call to be through."""
+        if not self._is_closing:
+            self._is_closing = True
+            async with trio.open_nursery() as nursery:
+                for host in self.hosts:
+                    nursery.start_soon(self._close_host, host, name=f"close {host.name}")
+            if self._model is not None:
+                await _in_thread_of_its_own(self._model.close)
+            self._model = self._files = None
+            self.closed.set()
+        await self.closed.wait()
+
+    async def _close_host(self, host: Host) -> None:
+        await _in_thread_of_its_own(host.close)
+        self._open.remove(host)
+
+
+class Generations:
+    """All generations of a server. New requests run on the current one of a key, older ones on what they began with."""
+
+    def __init__(self, forget: Callable[[ModelQueue], None]) -> None:
+        self._forget = forget  # takes a queue that nothing can reach any more from the dispatcher
+        self._current: dict[ModelKey, Generation] = {}
+        self._retired: set[Generation] = set()
+        self._token = trio.lowlevel.current_trio_token()
+        self._over, self._ended = trio.open_memory_channel[Generation](math.inf)
+
+    def __getitem__(self, key: ModelKey) -> Generation:
+        return self._current[key]
+
+    def hosts(self) -> list[Host]:
+        """Every instance that is not given back yet."""
+        return [host for generation in (*self._current.values(), *self._retired) for host in generation.hosts]
+
+    def add(self, generation: Generation) -> None:
+        """Make it the current one of its key; the one before is retired."""
+        key = generation.queue.key
+        if key in self._current:
+            self.retire(key)
+        self._current[key] = generation
+
+    def retire(self, key: ModelKey) -> Generation:
+        """Whoever has it keeps it, nobody new gets it; `run` closes it after the last of them."""
+        generation = self._current.pop(key)
+        self._retired.add(generation)
+        generation.retire(self._nobody_left)
+        return generation
+
+    async def run(self) -> None:
+        """Close what is over, for ever. Ends only by cancellation."""
+        async with trio.open_nursery() as nursery:
+            async for generation in self._ended:
+                nursery.start_soon(self._reap, generation, name=f"reap {generation.queue.key.name}")
+
+    async def close(self, deadline: float) -> list[str]:
+        """Close everything, those whose instances still run last and only until `deadline` on the loop's clock.
+        Returns the instances that did not close.
+        """
+        everything = [*self._current.values(), *self._retired]
+        with trio.move_on_at(deadline):
+            async with trio.open_nursery() as nursery:
+                for generation in everything:
+                    nursery.start_soon(generation.close)
+        return sorted(name for generation in everything for name in generation.still_open())
+
+    def _nobody_left(self, generation: Generation) -> None:
+        # Wherever the last reference was dropped: a worker thread, or the collector in the middle of anything.
+        try:
+            self._token.run_sync_soon(self._over.send_nowait, generation)
+        except trio.RunFinishedError:
+            log.debug("a generation outlived the server")
+
+    async def _reap(self, generation: Generation) -> None:
+        self._forget(generation.queue)
+        await generation.close()
+        self._retired.discard(generation)
+
+
+async def _in_thread_of_its_own(close: Callable[[], None]) -> None:
+    """A model that hangs while it closes keeps nobody else from closing, nor the process from ending."""
+    try:
+        await trio.to_thread.run_sync(close, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+    except Exception:
+        log.exception("closing failed")

@@ -1,0 +1,169 @@
+"""Generations: who still runs on an old one, and when everything of it is given back. A real engine over functions."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from flowserve.errors import ModelFailed, Unavailable
+from flowserve.graph.types import ModelKey
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.testing.engine import Function, FunctionInstance, add_chain, add_function
+from flowserve.values import Array, Request
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Engine]:
+    """An engine whose generations are given back by counting references alone: the collector is off meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with open_engine(EngineOptions()) as engine:
+            yield engine
+    finally:
+        gc.enable()
+
+
+def times(factor: float, gate: threading.Event | None = None) -> Function:
+    def function(array: Array) -> Array:
+        if gate is not None:
+            assert gate.wait(10)
+        return array * np.float32(factor)
+
+    return function
+
+
+async def ask(engine: Engine, name: str, answers: list[float]) -> None:
+    request = Request(inputs={"IN": np.full((1, 4), 1, np.float32)}, stamp=engine.next_stamp())
+    response = await engine.infer(engine.find(name), request)
+    answers.append(float(response.outputs["OUT"][0, 0]))
+
+
+async def closed(instance: FunctionInstance) -> bool:
+    """Whether the instance is closed within a moment in which everybody who could do something has done it."""
+    with trio.move_on_after(5):
+        while instance.is_open:  # noqa: ASYNC110, the instance is closed on a thread
+            await trio.sleep(0.001)
+    return not instance.is_open
+
+
+@pytest.mark.fault("L6")
+async def test_a_request_finishes_on_the_generation_it_started_with_and_the_next_runs_on_the_new_one() -> None:
+    gate = threading.Event()
+    answers: list[float] = []
+    async with running() as engine, trio.open_nursery() as nursery:
+        (old,) = add_function(engine, "m", [times(2, gate)], inline=False)
+        nursery.start_soon(ask, engine, "m", answers)
+        await wait_all_tasks_blocked()
+        add_function(engine, "m", [times(3)])
+        await ask(engine, "m", answers)
+        assert answers == [3.0]
+        assert old.is_open
+        gate.set()
+        assert await closed(old)
+        assert answers == [3.0, 2.0]
+
+
+@pytest.mark.fault("L6")
+async def test_what_waits_in_the_old_queue_is_answered_by_the_old_generation() -> None:
+    gate = threading.Event()
+    answers: list[float] = []
+    async with running() as engine, trio.open_nursery() as nursery:
+        (old,) = add_function(engine, "m", [times(2, gate)], max_batch_size=1, inline=False)
+        for _ in range(5):
+            nursery.start_soon(ask, engine, "m", answers)
+        await wait_all_tasks_blocked()
+        add_function(engine, "m", [times(3)])
+        assert sum(waiting for _, waiting in engine.counters()) == 4
+        gate.set()
+        assert await closed(old)
+        assert answers == [2.0] * 5
+
+
+async def test_an_ensemble_keeps_the_step_it_was_compiled_with_until_it_is_compiled_again() -> None:
+    answers: list[float] = []
+    async with running() as engine:
+        (old,) = add_function(engine, "step", [times(2)])
+        add_chain(engine, "chain", ["step", "step"])
+        add_function(engine, "step", [times(3)])
+        await ask(engine, "chain", answers)
+        await ask(engine, "step", answers)
+        assert answers == [4.0, 3.0]
+        assert old.is_open
+        add_chain(engine, "chain", ["step", "step"])
+        assert await closed(old)
+        await ask(engine, "chain", answers)
+        assert answers[-1] == 9.0
+
+
+async def test_who_found_a_deployment_before_it_was_replaced_may_still_ask_it() -> None:
+    async with running() as engine:
+        (old,) = add_function(engine, "m", [times(2)])
+        deployment = engine.find("m")
+        add_function(engine, "m", [times(3)])
+        response = await engine.infer(deployment, Request(inputs={"IN": np.ones((1, 4), np.float32)}))
+        assert response.outputs["OUT"][0, 0] == 2.0
+        assert old.is_open
+        del deployment
+        assert await closed(old)
+
+
+async def test_a_caller_who_leaves_does_not_keep_the_old_generation() -> None:
+    gate = threading.Event()
+    async with running() as engine:
+        (old,) = add_function(engine, "m", [times(2, gate)], inline=False)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, "m", [])
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        add_function(engine, "m", [times(3)])
+        gate.set()
+        assert await closed(old)
+
+
+async def test_a_failed_request_does_not_keep_the_old_generation() -> None:
+    def fail(array: Array) -> Array:
+        raise ModelFailed("no")
+
+    async with running() as engine:
+        (old,) = add_function(engine, "m", [fail])
+        for _ in range(3):
+            # Not pytest.raises: it keeps the traceback, and with it the frames that hold the deployment.
+            with suppress(ModelFailed):
+                await ask(engine, "m", [])
+        assert engine.statistics()[0]["inference_stats"]["fail"]["count"] == 3
+        add_function(engine, "m", [times(3)])
+        assert await closed(old)
+
+
+async def test_a_name_that_is_withdrawn_is_refused_with_the_reason_and_its_counters_go() -> None:
+    async with running() as engine:
+        (instance,) = add_function(engine, "m", [times(2)])
+        engine.loaded()
+        await ask(engine, "m", [])
+        assert len(engine.statistics()) == 1
+        engine.withdraw_name("m", "unloaded")
+        generation = engine.generations.retire(ModelKey("m", 1))
+        with pytest.raises(Unavailable, match="'m' is not at ready state: unloaded"):
+            engine.find("m")
+        await generation.closed.wait()
+        assert not instance.is_open
+        assert engine.statistics() == []
+        assert engine.index() == [{"name": "m", "state": "UNAVAILABLE", "reason": "unloaded"}]
+
+
+async def test_an_engine_that_ends_closes_old_generations_too() -> None:
+    gate = threading.Event()
+    async with running() as engine:
+        (old,) = add_function(engine, "m", [times(2, gate)], inline=False)
+        deployment = engine.find("m")
+        add_function(engine, "m", [times(3)])
+    assert not old.is_open
+    assert deployment.version == 1
