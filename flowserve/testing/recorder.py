@@ -14,6 +14,8 @@ from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.scheduling.batcher import Batcher, BatchPolicy
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.limited import LimitedDispatcher
+from flowserve.scheduling.limiter import Limiter, Needs
 from flowserve.scheduling.router import Flow
 from flowserve.testing.sim import Handle
 from flowserve.testing.strategies import SimModel
@@ -40,23 +42,33 @@ def rows_of(rows: int = 1, width: int = 2) -> Handle:
 @dataclass
 class Recorder:
     """`running`: batches that were started and are not back. `started`: every batch, as (model, its requests).
-    `answers`: flows in the order they were answered.
+    `answers`: flows in the order they were answered. With a `limiter`, each instance has the `needs` it is served with.
     """
 
     running: list[Batch] = field(default_factory=list)
     started: Started = field(default_factory=list)
     answers: list[Flow] = field(default_factory=list)
     queues: dict[ModelKey, ModelQueue] = field(default_factory=dict)
+    limiter: Limiter | None = None
 
     def __post_init__(self) -> None:
-        self.dispatcher = Dispatcher(self._run, self.answers.append)
+        if self.limiter is None:
+            self.dispatcher = Dispatcher(self._run, self.answers.append)
+        else:
+            self.dispatcher = LimitedDispatcher(self._run, self.answers.append, self.limiter)
         self._stamps = 0
 
     def serve(
-        self, model: SimModel, batcher: Batcher | None = None, instances: int = 1, *, is_pure: bool = False
+        self,
+        model: SimModel,
+        batcher: Batcher | None = None,
+        instances: int = 1,
+        *,
+        is_pure: bool = False,
+        needs: Sequence[Needs] = (),
     ) -> ModelQueue:
         chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
-        queue = ModelQueue(model.key, chosen, range(instances), is_pure=is_pure)
+        queue = ModelQueue(model.key, chosen, range(instances), is_pure=is_pure, needs=needs)
         self.queues[model.key] = queue
         self.dispatcher.add(queue)
         return queue

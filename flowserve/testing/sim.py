@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -18,6 +19,8 @@ from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import NO_SLOT
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.limited import LimitedDispatcher
+from flowserve.scheduling.limiter import Limiter, Resource
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.strategies import FIXED, NOTHING, SimModel, SimRequest, World, draw_world, is_omitted
 
@@ -49,7 +52,10 @@ class Sim:
         self.world = world or draw_world(self._random)
         self.time = 0
         self.log: list[tuple[object, ...]] = []
-        self.dispatcher = Dispatcher(self._run, self._answered)
+        if self.world.is_limited:
+            self.dispatcher: Dispatcher = LimitedDispatcher(self._run, self._answered, Limiter())
+        else:
+            self.dispatcher = Dispatcher(self._run, self._answered)
         self.queues: dict[ModelKey, ModelQueue] = {}
         self.flows: dict[int, Flow] = {}  # submitted, neither answered nor given up
         self.over: set[int] = set()  # answered or given up
@@ -102,7 +108,7 @@ class Sim:
         heapq.heappush(self._agenda, (time, next(self._tie), act))
 
     def _add_model(self, model: SimModel) -> None:
-        queue = ModelQueue(model.key, model.batcher(), range(model.instances), is_pure=model.is_pure)
+        queue = ModelQueue(model.key, model.batcher(), range(model.instances), is_pure=model.is_pure, needs=model.needs)
         self.queues[model.key] = queue
         self.batch_rows[model.key] = []
         self.dispatcher.add(queue)
@@ -225,13 +231,33 @@ class Sim:
         for key, queue in self.queues.items():
             busy = {instance for model, instance in self._busy if model == key}
             assert sorted([*queue.free, *busy]) == list(queue.instances), f"{key}: an instance is lost or doubled"
-            if queue.free and len(queue.batcher):
+            if queue.free and len(queue.batcher) and not self._is_short(queue):
                 deadline = queue.batcher.deadline()
                 assert deadline is not None, f"{key}: somebody waits beside a free instance, and for nothing"
                 assert deadline > self.time, f"{key}: somebody waits beside a free instance, and too long"
         for flow in self.flows.values():
             flow.check()
             self._check_tensors(flow)
+
+    def _is_short(self, queue: ModelQueue) -> bool:
+        """Whether the rate limiter may leave a free instance of this queue idle. On the way: nobody holds too much."""
+        if not isinstance(self.dispatcher, LimitedDispatcher):
+            return False
+        counts, held = self.most_needed(), Counter[Resource]()
+        for key, instance in self._busy:
+            held.update(self.world.by_key[key].needs[instance].amounts)
+        assert all(count <= counts[resource] for resource, count in held.items()), "a resource is over-granted"
+        needs = [self.world.by_key[queue.key].needs[instance].amounts for instance in queue.free]
+        lacks = [any(held[resource] + count > counts[resource] for resource, count in one.items()) for one in needs]
+        return all(lacks) or bool(self.dispatcher.waited_for())
+
+    def most_needed(self) -> Counter[Resource]:
+        """How many copies of each resource there are: the most that anybody needs."""
+        counts = Counter[Resource]()
+        for model in self.world.models:
+            for needs in model.needs:
+                counts |= Counter(needs.amounts)
+        return counts
 
     def _check_batch(self, batch: Batch, model: SimModel) -> None:
         tickets = batch.tickets
@@ -273,6 +299,9 @@ class Sim:
         """When nothing can happen any more, everything is home."""
         assert self.over == {request.number for request in self.world.requests}, "a request was never answered"
         assert not self._busy, "an instance never came home"
+        if isinstance(self.dispatcher, LimitedDispatcher):
+            assert self.dispatcher.limiter.counts() == self.most_needed()
+            assert not self.dispatcher.limiter.held(), "a resource never came home"
         assert not any(self.dispatcher.waiting().values()), "a ticket of nobody still waits"
         assert not len(self.handles), f"{len(self.handles)} tensors are held after everything is over"
 

@@ -14,9 +14,11 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from flowserve.config.types import LimitedResource, RateLimiter
 from flowserve.graph.plan import NO_SLOT, Plan, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.limiter import Needs
 from flowserve.values import DType, TensorSpec
 
 FIXED = 4  # the width that inputs of fixed shape want
@@ -40,6 +42,7 @@ class SimModel:
     is_pure: bool
     shortest_ns: int
     longest_ns: int
+    needs: tuple[Needs, ...] = ()  # of each instance, where the world has a rate limiter
 
     def batcher(self) -> Batcher:
         return OneByOne() if self.policy is None else DynamicBatcher(self.policy)
@@ -75,11 +78,12 @@ class SimRequest:
 
 @dataclass(frozen=True)
 class World:
-    """Models, the graphs over them, and the requests that will come."""
+    """Models, the graphs over them, and the requests that will come. `is_limited`: there is a rate limiter."""
 
     models: tuple[SimModel, ...]
     graphs: tuple[Graph, ...]
     requests: tuple[SimRequest, ...]
+    is_limited: bool = False
     by_key: dict[ModelKey, SimModel] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +158,21 @@ def draw_model(random: Random, number: int, *, batching: bool) -> SimModel:
         is_pure=random.random() < 0.6,
         shortest_ns=shortest,
         longest_ns=shortest * random.choice([1, 1, 5]),
+    )
+
+
+def draw_needs(random: Random, instances: int) -> tuple[Needs, ...]:
+    """What each instance of a model needs: of none to two resources on one of two devices, and of one for all."""
+    amounts = {name: random.randint(0, 4) for name in ("memory", "cores")}
+    shared = random.randint(0, 2)
+    priority = random.choice([1, 1, 2, 5])
+    limits = [
+        (random.randrange(2), [LimitedResource(name, count) for name, count in amounts.items()])
+        for _ in range(instances)
+    ]
+    return tuple(
+        Needs.of(RateLimiter((*here, LimitedResource("licence", shared, is_global=True)), priority), device)
+        for device, here in limits
     )
 
 
@@ -257,7 +276,10 @@ def draw_world(random: Random) -> World:
     for number in range(random.randint(1, 40)):
         index = random.randrange(len(graphs))
         requests.append(draw_request(random, number, index, graphs[index]))
-    return World(tuple(models), tuple(graphs), tuple(requests))
+    is_limited = random.random() < 0.4
+    if is_limited:
+        models = [replace(model, needs=draw_needs(random, model.instances)) for model in models]
+    return World(tuple(models), tuple(graphs), tuple(requests), is_limited)
 
 
 def worlds() -> st.SearchStrategy[World]:

@@ -1,0 +1,182 @@
+"""The dispatcher with a rate limiter: which waiting batch goes next where not all can run at once.
+
+Decided here: in which order queues are looked at, what cannot run is skipped, and what was skipped too often is waited
+for. A batch is taken out of its queue only when an instance and all of that instance's resources are free, so it goes
+on growing until then. Without `--rate-limit` none of this exists: dispatcher.py looks at each queue by itself.
+
+Always true between two calls of `pump` (see `check`), besides what dispatcher.py promises:
+  (5) an instance that runs holds its resources, and nobody else holds any;
+  (6) no ticket waits beside a free instance with free resources unless its batcher waits for company, or somebody else
+      was overtaken too often and these are kept for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Final
+
+from flowserve.graph.types import ModelKey
+from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.limiter import Account, Limiter, Needs, Resource
+from flowserve.scheduling.router import Flow, Ticket
+
+# So many executions may take what a waiting queue needs, while it comes before them; then its resources are kept.
+OVERTAKEN_MAX: Final = 16
+
+
+class _Contender:
+    """A queue at the limiter: the accounts of its instances, and how often it was overtaken since it last ran."""
+
+    __slots__ = ("accounts", "is_idle", "overtaken", "queue")
+
+    def __init__(self, queue: ModelQueue, accounts: dict[Hashable, Account]) -> None:
+        self.queue = queue
+        self.accounts = accounts
+        self.overtaken = 0
+        self.is_idle = True  # nothing waited when it was last looked at
+
+
+class LimitedDispatcher(Dispatcher):
+    """Composes router, batchers, instances and a limiter."""
+
+    def __init__(self, run: Callable[[Batch], None], answered: Callable[[Flow], None], limiter: Limiter) -> None:
+        super().__init__(run, answered)
+        self.limiter = limiter
+        self._contenders: dict[ModelQueue, _Contender] = {}
+        self._waiting: dict[ModelQueue, None] = {}  # queues to look at, in the order in which they came to wait
+
+    def add(self, queue: ModelQueue) -> None:
+        super().add(queue)
+        accounts = self.limiter.add(queue.needs or [Needs({})] * len(queue.instances))
+        self._contenders[queue] = _Contender(queue, dict(zip(queue.instances, accounts, strict=True)))
+
+    def remove(self, queue: ModelQueue) -> None:
+        super().remove(queue)
+        self.limiter.remove(self._contenders.pop(queue).accounts.values())
+        self._waiting.pop(queue, None)
+
+    def pump(self, now_ns: int) -> None:
+        """Queue what arrived, in order, then start what can start, whoever's turn it is first."""
+        if self._arrivals:
+            self._queue_arrivals(now_ns)
+        while True:
+            while self._dirty:  # an inline batch adds to it
+                self._await_turn(self._dirty.popleft())
+            if not self._start_next(now_ns):
+                return
+
+    def next_deadline(self) -> int | None:
+        """As above, but for queues whose resources are taken: time brings those nothing, a batch's end does."""
+        soonest: int | None = None
+        for queue in self._delayed:
+            if queue.free and queue not in self._waiting:
+                deadline = queue.batcher.deadline()
+                if deadline is not None and (soonest is None or deadline < soonest):
+                    soonest = deadline
+        return soonest
+
+    def waited_for(self) -> list[ModelKey]:
+        """The models for which resources are kept, because they were overtaken too often."""
+        return [queue.key for queue in self._waiting if self._contenders[queue].overtaken >= OVERTAKEN_MAX]
+
+    def _await_turn(self, queue: ModelQueue) -> None:
+        queue.is_dirty = False
+        self._waiting[queue] = None
+        contender = self._contenders[queue]
+        if contender.is_idle:
+            contender.is_idle = False
+            self.limiter.catch_up(contender.accounts.values())
+
+    def _start_next(self, now_ns: int) -> bool:
+        """Start the first batch that can start, or find one queue that has none. False: there was nothing to do."""
+        candidates = [
+            (account.turn, contender, account, instance)
+            for queue in self._waiting
+            for contender in [self._contenders[queue]]
+            for instance in queue.free
+            for account in [contender.accounts[instance]]
+        ]
+        candidates.sort(key=_by_turn)  # stable: of equals whoever came to wait first, on the instance idle longest
+        skipped: dict[_Contender, Account] = {}
+        withheld: dict[Resource, int] = {}
+        for _, contender, account, instance in candidates:
+            if not self.limiter.has_room(account.needs, withheld):
+                if self._is_empty(contender.queue):
+                    return self._leave(contender)
+                if contender not in skipped:
+                    skipped[contender] = account
+                    if contender.overtaken >= OVERTAKEN_MAX:
+                        _add(withheld, account)
+                continue
+            tickets = self._next_tickets(contender.queue, now_ns)
+            if tickets is None:
+                return self._leave(contender)
+            for other, needy in skipped.items():
+                if not account.needs.amounts.keys().isdisjoint(needy.needs.amounts):
+                    other.overtaken += 1
+            contender.overtaken = 0
+            self.limiter.begin(account)
+            queue = contender.queue
+            queue.free.remove(instance)
+            queue.running += 1
+            self._run(Batch(queue, instance, tickets, now_ns))
+            return True
+        return False
+
+    def _next_tickets(self, queue: ModelQueue, now_ns: int) -> list[Ticket] | None:
+        """What runs next of a queue: the rest of a batch that failed, or a new batch."""
+        for half in [half for half in self._halves if half[0] is queue]:
+            self._halves.remove(half)
+            tickets = [ticket for ticket in half[1] if not ticket.flow.done]
+            if tickets:
+                return tickets
+        return queue.batcher.take(now_ns)
+
+    def _is_empty(self, queue: ModelQueue) -> bool:
+        return not len(queue.batcher) and not any(half[0] is queue for half in self._halves)
+
+    def _leave(self, contender: _Contender) -> bool:
+        """Nothing of this queue can run, whatever is free: an arrival, a returning batch or time brings it back."""
+        del self._waiting[contender.queue]
+        contender.is_idle = self._is_empty(contender.queue)
+        contender.overtaken = 0
+        return True
+
+    def _set_free(self, batch: Batch) -> None:
+        self.limiter.end(self._contenders[batch.queue].accounts[batch.instance])
+        super()._set_free(batch)
+
+    def check(self) -> None:
+        super().check()
+        running = [
+            account
+            for contender in self._contenders.values()
+            for instance, account in contender.accounts.items()
+            if instance not in contender.queue.free
+        ]
+        self.limiter.check(running)
+        for queue in self._waiting:
+            for instance in queue.free:
+                self._check_skipped(queue, self._contenders[queue].accounts[instance])
+
+    def _check_skipped(self, queue: ModelQueue, account: Account) -> None:
+        if self.limiter.has_room(account.needs, {}):
+            kept = [self._contenders[other] for other in self._waiting if other is not queue]
+            assert any(
+                other.overtaken >= OVERTAKEN_MAX and not needy.needs.amounts.keys().isdisjoint(account.needs.amounts)
+                for other in kept
+                for needy in other.accounts.values()
+            ), f"(6) {queue.key} waits beside a free instance and free resources"
+
+    def _check_halves(self) -> None:
+        for queue, _ in self._halves:
+            assert not queue.free or queue in self._waiting, f"(3) {queue.key}: the rest of a batch was forgotten"
+
+
+def _by_turn(candidate: tuple[int, Any, Any, Any]) -> int:
+    return candidate[0]
+
+
+def _add(withheld: dict[Resource, int], account: Account) -> None:
+    for resource, count in account.needs.amounts.items():
+        withheld[resource] = withheld.get(resource, 0) + count
