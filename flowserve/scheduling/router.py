@@ -34,10 +34,12 @@ class Facts(Protocol):
 
 class Ticket:
     """A step as a queue sees it: rows, a key that all members of a batch must share, and when it was queued. No
-    tensor data.
+    tensor data. `lane` is the mark of a queue that has several lines; it is not set in others.
     """
 
-    __slots__ = ("flow", "key", "node", "queued_ns", "rows")
+    __slots__ = ("flow", "key", "lane", "node", "queued_ns", "rows")
+
+    lane: int
 
     def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable) -> None:
         self.flow = flow
@@ -54,7 +56,8 @@ class Flow:
     """One traversal of a graph for one request.
 
     `route[n]` is the queue of node n's model, which pins the flow to what its graph was loaded with.
-    `request`, `owner`, `wanted` and `waiter` belong to the runtime; nothing here reads them. `queue_ns` and
+    `priority` (1 is the highest, 0 none) and `timeout_ns` (0 none) are the request's own; every step of it has them
+    whole. `request`, `owner`, `wanted` and `waiter` belong to the runtime; nothing here reads them. `queue_ns` and
     `compute_*_ns` sum what its steps took, for the statistics of the graph.
     """
 
@@ -69,12 +72,14 @@ class Flow:
         "open",
         "owner",
         "plan",
+        "priority",
         "queue_ns",
         "readers",
         "request",
         "route",
         "stamp",
         "tensors",
+        "timeout_ns",
         "waiter",
         "wanted",
     )
@@ -88,6 +93,8 @@ class Flow:
         stamp: int = 0,
         request: Any = None,
         owner: Any = None,
+        priority: int = 0,
+        timeout_ns: int = 0,
     ) -> None:
         self.plan = plan
         self.route = route
@@ -100,6 +107,8 @@ class Flow:
         self.error: FlowserveError | None = None
         self.arrived_ns = arrived_ns
         self.stamp = stamp
+        self.priority = priority
+        self.timeout_ns = timeout_ns
         self.request = request
         self.waiter: Any = None
         self.wanted: tuple[str, ...] = ()
