@@ -1,0 +1,85 @@
+"""What a model prints becomes lines of the log, within bounds.
+
+Decided here: where a line ends, how long one may be, how many a second an instance may add to the log, and what is
+said of those that were too many. Memory is bounded by one line, whatever is printed and however fast. Pure: pieces of
+bytes and the time come in. Control characters are escaped where the log is written (cli/logs.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Final
+
+LINE_BYTES_MAX: Final = 4096
+LINES_A_SECOND_MAX: Final = 1000  # and so many at once
+
+_SECOND_NS: Final = 1_000_000_000
+# As in sd-daemon(3); a child's own log writes them, and a model may.
+_SEVERITY: Final = re.compile(r"<([0-7])>")
+_LEVELS: Final = {"4": logging.WARNING, "5": logging.INFO, "6": logging.INFO, "7": logging.DEBUG}
+
+Line = tuple[int, str]
+
+
+class Printed:
+    """One instance's output. Lines come out as (level of the log, text)."""
+
+    def __init__(self) -> None:
+        self._begun = b""  # a line whose end has not come, no longer than the maximum
+        self._is_cut = False  # whether the rest of that line is passed over
+        self._second_ns = 0  # when the second began that is counted
+        self._left = LINES_A_SECOND_MAX  # lines that may still come in it
+        self._dropped = 0
+
+    def take(self, piece: bytes, now_ns: int) -> list[Line]:
+        """More was printed. Returns the lines that are whole now."""
+        found: list[Line] = []
+        if now_ns - self._second_ns >= _SECOND_NS:
+            found += self._announce_dropped()
+            self._second_ns, self._left = now_ns, LINES_A_SECOND_MAX
+        if not self._left:  # not worth splitting
+            count = piece.count(b"\n")
+            if count:
+                self._dropped += count
+                self._begun, self._is_cut = b"", False
+            self._begin_line(piece[piece.rfind(b"\n") + 1 :])
+            return found
+        *whole, last = piece.split(b"\n")
+        for line in whole[: self._left]:
+            found.append(self._end_line(line))
+        if len(whole) > self._left:
+            self._dropped += len(whole) - self._left
+        self._left -= min(len(whole), self._left)
+        self._begin_line(last)
+        return found
+
+    def rest(self) -> list[Line]:
+        """Nothing more comes: how many are missing, and the line that was not ended."""
+        return [*self._announce_dropped(), *([self._end_line(b"")] if self._begun else ())]
+
+    def _begin_line(self, text: bytes) -> None:
+        self._begun, self._is_cut = _cut(self._begun, text, self._is_cut)
+
+    def _end_line(self, text: bytes) -> Line:
+        line, is_cut = _cut(self._begun, text, self._is_cut)
+        self._begun, self._is_cut = b"", False
+        shown = line.rstrip(b"\r").decode(errors="backslashreplace")
+        level = logging.INFO
+        severity = _SEVERITY.match(shown)
+        if severity is not None:
+            level = _LEVELS.get(severity[1], logging.ERROR)
+            shown = shown[severity.end() :]
+        return level, f"{shown} ... (cut: longer than {LINE_BYTES_MAX} bytes)" if is_cut else shown
+
+    def _announce_dropped(self) -> list[Line]:
+        if not self._dropped:
+            return []
+        text = f"{self._dropped} lines are missing here: more than {LINES_A_SECOND_MAX} a second were printed"
+        self._dropped = 0
+        return [(logging.WARNING, text)]
+
+
+def _cut(begun: bytes, more: bytes, is_cut: bool) -> tuple[bytes, bool]:
+    room = LINE_BYTES_MAX - len(begun)
+    return begun + more[:room], is_cut or len(more) > room
