@@ -39,9 +39,16 @@ class _Contender:
 class LimitedDispatcher(Dispatcher):
     """Composes router, batchers, instances and a limiter."""
 
-    def __init__(self, run: Callable[[Batch], None], answered: Callable[[Flow], None], limiter: Limiter) -> None:
+    def __init__(
+        self,
+        run: Callable[[Batch], None],
+        answered: Callable[[Flow], None],
+        limiter: Limiter,
+        overtaken_max: int = OVERTAKEN_MAX,
+    ) -> None:
         super().__init__(run, answered)
         self.limiter = limiter
+        self._overtaken_max = overtaken_max
         self._contenders: dict[ModelQueue, _Contender] = {}
         self._waiting: dict[ModelQueue, None] = {}  # queues to look at, in the order in which they came to wait
 
@@ -77,7 +84,7 @@ class LimitedDispatcher(Dispatcher):
 
     def waited_for(self) -> list[ModelKey]:
         """The models for which resources are kept, because they were overtaken too often."""
-        return [queue.key for queue in self._waiting if self._contenders[queue].overtaken >= OVERTAKEN_MAX]
+        return [queue.key for queue in self._waiting if self._contenders[queue].overtaken >= self._overtaken_max]
 
     def _await_turn(self, queue: ModelQueue) -> None:
         queue.is_dirty = False
@@ -98,15 +105,11 @@ class LimitedDispatcher(Dispatcher):
         ]
         candidates.sort(key=_by_turn)  # stable: of equals whoever came to wait first, on the instance idle longest
         skipped: dict[_Contender, Account] = {}
-        withheld: dict[Resource, int] = {}
         for _, contender, account, instance in candidates:
-            if not self.limiter.has_room(account.needs, withheld):
+            if not self.limiter.has_room(account.needs, self._kept(skipped, contender)):
                 if self._is_empty(contender.queue):
                     return self._leave(contender)
-                if contender not in skipped:
-                    skipped[contender] = account
-                    if contender.overtaken >= OVERTAKEN_MAX:
-                        _add(withheld, account)
+                skipped.setdefault(contender, account)
                 continue
             tickets = self._next_tickets(contender.queue, now_ns)
             if tickets is None:
@@ -122,6 +125,15 @@ class LimitedDispatcher(Dispatcher):
             self._run(Batch(queue, instance, tickets, now_ns))
             return True
         return False
+
+    def _kept(self, skipped: dict[_Contender, Account], contender: _Contender) -> dict[Resource, int]:
+        """What is kept from a contender for those before it that were overtaken too often."""
+        kept: dict[Resource, int] = {}
+        for other, account in skipped.items():
+            if other is not contender and other.overtaken >= self._overtaken_max:
+                for resource, count in account.needs.amounts.items():
+                    kept[resource] = kept.get(resource, 0) + count
+        return kept
 
     def _next_tickets(self, queue: ModelQueue, now_ns: int) -> list[Ticket] | None:
         """What runs next of a queue: the rest of a batch that failed, or a new batch."""
@@ -163,7 +175,8 @@ class LimitedDispatcher(Dispatcher):
         if self.limiter.has_room(account.needs, {}):
             kept = [self._contenders[other] for other in self._waiting if other is not queue]
             assert any(
-                other.overtaken >= OVERTAKEN_MAX and not needy.needs.amounts.keys().isdisjoint(account.needs.amounts)
+                other.overtaken >= self._overtaken_max
+                and not needy.needs.amounts.keys().isdisjoint(account.needs.amounts)
                 for other in kept
                 for needy in other.accounts.values()
             ), f"(6) {queue.key} waits beside a free instance and free resources"
@@ -175,8 +188,3 @@ class LimitedDispatcher(Dispatcher):
 
 def _by_turn(candidate: tuple[int, Any, Any, Any]) -> int:
     return candidate[0]
-
-
-def _add(withheld: dict[Resource, int], account: Account) -> None:
-    for resource, count in account.needs.amounts.items():
-        withheld[resource] = withheld.get(resource, 0) + count

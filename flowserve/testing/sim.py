@@ -52,10 +52,10 @@ class Sim:
         self.world = world or draw_world(self._random)
         self.time = 0
         self.log: list[tuple[object, ...]] = []
-        if self.world.is_limited:
-            self.dispatcher: Dispatcher = LimitedDispatcher(self._run, self._answered, Limiter())
-        else:
+        if self.world.overtaken_max is None:
             self.dispatcher = Dispatcher(self._run, self._answered)
+        else:
+            self.dispatcher = LimitedDispatcher(self._run, self._answered, Limiter(), self.world.overtaken_max)
         self.queues: dict[ModelKey, ModelQueue] = {}
         self.flows: dict[int, Flow] = {}  # submitted, neither answered nor given up
         self.over: set[int] = set()  # answered or given up

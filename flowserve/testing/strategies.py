@@ -78,12 +78,14 @@ class SimRequest:
 
 @dataclass(frozen=True)
 class World:
-    """Models, the graphs over them, and the requests that will come. `is_limited`: there is a rate limiter."""
+    """Models, the graphs over them, and the requests that will come. `overtaken_max`: where there is a limiter, how
+    often it lets a model be overtaken.
+    """
 
     models: tuple[SimModel, ...]
     graphs: tuple[Graph, ...]
     requests: tuple[SimRequest, ...]
-    is_limited: bool = False
+    overtaken_max: int | None = None
     by_key: dict[ModelKey, SimModel] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -276,10 +278,10 @@ def draw_world(random: Random) -> World:
     for number in range(random.randint(1, 40)):
         index = random.randrange(len(graphs))
         requests.append(draw_request(random, number, index, graphs[index]))
-    is_limited = random.random() < 0.4
-    if is_limited:
+    overtaken_max = random.choice([None, None, 0, 1, 16])
+    if overtaken_max is not None:
         models = [replace(model, needs=draw_needs(random, model.instances)) for model in models]
-    return World(tuple(models), tuple(graphs), tuple(requests), is_limited)
+    return World(tuple(models), tuple(graphs), tuple(requests), overtaken_max)
 
 
 def worlds() -> st.SearchStrategy[World]:
