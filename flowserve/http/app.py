@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
+import trio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -149,7 +150,9 @@ class _Pages:
         return _json(self._engine.index(ready_only=ready))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(metrics_text(self._engine.counters()), media_type=CONTENT_TYPE)
+        # Off the loop: with many deployments the text takes a tenth of a second to write.
+        text = await trio.to_thread.run_sync(metrics_text, self._engine.counters())
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def nothing(self, request: Request) -> Response:
         raise HTTPException(404)

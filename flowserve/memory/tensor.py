@@ -41,5 +41,11 @@ class Tensor:
         whole: tuple[int, ...] = self.block.shape
         return whole if self.stop == WHOLE else (self.stop - self.start, *whole[1:])
 
+    @property
+    def nbytes(self) -> int:
+        """What the rows weigh, without slicing."""
+        rows = len(self.block) if self.stop != WHOLE else 0
+        return self.block.nbytes * (self.stop - self.start) // rows if rows else self.block.nbytes
+
     def __repr__(self) -> str:
         return f"Tensor({self.block.dtype}, {list(self.shape)})"

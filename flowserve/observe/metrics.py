@@ -1,25 +1,32 @@
-"""Counters as Prometheus text, under the names Triton's dashboards know.
+"""Counters as Prometheus text: Triton's under the names its dashboards know, ours beside them as `flowserve_*`.
 
-Decided here: metric names, labels and units. What is counted is decided in statistics.py; this file only reads it,
-when somebody asks, so that counting stays cheap.
+Decided here: metric names, labels and units. What is counted is decided in statistics.py and traffic.py; this file only
+reads it, when somebody asks, so that counting stays cheap. docs/metrics.md lists every family.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from flowserve.observe.statistics import Statistics
+from flowserve.observe.histogram import Histogram
+from flowserve.observe.statistics import REASONS, Statistics
+from flowserve.observe.traffic import EdgeTraffic
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _LABELS: Final = ("model", "version")
+_NODE_LABELS: Final = ("graph", "version", "node")
+_EDGE_LABELS: Final = ("graph", "version", "producer", "tensor", "consumer")
+_TENSOR_LABELS: Final = ("graph", "version", "producer", "tensor")
 _NS_PER_US: Final = 1000
+_NS_PER_MS: Final = 1_000_000
+_NS_PER_SECOND: Final = 1_000_000_000
 _TOTAL: Final = re.compile(rb"^(# (?:HELP|TYPE) )?(nv_\w+?)_total\b", re.MULTILINE)
 
 Reading = Callable[[Statistics], int]
@@ -50,12 +57,28 @@ _COUNTERS: Final[tuple[tuple[str, str, Reading], ...]] = (
         lambda s: s.compute_output_ns // _NS_PER_US,
     ),
 )
-# Every reason is there from the start, at 0: an alert on a series that does not exist yet never fires.
-_FAILURES: Final[tuple[tuple[str, Reading], ...]] = (
-    ("REJECTED", lambda s: 0),  # refused at the door, before anything was counted
-    ("CANCELED", lambda s: s.cancel_count),
-    ("BACKEND", lambda s: s.fail_count),
-    ("OTHER", lambda s: 0),
+_DURATIONS: Final[tuple[tuple[str, str, Callable[[Statistics], tuple[Histogram, int]]], ...]] = (
+    (
+        "flowserve_request_duration_seconds",
+        "Successful requests by the time from arrival to answer",
+        lambda s: (s.request_duration, s.success_ns),
+    ),
+    (
+        "flowserve_queue_duration_seconds",
+        "Successful requests by the time they waited",
+        lambda s: (s.queue_duration, s.queue_ns),
+    ),
+    (
+        "flowserve_compute_duration_seconds",
+        "Successful requests by the time their batch took, inputs and outputs included",
+        lambda s: (s.compute_duration, s.compute_input_ns + s.compute_infer_ns + s.compute_output_ns),
+    ),
+)
+# Triton's own edges for this one.
+_FIRST_RESPONSE_EDGES_MS: Final = (100, 500, 2000, 5000)
+_EDGES: Final[tuple[tuple[str, str, Callable[[EdgeTraffic], int]], ...]] = (
+    ("flowserve_edge_handed_on_bytes", "Bytes read where their producer left them", lambda edge: edge.handed_on),
+    ("flowserve_edge_copied_bytes", "Bytes gathered together before they were read", lambda edge: edge.copied),
 )
 
 
@@ -70,27 +93,102 @@ def metrics_text(counters: Iterable[tuple[Statistics, int]]) -> bytes:
 class _Deployments(Collector):
     def __init__(self, counters: list[tuple[Statistics, int]]) -> None:
         self._counters = counters
+        self._statistics = [one for one, _ in counters]
 
     def collect(self) -> Iterator[Metric]:
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=_LABELS)
-            for one, _ in self._counters:
+            for one in self._statistics:
                 counter.add_metric(_labels(one), read(one))
             yield counter
-        failures = CounterMetricFamily(
-            "nv_inference_request_failure", "Number of failed inference requests", labels=(*_LABELS, "reason")
-        )
-        for one, _ in self._counters:
-            for reason, read in _FAILURES:
-                failures.add_metric([*_labels(one), reason], read(one))
-        yield failures
+        yield self._failures()
         waiting = GaugeMetricFamily(
             "nv_inference_pending_request_count", "Number of requests waiting to be executed", labels=_LABELS
         )
         for one, pending in self._counters:
             waiting.add_metric(_labels(one), pending)
         yield waiting
+        yield from self._histograms()
+        yield from self._nodes()
+        yield from self._edges()
+
+    def _failures(self) -> Metric:
+        """Every reason is there from the start, at 0: an alert on a series that does not exist yet never fires."""
+        failures = CounterMetricFamily(
+            "nv_inference_request_failure", "Number of failed inference requests", labels=(*_LABELS, "reason")
+        )
+        for one in self._statistics:
+            for reason in REASONS:
+                failures.add_metric([*_labels(one), reason], one.failures[reason])
+        return failures
+
+    def _histograms(self) -> Iterator[Metric]:
+        first = HistogramMetricFamily(
+            "nv_inference_first_response_histogram_ms",
+            "Successful requests by the time from arrival to their first response",
+            labels=_LABELS,
+        )
+        for one in self._statistics:
+            first.add_metric(_labels(one), *_coarse(one.request_duration, one.success_ns))
+        yield first
+        for name, text, read in _DURATIONS:
+            family = HistogramMetricFamily(name, text, labels=_LABELS)
+            for one in self._statistics:
+                histogram, total_ns = read(one)
+                edges = [f"{edge / _NS_PER_SECOND:g}" for edge in histogram.edges]
+                family.add_metric(_labels(one), _buckets(histogram, edges), total_ns / _NS_PER_SECOND)
+            yield family
+        rows = HistogramMetricFamily("flowserve_batch_rows", "Executed batches by their rows", labels=_LABELS)
+        for one in self._statistics:
+            edges = [str(edge) for edge in one.batch_rows.edges]
+            rows.add_metric(_labels(one), _buckets(one.batch_rows, edges), one.inference_count)
+        yield rows
+
+    def _nodes(self) -> Iterator[Metric]:
+        batches = CounterMetricFamily(
+            "flowserve_node_batches", "Batches that steps of the node ran in", labels=_NODE_LABELS
+        )
+        rows = CounterMetricFamily(
+            "flowserve_node_batch_rows", "Rows of the batches that steps of the node ran in", labels=_NODE_LABELS
+        )
+        placed = CounterMetricFamily(
+            "flowserve_tensor_placed_bytes",
+            "Bytes laid side by side when a model's answers, one for each request, were taken",
+            labels=_TENSOR_LABELS,
+        )
+        for one in self._statistics:
+            for node in one.nodes:
+                batches.add_metric([*_labels(one), node.name], node.batches)
+                rows.add_metric([*_labels(one), node.name], node.rows)
+                for tensor, nbytes in zip(node.tensors, node.placed, strict=True):
+                    if tensor:
+                        placed.add_metric([*_labels(one), node.name, tensor], nbytes)
+        yield batches
+        yield rows
+        yield placed
+
+    def _edges(self) -> Iterator[Metric]:
+        for name, text, read in _EDGES:
+            family = CounterMetricFamily(name, text, labels=_EDGE_LABELS)
+            for one in self._statistics:
+                for node in one.nodes:
+                    for edge in node.edges:
+                        family.add_metric([*_labels(one), edge.producer, edge.tensor, node.name], read(edge))
+            yield family
 
 
 def _labels(one: Statistics) -> list[str]:
     return [one.name, str(one.version)]
+
+
+def _buckets(histogram: Histogram, edges: Sequence[str]) -> list[tuple[str, float]]:
+    return list(zip((*edges, "+Inf"), histogram.cumulated(), strict=True))
+
+
+def _coarse(histogram: Histogram, total_ns: int) -> tuple[list[tuple[str, float]], float]:
+    """Triton's histogram in milliseconds out of ours, which has all its edges."""
+    counts = histogram.cumulated()
+    buckets: list[tuple[str, float]] = [
+        (str(edge), counts[histogram.edges.index(edge * _NS_PER_MS)]) for edge in _FIRST_RESPONSE_EDGES_MS
+    ]
+    return [*buckets, ("+Inf", counts[-1])], total_ns / _NS_PER_MS

@@ -1,14 +1,26 @@
 """What one deployment has done so far: counts and summed durations, as Triton's statistics extension defines them.
 
-Decided here: what is counted, and the JSON rows. Written from the loop's thread only, once per batch. It does not
-know who reads it, and no clock: moments come in as nanoseconds.
+Decided here: what is counted, why a request counts as failed, and the JSON rows. Written from the loop's thread only,
+once per batch. It does not know who reads it, and no clock: moments come in as nanoseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Final
+
+from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
+from flowserve.observe.traffic import NodeTraffic
+
+# Why a request failed, in Triton's words. REJECTED: no place or no time for it, or the server was ending. CANCELED: its
+# caller left. BACKEND: the model failed. OTHER: it did not fit the deployment, or a step of its ensemble failed.
+REJECTED: Final = "REJECTED"
+CANCELED: Final = "CANCELED"
+BACKEND: Final = "BACKEND"
+OTHER: Final = "OTHER"
+REASONS: Final = (REJECTED, CANCELED, BACKEND, OTHER)
 
 
 @dataclass(slots=True)
@@ -26,16 +38,17 @@ class Statistics:
     """One deployment's counters. Durations are nanoseconds, summed over requests (a batch's whole time counts for
     each of its requests).
 
-    `inference_count` counts rows (at least 1 a request), `execution_count` counts batches.
+    `inference_count` counts rows (at least 1 a request), `execution_count` counts batches. `failures` counts requests
+    by reason. The histograms hold successful requests, `batch_rows` executions; `nodes` is what each node of the
+    deployment's graph has carried, by index.
     """
 
     name: str
     version: int
     success_count: int = 0
     success_ns: int = 0
-    fail_count: int = 0
+    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     fail_ns: int = 0
-    cancel_count: int = 0
     queue_ns: int = 0
     compute_input_ns: int = 0
     compute_infer_ns: int = 0
@@ -44,6 +57,15 @@ class Statistics:
     execution_count: int = 0
     last_inference_ms: int = 0
     batches: dict[int, BatchSizeStatistics] = field(default_factory=dict)
+    request_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
+    queue_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
+    compute_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
+    batch_rows: Histogram = field(default_factory=partial(Histogram, ROW_EDGES))
+    nodes: tuple[NodeTraffic, ...] = ()
+
+    @property
+    def fail_count(self) -> int:
+        return sum(self.failures.values())
 
     def executed(self, rows: int, input_ns: int, infer_ns: int, output_ns: int, now_ms: int) -> None:
         """One batch of `rows` rows ran."""
@@ -57,22 +79,43 @@ class Statistics:
         size.compute_input_ns += input_ns
         size.compute_infer_ns += infer_ns
         size.compute_output_ns += output_ns
+        self.batch_rows.observe(rows)
 
-    def succeeded(self, count: int, total_ns: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """`count` requests were answered; the durations are summed over them."""
+    def succeeded(self, queued: Sequence[int], started_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """Requests that were queued at these moments ran in one batch, which began at `started_ns` and took so long."""
+        count = len(queued)
+        compute_ns = input_ns + infer_ns + output_ns
+        queue_ns = count * started_ns - sum(queued)
         self.success_count += count
+        self.success_ns += queue_ns + count * compute_ns
+        self.queue_ns += queue_ns
+        self.compute_input_ns += count * input_ns
+        self.compute_infer_ns += count * infer_ns
+        self.compute_output_ns += count * output_ns
+        oldest, newest = min(queued), max(queued)
+        self.queue_duration.observe_since(queued, oldest, newest, started_ns)
+        self.request_duration.observe_since(queued, oldest, newest, started_ns + compute_ns)
+        self.compute_duration.observe(compute_ns, count)
+
+    def passed(self, total_ns: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """One request went through an ensemble; all but the total are sums over its steps."""
+        self.success_count += 1
         self.success_ns += total_ns
         self.queue_ns += queue_ns
         self.compute_input_ns += input_ns
         self.compute_infer_ns += infer_ns
         self.compute_output_ns += output_ns
+        self.request_duration.observe(total_ns)
+        self.queue_duration.observe(queue_ns)
+        self.compute_duration.observe(input_ns + infer_ns + output_ns)
 
-    def failed(self, count: int, total_ns: int) -> None:
-        self.fail_count += count
+    def failed(self, count: int, total_ns: int, reason: str) -> None:
+        """`count` requests failed, for one of REASONS, after `total_ns` all together."""
+        self.failures[reason] += count
         self.fail_ns += total_ns
 
     def as_json(self) -> dict[str, Any]:
-        """One row of `model_stats`."""
+        """One row of `model_stats`. `flowserve` is ours; clients written for Triton read past it."""
         done = self.success_count
         return {
             "name": self.name,
@@ -101,6 +144,10 @@ class Statistics:
                 for rows, size in sorted(self.batches.items())
             ],
             "memory_usage": [],
+            "flowserve": {
+                "failures": dict(self.failures),
+                "nodes": [node.as_json() for node in self.nodes],
+            },
         }
 
 

@@ -1,9 +1,9 @@
 """Where a batch meets a model: one host per instance, on the loop or on a thread of its own.
 
-Decided here: how tickets become an instance's `Work`, how a run's outcome returns to the loop, what is written into
-the statistics. One worker thread per instance, fed by a queue; it answers through `TrioToken.run_sync_soon`,
-coalesced, so that a hop costs no task, channel or lock per request. Policy is elsewhere: which batch (scheduling/),
-which place (placement.py), how to compute (backends/).
+Decided here: how tickets become an instance's `Work`, how a run's outcome returns to the loop. One worker thread per
+instance, fed by a queue; it answers through `TrioToken.run_sync_soon`, coalesced, so that a hop costs no task, channel
+or lock per request. Policy is elsewhere: which batch (scheduling/), which place (placement.py), how to compute
+(backends/).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import trio
 from flowserve.backends.base import Instance, Results, Work
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.tensor import Tensor
-from flowserve.observe.statistics import Statistics
-from flowserve.runtime.clock import ClockNs, wall_clock_ms
+from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.placement import Placement
 from flowserve.scheduling.dispatcher import Batch
 from flowserve.scheduling.router import Ticket
@@ -174,37 +173,3 @@ def _writable(tickets: Sequence[Ticket], i: int) -> list[bool]:
         and ticket.node.inputs.count(slot) == 1
         for ticket in tickets
     ]
-
-
-def record(statistics: Statistics, batch: Batch, outcome: Outcome, now_ns: int) -> None:
-    """Write one finished batch into its model's statistics, and its durations into the flows of ensembles."""
-    tickets = batch.tickets
-    count = len(tickets)
-    total_ns = count * now_ns
-    for ticket in tickets:
-        total_ns -= ticket.queued_ns
-    if not isinstance(outcome, Results):
-        statistics.failed(count, total_ns)
-        return
-    started_ns = batch.started_ns
-    input_ns = outcome.gathered_ns - started_ns
-    infer_ns = outcome.computed_ns - outcome.gathered_ns
-    output_ns = now_ns - outcome.computed_ns
-    statistics.executed(max(batch.rows, 1), input_ns, infer_ns, output_ns, wall_clock_ms())
-    failed = len(outcome.errors)
-    if failed:
-        failed_ns = sum(now_ns - tickets[m].queued_ns for m in outcome.errors)
-        statistics.failed(failed, failed_ns)
-        total_ns -= failed_ns
-        count -= failed
-    statistics.succeeded(
-        count, total_ns, total_ns - count * (now_ns - started_ns), count * input_ns, count * infer_ns, count * output_ns
-    )
-    if tickets[0].flow.plan.graph.is_ensemble or count > 1:
-        for ticket in tickets:
-            flow = ticket.flow
-            if flow.plan.graph.is_ensemble:
-                flow.queue_ns += started_ns - ticket.queued_ns
-                flow.compute_input_ns += input_ns
-                flow.compute_infer_ns += infer_ns
-                flow.compute_output_ns += output_ns
