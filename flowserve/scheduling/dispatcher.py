@@ -2,8 +2,8 @@
 
 Decided here: in which order work that became ready is queued, which free instance takes a batch, who is told when a
 flow is over. It is the only class of this room that the runtime talks to, and it is touched from one thread only. Its
-outputs are the two callables it is given: `run` starts a batch, `answered` is told of every flow that is over; both
-may call straight back in.
+outputs are the callables it is given: `run` starts a batch, `answered` is told of every flow that is over; both may
+call straight back in. `refused` is told, before the flow is over, of each ticket that its queue would not take or keep.
 
 Always true between two calls of `pump` (see `check`):
   (1) every flow that was submitted is answered exactly once;
@@ -15,7 +15,7 @@ Always true between two calls of `pump` (see `check`):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.limiter import Needs
+from flowserve.scheduling.ordering import Order
 from flowserve.scheduling.router import Facts, Flow, Ticket
 
 _by_stamp = attrgetter("stamp")
@@ -31,7 +32,7 @@ _by_stamp = attrgetter("stamp")
 class ModelQueue:
     """One model version's waiting tickets and the instances that may take them. `key` is what plans name it by."""
 
-    __slots__ = ("batcher", "free", "instances", "is_dirty", "is_pure", "key", "needs", "observer", "running")
+    __slots__ = ("batcher", "free", "instances", "is_dirty", "is_pure", "key", "needs", "observer", "order", "running")
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class ModelQueue:
         is_pure: bool = False,
         observer: Any = None,
         needs: Sequence[Needs] = (),
+        keeps_order: bool = False,
     ) -> None:
         self.key = key
         self.batcher = batcher
@@ -52,6 +54,7 @@ class ModelQueue:
         self.is_pure = is_pure
         self.observer = observer  # the runtime's statistics of this model; nothing here reads it
         self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: they need nothing
+        self.order = Order() if keeps_order else None
         self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
 
 
@@ -74,16 +77,27 @@ class Batch:
         return f"Batch({self.queue.key}, {len(self.tickets)} tickets, rows={self.rows})"
 
 
+def tell_nobody(queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+    """Where nobody counts who was refused."""
+
+
 class Dispatcher:
     """Composes router, batchers and instances. See the module's text for what is always true."""
 
-    def __init__(self, run: Callable[[Batch], None], answered: Callable[[Flow], None]) -> None:
+    def __init__(
+        self,
+        run: Callable[[Batch], None],
+        answered: Callable[[Flow], None],
+        refused: Callable[[ModelQueue, Ticket, int], None] = tell_nobody,
+    ) -> None:
         self._run = run
         self._answered = answered
+        self._refused = refused
         self._queues: list[ModelQueue] = []
         self._arrivals: list[Flow] = []
         self._dirty: deque[ModelQueue] = deque()
         self._delayed: list[ModelQueue] = []  # queues whose batcher may wait for company
+        self._expiring: list[ModelQueue] = []  # queues in which patience may end
         self._halves: deque[tuple[ModelQueue, list[Ticket]]] = deque()
         self._ending = ""  # why nothing new is started any more, once that is so
         self.in_flight = 0  # flows submitted and not yet answered
@@ -93,24 +107,27 @@ class Dispatcher:
         self._queues.append(queue)
         if queue.batcher.may_wait:
             self._delayed.append(queue)
+        if queue.batcher.may_expire:
+            self._expiring.append(queue)
 
     def remove(self, queue: ModelQueue) -> None:
         """Forget a model whose queue is on the route of no flow any more."""
         self._queues.remove(queue)
         if queue in self._delayed:
             self._delayed.remove(queue)
+        if queue in self._expiring:
+            self._expiring.remove(queue)
 
     def submit(self, flow: Flow) -> None:
         """Take a request. Nothing happens to it before the next `pump`."""
         self.in_flight += 1
         self._arrivals.append(flow)
 
-    def cancel(self, flow: Flow) -> None:
+    def cancel(self, flow: Flow) -> Sequence[ModelQueue]:
         """Nobody waits for this flow any more: what is queued of it leaves every queue, what runs runs out. Harmless
-        afterwards.
+        afterwards. Returns the queue of each ticket that was withdrawn; the next `pump` may find a batch without them.
         """
-        if not flow.done:
-            self._end(flow)
+        return () if flow.done else self._end(flow)
 
     def batch_done(
         self,
@@ -123,7 +140,20 @@ class Dispatcher:
         failed.
         """
         self._set_free(batch)
-        for m, ticket in enumerate(batch.tickets):
+        if batch.queue.order is None:
+            self._deliver(enumerate(batch.tickets), outputs, errors, now_ns)
+        else:
+            batch.queue.order.hold(batch.tickets, outputs, errors)
+
+    def _deliver(
+        self,
+        tickets: Iterable[tuple[int, Ticket]],
+        outputs: Sequence[Sequence[Facts | None]],
+        errors: Mapping[int, FlowserveError],
+        now_ns: int,
+    ) -> None:
+        """Take the flows of these tickets, each with its number in its batch, one step on."""
+        for m, ticket in tickets:
             flow = ticket.flow
             if flow.done:
                 continue
@@ -131,15 +161,16 @@ class Dispatcher:
                 self._fail(flow, errors[m])
                 continue
             try:
-                tickets = flow.finish_step(ticket.node, outputs, m)
+                following = flow.finish_step(ticket.node, outputs, m)
+                if following:
+                    if self._ending:
+                        raise Unavailable(self._ending)
+                    for one in following:
+                        self._put(one, now_ns)
             except FlowserveError as error:
-                self._fail(flow, error)
+                if not flow.done:
+                    self._fail(flow, error)
                 continue
-            if tickets and self._ending:
-                self._fail(flow, Unavailable(self._ending))
-                continue
-            for following in tickets:
-                self._put(following, now_ns)
             if not flow.open:
                 self._end(flow)
                 self._answered(flow)
@@ -157,6 +188,9 @@ class Dispatcher:
                 if half:
                     self._halves.append((batch.queue, half))
             return True
+        if batch.queue.order is not None:
+            batch.queue.order.hold(batch.tickets, (), dict.fromkeys(range(len(batch.tickets)), error))
+            return False
         for ticket in tickets:
             if not ticket.flow.done:  # two tickets of a batch may belong to one flow
                 self._fail(ticket.flow, error)
@@ -164,6 +198,8 @@ class Dispatcher:
 
     def pump(self, now_ns: int) -> None:
         """Queue what arrived, in order, then start everything that can start."""
+        if self._expiring:
+            self._expire(now_ns)
         if self._arrivals:
             self._queue_arrivals(now_ns)
         while self._dirty or self._halves:
@@ -176,7 +212,7 @@ class Dispatcher:
 
     def next_deadline(self) -> int | None:
         """When `pump` should be called even if nothing happens, or None."""
-        soonest: int | None = None
+        soonest = self._next_expiry() if self._expiring else None
         for queue in self._delayed:
             if queue.free:
                 deadline = queue.batcher.deadline()
@@ -231,11 +267,12 @@ class Dispatcher:
                 continue
             try:
                 tickets = flow.begin()
+                for ticket in tickets:
+                    self._put(ticket, now_ns)
             except FlowserveError as error:
-                self._fail(flow, error)
+                if not flow.done:
+                    self._fail(flow, error)
                 continue
-            for ticket in tickets:
-                self._put(ticket, now_ns)
             if not tickets:  # every output asked for is one of the inputs
                 self._end(flow)
                 self._answered(flow)
@@ -243,21 +280,74 @@ class Dispatcher:
     def _put(self, ticket: Ticket, now_ns: int) -> None:
         queue: ModelQueue = ticket.flow.route[ticket.node.index]
         ticket.queued_ns = now_ns
-        queue.batcher.put(ticket)
+        try:
+            queue.batcher.put(ticket)
+        except Unavailable:
+            if not self._put_after_all(queue, ticket, now_ns):
+                raise
         if not queue.is_dirty:
             queue.is_dirty = True
             self._dirty.append(queue)
 
+    def _put_after_all(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> bool:
+        """The queue is full, perhaps of what free instances take this very moment. False: it is and stays full."""
+        flow = ticket.flow
+        if queue.free:
+            self._start(queue, now_ns)
+            if flow.done:  # what ran inline failed it
+                return False
+            try:
+                queue.batcher.put(ticket)
+            except Unavailable:
+                pass
+            else:
+                return True
+        self._give_up(queue, ticket, now_ns)
+        return False
+
+    def _give_up(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+        """A ticket that is in no queue will not run; its flow is about to fail."""
+        self._refused(queue, ticket, now_ns)
+        ticket.flow.open -= 1
+        ticket.flow.tensors = []
+
+    def _next_expiry(self) -> int | None:
+        return min((at for queue in self._expiring if (at := queue.batcher.expiry()) is not None), default=None)
+
+    def _expire(self, now_ns: int) -> None:
+        """Refuse whoever has waited too long."""
+        for queue in self._expiring:
+            at = queue.batcher.expiry()
+            if at is None or at > now_ns:
+                continue
+            for ticket in queue.batcher.expire(now_ns):
+                if not ticket.flow.done:
+                    self._give_up(queue, ticket, now_ns)
+                    waited = f"it waited {(now_ns - ticket.queued_ns) // 1_000_000} ms in the queue of model"
+                    self._fail(ticket.flow, Unavailable(f"Request timeout expired: {waited} '{queue.key.name}'"))
+            self._mark(queue)
+
     def _start(self, queue: ModelQueue, now_ns: int) -> None:
         queue.is_dirty = False
+        order = queue.order
+        if order is not None:
+            self._release(order, now_ns)
         free = queue.free
         take = queue.batcher.take
         while free:
             tickets = take(now_ns)
             if tickets is None:
                 return
+            if order is not None:
+                order.started(tickets)
             queue.running += 1
             self._run(Batch(queue, free.popleft(), tickets, now_ns))
+
+    def _release(self, order: Order, now_ns: int) -> None:
+        """Hand on every answer whose turn it is."""
+        while (outcome := order.pop()) is not None:
+            m, ticket, outputs, errors = outcome
+            self._deliver(((m, ticket),), outputs, errors, now_ns)
 
     def _can_start_half(self) -> bool:
         return any(queue.free for queue, _ in self._halves)
@@ -291,16 +381,22 @@ class Dispatcher:
         self._end(flow)
         self._answered(flow)
 
-    def _end(self, flow: Flow) -> None:
-        """The flow is over; whatever of it still waits leaves its queue now."""
+    def _end(self, flow: Flow) -> Sequence[ModelQueue]:
+        """The flow is over; whatever of it still waits leaves its queue now. Returns the queue of each such ticket."""
         flow.done = True
         self.in_flight -= 1
-        if flow.open:
-            for node in flow.plan.nodes:
-                if not flow.missing[node.index]:
-                    flow.route[node.index].batcher.withdraw(flow)
-            flow.open = 0
-            flow.tensors = []
+        return self._withdraw(flow) if flow.open else ()
+
+    def _withdraw(self, flow: Flow) -> list[ModelQueue]:
+        left: list[ModelQueue] = []
+        for node in flow.plan.nodes:
+            if not flow.missing[node.index]:
+                queue: ModelQueue = flow.route[node.index]
+                left += [queue] * queue.batcher.withdraw(flow)
+                self._mark(queue)  # those behind it may make a batch now, and answers that waited for its own may go
+        flow.open = 0
+        flow.tensors = []
+        return left
 
     def check(self) -> None:
         """Assert the numbered promises. For tests and simulation, between two calls of `pump`."""
@@ -310,6 +406,8 @@ class Dispatcher:
                 f"(2) {queue.key}: an instance is lost or doubled"
             )
             assert not queue.is_dirty, f"(3) {queue.key} was left unlooked at"
+            if queue.order is not None:
+                queue.order.check()
         self._check_halves()
 
     def _check_halves(self) -> None:

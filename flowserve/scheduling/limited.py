@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final
 
 from flowserve.graph.types import ModelKey
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue, tell_nobody
 from flowserve.scheduling.limiter import Account, Limiter, Needs, Resource
 from flowserve.scheduling.router import Flow, Ticket
 
@@ -45,8 +45,9 @@ class LimitedDispatcher(Dispatcher):
         answered: Callable[[Flow], None],
         limiter: Limiter,
         overtaken_max: int = OVERTAKEN_MAX,
+        refused: Callable[[ModelQueue, Ticket, int], None] = tell_nobody,
     ) -> None:
-        super().__init__(run, answered)
+        super().__init__(run, answered, refused)
         self.limiter = limiter
         self._overtaken_max = overtaken_max
         self._contenders: dict[ModelQueue, _Contender] = {}
@@ -64,17 +65,19 @@ class LimitedDispatcher(Dispatcher):
 
     def pump(self, now_ns: int) -> None:
         """Queue what arrived, in order, then start what can start, whoever's turn it is first."""
+        if self._expiring:
+            self._expire(now_ns)
         if self._arrivals:
             self._queue_arrivals(now_ns)
         while True:
             while self._dirty:  # an inline batch adds to it
-                self._await_turn(self._dirty.popleft())
+                self._await_turn(self._dirty.popleft(), now_ns)
             if not self._start_next(now_ns):
                 return
 
     def next_deadline(self) -> int | None:
         """As above, but for queues whose resources are taken: time brings those nothing, a batch's end does."""
-        soonest: int | None = None
+        soonest = self._next_expiry() if self._expiring else None
         for queue in self._delayed:
             if queue.free and queue not in self._waiting:
                 deadline = queue.batcher.deadline()
@@ -86,8 +89,16 @@ class LimitedDispatcher(Dispatcher):
         """The models for which resources are kept, because they were overtaken too often."""
         return [queue.key for queue in self._waiting if self._contenders[queue].overtaken >= self._overtaken_max]
 
-    def _await_turn(self, queue: ModelQueue) -> None:
+    def _start(self, queue: ModelQueue, now_ns: int) -> None:
+        """Make room in a queue that is full, whoever's turn it is first."""
+        self._await_turn(queue, now_ns)
+        while self._start_next(now_ns):
+            pass
+
+    def _await_turn(self, queue: ModelQueue, now_ns: int) -> None:
         queue.is_dirty = False
+        if queue.order is not None:
+            self._release(queue.order, now_ns)
         self._waiting[queue] = None
         contender = self._contenders[queue]
         if contender.is_idle:
@@ -142,7 +153,10 @@ class LimitedDispatcher(Dispatcher):
             tickets = [ticket for ticket in half[1] if not ticket.flow.done]
             if tickets:
                 return tickets
-        return queue.batcher.take(now_ns)
+        taken = queue.batcher.take(now_ns)
+        if taken is not None and queue.order is not None:
+            queue.order.started(taken)
+        return taken
 
     def _is_empty(self, queue: ModelQueue) -> bool:
         return not len(queue.batcher) and not any(half[0] is queue for half in self._halves)
