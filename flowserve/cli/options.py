@@ -18,7 +18,9 @@ MEBIBYTE: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the operator asked for. Sizes in bytes, times in seconds."""
+    """What the operator asked for. Sizes in bytes, times in seconds. A resource is its name, how many there are, and
+    the device, None for each.
+    """
 
     repository: Path
     http_address: str = "127.0.0.1"
@@ -29,6 +31,8 @@ class RunOptions:
     strict_readiness: bool = True
     python_execution: str = "thread"
     gpu: bool = True
+    rate_limit: bool = False
+    rate_limit_resources: tuple[tuple[str, int, int | None], ...] = ()
     log_verbose: int = 0
     log_format: str = "default"
 
@@ -66,7 +70,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--model-load-thread-count": "choosing the number of loading threads",
     "--model-namespacing": "model namespacing",
     "--pinned-memory-pool-byte-size": "pinned memory pools",
-    "--rate-limit-resource": "rate limiting",
     "--repository-poll-secs": "polling the repository",
     "--response-cache-byte-size": "the response cache",
     "--reuse-http-port": "sharing a port between servers",
@@ -117,6 +120,14 @@ def one_of(*words: str, not_yet: Mapping[str, str] | None = None) -> Callable[[s
         return text
 
     return parse
+
+
+def resource(text: str) -> tuple[str, int, int | None]:
+    """NAME:COUNT or NAME:COUNT:DEVICE."""
+    found = re.fullmatch(r"([^:]+):([0-9]{1,9})(?::([0-9]{1,9}))?", text, re.ASCII)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected NAME:COUNT or NAME:COUNT:DEVICE, got {text!r}")
+    return found[1], int(found[2]), None if found[3] is None else int(found[3])
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,9 +185,19 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--rate-limit",
         metavar="MODE",
-        type=one_of("off", not_yet={"execution_count": "rate limiting"}),
+        type=one_of("off", "execution_count"),
         default="off",
-        help="off: instances run as soon as they are free",
+        help="off (default): instances run as soon as they are free; execution_count: they wait for their resources and"
+        " their turn",
+    )
+    models.add_argument(
+        "--rate-limit-resource",
+        metavar="NAME:COUNT[:DEVICE]",
+        type=resource,
+        action="append",
+        default=[],
+        help="how much there is of a resource, on one device or on each; repeatable. Without any, the most that any"
+        " instance asks for; with one, nothing of what is not given",
     )
     models.add_argument(
         "--python-execution",
@@ -229,6 +250,8 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         strict_readiness=arguments.strict_readiness,
         python_execution=arguments.python_execution,
         gpu=arguments.gpu == "on",
+        rate_limit=arguments.rate_limit == "execution_count",
+        rate_limit_resources=tuple(arguments.rate_limit_resource),
         log_verbose=arguments.log_verbose,
         log_format=arguments.log_format,
     )

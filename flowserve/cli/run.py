@@ -29,6 +29,7 @@ from flowserve.http.server import Server
 from flowserve.memory.pool import HOST, tune_malloc
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.loader import load_repositories
+from flowserve.scheduling.limiter import Available
 
 _log = logging.getLogger("flowserve.cli")
 
@@ -60,7 +61,12 @@ async def _run(options: RunOptions) -> int:
             python_execution=options.python_execution,
             gpu=options.gpu,
             strict_readiness=options.strict_readiness,
+            rate_limit=tuple(Available(*given) for given in options.rate_limit_resources)
+            if options.rate_limit
+            else None,
         )
+        if options.rate_limit_resources and not options.rate_limit:
+            _log.warning("--rate-limit-resource says nothing without --rate-limit execution_count")
         async with open_engine(
             engine_options, exit_timeout_s=options.exit_timeout_s, on_close=_must_be_closed
         ) as engine:

@@ -28,17 +28,22 @@ from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.pump import Pump
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.limited import LimitedDispatcher
+from flowserve.scheduling.limiter import Available, Limiter, Needs
 from flowserve.scheduling.router import Flow
 from flowserve.values import Request, Response
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the operator chose. `python_execution`: "thread" or "inline". `gpu` False maps KIND_GPU to the CPU."""
+    """What the operator chose. `python_execution`: "thread" or "inline". `gpu` False maps KIND_GPU to the CPU.
+    `rate_limit`: None is off; else the resources that were given, none of them meaning that models' own needs decide.
+    """
 
     python_execution: str = "thread"
     gpu: bool = True
     strict_readiness: bool = True
+    rate_limit: tuple[Available, ...] | None = None
 
 
 class Engine:
@@ -48,7 +53,11 @@ class Engine:
         self.options = options
         self.entries: dict[str, Entry] = {}
         self.clock = running_clock()
-        self.dispatcher = Dispatcher(self._start, self._answered)
+        self.limiter = None if options.rate_limit is None else Limiter(options.rate_limit)
+        if self.limiter is None:
+            self.dispatcher = Dispatcher(self._start, self._answered)
+        else:
+            self.dispatcher = LimitedDispatcher(self._start, self._answered, self.limiter)
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
         self.generations = Generations(self.dispatcher.remove)
         self._statistics: dict[ModelKey, Statistics] = {}
@@ -240,13 +249,15 @@ class Engine:
         model: LoadedModel,
         passive: Sequence[Host] = (),
         files: object = None,
+        needs: Sequence[Needs] = (),
     ) -> None:
         """Give a model version its queue; graphs announced from now on run on it where they name `key`.
 
         The `passive` instances are closed in the end as the others are, but get no work. `files` is held until then.
+        `needs` are those of each host at the rate limiter, where there is one.
         """
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
-        queue = ModelQueue(key, batcher, hosts, is_pure=model.is_pure, observer=statistics)
+        queue = ModelQueue(key, batcher, hosts, is_pure=model.is_pure, observer=statistics, needs=needs)
         self.dispatcher.add(queue)
         self.generations.add(Generation(queue, [*hosts, *passive], model, files))
 

@@ -29,6 +29,7 @@ from flowserve.runtime.completion import complete
 from flowserve.runtime.deployment import Entry
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.instance import Host
+from flowserve.runtime.limits import needs_of, refusals
 from flowserve.runtime.placement import Placement
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
 
@@ -80,6 +81,7 @@ class _Load:
         async with trio.open_nursery() as nursery:
             for folder in found.folders:
                 nursery.start_soon(self._read_one, folder, name=f"read {folder.name}")
+        self._refuse_what_is_never_let_run()
         resolution = self._resolve()
         async with trio.open_nursery() as nursery:
             for name in resolution.models:
@@ -98,6 +100,11 @@ class _Load:
         configs = {name: read.config for name, read in self._read.items()}
         versions = {name: read.versions for name, read in self._read.items()}
         return resolve(configs, versions, self._failed)
+
+    def _refuse_what_is_never_let_run(self) -> None:
+        if self._engine.limiter is not None:
+            configs = {name: read.config for name, read in self._read.items()}
+            self._failed.update(refusals(self._engine.limiter, configs))
 
     async def _read_one(self, folder: ModelFolder) -> None:
         try:
@@ -127,7 +134,10 @@ class _Load:
                 await self._in_thread(one.close)
             return
         for version, one in loaded.items():
-            engine.add_model(ModelKey(name, version), _batcher(read.config), one.hosts, one.model, one.passive)
+            needs = [needs_of(group) for _, group in _instances(read.config) if not group.passive]
+            engine.add_model(
+                ModelKey(name, version), _batcher(read.config), one.hosts, one.model, one.passive, needs=needs
+            )
         self._announce(name, graphs, seconds=(engine.clock() - started_ns) / SECOND_NS)
 
     async def _load_version(self, read: ReadModel, version: int) -> _Loaded:

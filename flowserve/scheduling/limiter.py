@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flowserve.config.types import RateLimiter
+from flowserve.errors import Problem
 
 EVERYWHERE: Final = -1  # the device of a resource that the whole server shares
 
@@ -68,22 +69,24 @@ class Limiter:
         self._held: dict[Resource, int] = {}
         self._turn = 0  # of the execution that began last
 
-    def refusal(self, needs: Needs) -> str:
-        """Why an instance with these needs could never run here, or ""."""
-        known = {name: device == EVERYWHERE for name, device in self._total}
-        for name, device in needs.amounts:
-            if known.setdefault(name, device == EVERYWHERE) != (device == EVERYWHERE):
-                return (
-                    f'Resource "{name}" is present as both global and device-specific resource in the model'
-                    " configuration."
-                )
+    def refusal(self, needs: Needs, beside: Iterable[Needs] = ()) -> Problem | None:
+        """Why an instance with these needs could never run here, with those that are `beside` it."""
+        scopes = {name: device == EVERYWHERE for name, device in self._total}
+        for one in (*beside, needs):
+            for name, device in one.amounts:
+                if scopes.setdefault(name, device == EVERYWHERE) != (device == EVERYWHERE):
+                    text = f'Resource "{name}" is present as both global and device-specific resource in the model'
+                    hint = "write `global: true` beside it everywhere, or nowhere, also in the models that are loaded"
+                    return Problem(f"{text} configuration.", hint=hint)
         for resource, count in needs.amounts.items():
-            if self._given and (limit := self._given_count(resource)) < count:
-                return (
+            limit = self._given_count(resource) if self._given else count
+            if limit < count:
+                text = (
                     f'Resource count for "{resource[0]}" is limited to {limit} which will prevent scheduling of one or'
                     f" more model instances, the minimum required count is {count}"
                 )
-        return ""
+                return Problem(text, hint=f"start with --rate-limit-resource={resource[0]}:{count}, or ask for less")
+        return None
 
     def add(self, needs: Iterable[Needs]) -> list[Account]:
         """Take in instances that `refusal` has nothing against. They come to their turns as if they had been here."""

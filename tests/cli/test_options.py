@@ -39,7 +39,10 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--model-control-mode", "sometimes"], "--model-control-mode: expected none, got 'sometimes'"),
         (["--model-control-mode", "explicit"], "loading and unloading while running is not supported yet; use none"),
         (["--model-control-mode", "poll"], "polling the repository is not supported yet; use none"),
-        (["--rate-limit", "execution_count"], "rate limiting is not supported yet; use off"),
+        (["--rate-limit", "on"], "--rate-limit: expected off or execution_count, got 'on'"),
+        (["--rate-limit-resource", "R"], "--rate-limit-resource: expected NAME:COUNT or NAME:COUNT:DEVICE, got 'R'"),
+        (["--rate-limit-resource", "R:1:2:3"], "expected NAME:COUNT or NAME:COUNT:DEVICE, got 'R:1:2:3'"),
+        (["--rate-limit-resource", "R:-1"], "expected NAME:COUNT or NAME:COUNT:DEVICE, got 'R:-1'"),
         (["--python-execution", "process"], "running Python models in processes is not supported yet; use thread"),
         (["--python-execution", "gpu"], "--python-execution: expected thread or inline, got 'gpu'"),
         (
