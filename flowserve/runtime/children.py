@@ -34,9 +34,6 @@ log = logging.getLogger("flowserve.runtime")
 # Whether this system has what children need.
 SUPPORTED: Final = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
-# What a child runs; the forkserver imports its module beforehand.
-SERVE: Final = "flowserve.backends.child.main:serve"
-
 # It finds modules where the server finds them.
 _BEGIN: Final = """
 import json, sys
@@ -114,7 +111,7 @@ class Child:
 class _ForkServer:
     """The process that forks, and our ends of the sockets to it. Its lifeline is the socket for orders."""
 
-    def __init__(self, serve: str) -> None:
+    def __init__(self) -> None:
         self.orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.reports.setblocking(False)
@@ -124,7 +121,6 @@ class _ForkServer:
                 "orders": fds[0],
                 "reports": fds[1],
                 "parent": os.getpid(),
-                "serve": serve,
                 "log_level": logging.getLogger("flowserve").getEffectiveLevel(),
                 "environment": {name: os.environ.get(name) for name in _ONE_THREAD},
             }
@@ -161,9 +157,8 @@ class _ForkServer:
 class Children:
     """All child processes of a server. Made on the loop, where `run` must be running; `spawn` is for other threads."""
 
-    def __init__(self, clock: ClockNs, serve: str = SERVE) -> None:
+    def __init__(self, clock: ClockNs) -> None:
         self._clock = clock
-        self._serve = serve
         self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()  # around the forkserver: one order at a time
         self._server: _ForkServer | None = None
@@ -174,7 +169,7 @@ class Children:
         self._reported = trio.Event()  # replaced with each report
 
     def spawn(self, name: str, entry: str, arguments: bytes, *, log_name: str) -> Child:
-        """Start a process that serves: it calls `serve(socket_fd, entry, arguments)`.
+        """Start a process that calls `entry` ("module:function") with its socket's number and `arguments`.
 
         Blocks for as long as a fork takes, the first time until the forkserver has imported what it needs. Raises
         Unavailable where no process can be had. `log_name` is the model that what it prints is logged under.
@@ -234,7 +229,7 @@ class Children:
                 if server is not None:
                     log.error("the process that starts models has ended, and all of them with it; starting another")
                     server.hang_up()
-                server = self._server = _ForkServer(self._serve)
+                server = self._server = _ForkServer()
                 self._token.run_sync_soon(self._listen, server)
             if self._is_closed:  # looked at only now: `close` sets it, then hangs up what it finds
                 server.hang_up()

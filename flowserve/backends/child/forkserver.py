@@ -39,29 +39,30 @@ _SEVERITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNIN
 # The kernel, out of memory, should choose a model before it chooses the server.
 _OOM_SCORE_ADDED: Final = 200
 
-# Serves over the socket of that number what `entry` and `arguments` name; returns when the server has closed its end.
-Serve = Callable[[int, str, bytes], None]
+# What every child of ours would import first anyway.
+PRELOADED: Final = ("numpy", "flowserve.backends.child.main", "flowserve.backends.python")
+
+# What a child does: it is called with its socket's number and its arguments.
+Entry = Callable[[int, bytes], None]
 
 
-def main(
-    *, orders: int, reports: int, parent: int, serve: str, log_level: int, environment: Mapping[str, str | None]
-) -> None:
+def main(*, orders: int, reports: int, parent: int, log_level: int, environment: Mapping[str, str | None]) -> None:
     """The whole life of the process, and of every child. Does not return in a child.
 
-    `orders` and `reports` are sockets, `parent` the server's process id, `serve` the function that children run
-    ("module:function"). `environment` is restored once numpy is loaded: until then it keeps numpy to one thread.
+    `orders` and `reports` are sockets, `parent` is the server's process id. `environment` is restored once numpy is
+    loaded: until then it keeps numpy to one thread.
     """
     # SIGTERM says that the server's process ended, or the thread in it that started us; or that somebody stops a whole
     # group of processes, and then the server still needs its models to finish what it has accepted.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, _nothing)
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    importlib.import_module("numpy")
-    run = _find(serve)
+    for module in PRELOADED:
+        importlib.import_module(module)
     _restore(environment)
     gc.collect()
     gc.freeze()  # what is shared now stays shared: the collector of a child does not write into it
-    child = ForkServer(socket.socket(fileno=orders), socket.socket(fileno=reports), parent, run).run()
+    child = ForkServer(socket.socket(fileno=orders), socket.socket(fileno=reports), parent).run()
     if child is not None:
         child(log_level)
 
@@ -69,12 +70,11 @@ def main(
 class ForkServer:
     """Takes orders, forks, reaps, reports. `run` returns at the end of the server, and in every child."""
 
-    def __init__(self, orders: socket.socket, reports: socket.socket, parent: int, serve: Serve) -> None:
+    def __init__(self, orders: socket.socket, reports: socket.socket, parent: int) -> None:
         self._orders = orders
         self._reports = reports
         self._parent = parent
         self._pid = os.getpid()
-        self._serve = serve
         self._alive: set[int] = set()
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -115,7 +115,7 @@ class ForkServer:
             return None
         if pid == 0:
             self._leave()
-            return Beginning(self._serve, order["name"], order["entry"], self._pid, *fds)
+            return Beginning(order["name"], order["entry"], self._pid, *fds)
         for fd in fds:
             os.close(fd)
         self._alive.add(pid)
@@ -165,10 +165,7 @@ class ForkServer:
 class Beginning:
     """A child's life, called where nothing of the forkserver is on the stack any more. Ends the process."""
 
-    def __init__(
-        self, serve: Serve, name: str, entry: str, parent: int, socket_fd: int, log_fd: int, arguments_fd: int
-    ) -> None:
-        self._serve = serve
+    def __init__(self, name: str, entry: str, parent: int, socket_fd: int, log_fd: int, arguments_fd: int) -> None:
         self._name = name
         self._entry = entry
         self._parent = parent
@@ -184,7 +181,9 @@ class Beginning:
             with open(self._arguments_fd, "rb") as file:
                 file.seek(0)  # the server wrote it, and the two share one position
                 arguments = file.read()
-            self._serve(self._socket_fd, self._entry, arguments)
+            module, _, function = self._entry.partition(":")
+            entry = cast("Entry", getattr(importlib.import_module(module), function))
+            entry(self._socket_fd, arguments)
             status = 0
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else 1
@@ -236,11 +235,6 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         severity = next((number for level, number in _SEVERITIES if record.levelno >= level), 7)
         return f"<{severity}>" + super().format(record).replace("\n", "\\n")
-
-
-def _find(function: str) -> Serve:
-    module, _, name = function.partition(":")
-    return cast("Serve", getattr(importlib.import_module(module), name))
 
 
 def _write_lines(level: int) -> None:
