@@ -2,13 +2,15 @@
 
 Decided here: what a file fills in where its configuration is silent (as Triton does: a file whose first dimensions
 all vary is served in batches of up to four, with the dynamic batcher), and every way the two can disagree, each named
-with both sides. This file does not read files: onnxruntime.py does, and hands over a `Signature`.
+with both sides. A ragged input has one dimension in the file, whatever its dims; what the server makes of a batch's
+shapes (batch inputs) is an input of the file and none of the configuration. This file does not read files:
+onnxruntime.py does, and hands over a `Signature`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flowserve.backends.shapes import shown
@@ -72,6 +74,8 @@ class Signature:
 
 def completion(config: ModelConfig, signature: Signature, file: str) -> Completion:
     """What the configuration lacks. Raises `Invalid` where the user asked for batches and the file cannot take them."""
+    made = {target for each in config.batch_inputs for target in each.targets}
+    signature = replace(signature, inputs=tuple(port for port in signature.inputs if port.name not in made))
     if config.max_batch_size > 0 and not signature.is_batchable:
         message = (
             f"autofill failed for model '{config.name}': model does not support batching while non-zero max_batch_size "
@@ -94,11 +98,12 @@ def disagreements(config: ModelConfig, signature: Signature, file: str) -> Itera
     required = [port for port in signature.inputs if not port.is_optional]
     yield from _unknown(config, "input", config.inputs, signature.inputs)
     yield from _unknown(config, "output", config.outputs, signature.outputs)
-    given = {spec.name for spec in config.inputs}
+    yield from _batch_inputs(config, signature, file)
+    given = {*(spec.name for spec in config.inputs), *(name for made in config.batch_inputs for name in made.targets)}
     missing = [port.name for port in required if port.name not in given]
     if missing:
         yield Problem(
-            f"unable to load model '{config.name}', configuration expects {len(config.inputs)} inputs, model provides "
+            f"unable to load model '{config.name}', configuration expects {len(given)} inputs, model provides "
             f"{len(required)}: {file} needs {_names(required)}, the configuration lacks {', '.join(missing)}",
             config.source.place("input"),
         )
@@ -123,6 +128,8 @@ def _mismatches(
     config: ModelConfig, kind: str, specs: tuple[TensorSpec, ...], ports: tuple[Port, ...], file: str
 ) -> Iterator[Problem]:
     by_name = {port.name: port for port in ports}
+    flat = {target for made in config.batch_outputs for target in made.targets}
+    sources = {made.source for made in config.batch_inputs} | {made.source for made in config.batch_outputs}
     for index, spec in enumerate(specs):
         port = by_name.get(spec.name)
         if port is None:
@@ -138,7 +145,7 @@ def _mismatches(
                 config.source.place(f"{path}.data_type"),
             )
         mismatch = _shape_mismatch(config, spec, port)
-        if mismatch:
+        if mismatch and not (kind == "output" and spec.name in flat):
             yield Problem(f"{tensor}: {mismatch}", config.source.place(f"{path}.dims"), hint=f"shape as in {file}")
         if kind == "input" and spec.optional and config.max_batch_size > 0:
             yield Problem(
@@ -151,10 +158,18 @@ def _mismatches(
                 config.source.place(f"{path}.optional"),
                 hint="give it an initializer of the same name in the model",
             )
+        if kind == "input" and spec.optional and (spec.ragged or spec.name in sources):
+            what = "ragged" if spec.ragged else "the source of a batch input or output"
+            yield Problem(f"{tensor}: it is {what} and may not be optional", config.source.place(f"{path}.optional"))
 
 
 def _shape_mismatch(config: ModelConfig, spec: TensorSpec, port: Port) -> str:
     """Why the two shapes cannot be the same, "" where they can."""
+    if spec.ragged:
+        wanted = (
+            "a ragged input is handed over as one list of elements, so that the model must declare it with shape [-1]"
+        )
+        return "" if port.shape == (-1,) else f"{wanted}; the shape expected by the model is {shown(port.shape)}"
     batches = config.max_batch_size > 0
     dims = spec.dims if spec.reshape is None else spec.reshape
     full = (-1, *dims) if batches else dims
@@ -183,6 +198,31 @@ def _shape_mismatch(config: ModelConfig, spec: TensorSpec, port: Port) -> str:
     return ""
 
 
+def _batch_inputs(config: ModelConfig, signature: Signature, file: str) -> Iterator[Problem]:
+    ports = {port.name: port for port in signature.inputs}
+    ranks = {spec.name: len(spec.dims if spec.reshape is None else spec.reshape) for spec in config.inputs}
+    first = 0 if config.max_batch_size > 0 else -1
+    for index, made in enumerate(config.batch_inputs):
+        items = ranks[made.source] + first
+        shape = (-1, items) if made.kind == "BATCH_ITEM_SHAPE" else (-1,)
+        for position, target in enumerate(made.targets):
+            place = config.source.place(f"batch_input[{index}].target_name[{position}]")
+            tensor = f"model '{config.name}', batch input '{target}'"
+            port = ports.get(target)
+            if port is None:
+                hint = f"the inputs of {file} are: {_names(signature.inputs)}"
+                yield Problem(f"{tensor}: the model has no input of this name", place, hint=hint)
+            elif port.dtype is not made.dtype:
+                yield Problem(
+                    f"{tensor}: the model expects data type {port.dtype.config_name if port.dtype else port.type} "
+                    f"({file}) but the model configuration specifies {made.dtype.config_name}",
+                    config.source.place(f"batch_input[{index}].data_type"),
+                )
+            elif port.shape not in (shape, (-1,) * len(shape)):
+                text = f"{made.kind} has shape {shown(shape)}, the shape expected by the model is {shown(port.shape)}"
+                yield Problem(f"{tensor}: {text}", place, hint=f"shape as in {file}")
+
+
 def _counts_batch_dim(config: ModelConfig, signature: Signature) -> bool:
     """Whether what the user did write counts the first dimension among `dims`: then it is no batch dimension."""
     ranks = {port.name: len(port.shape) for port in (*signature.inputs, *signature.outputs)}
@@ -192,6 +232,9 @@ def _counts_batch_dim(config: ModelConfig, signature: Signature) -> bool:
 def _spec(config: ModelConfig, port: Port, file: str, *, batches: bool) -> TensorSpec:
     if port.dtype is None:
         raise Unsupported(f"autofill failed for model '{config.name}': tensor '{port.name}' {_unservable(port, file)}")
+    written = next((spec for spec in config.inputs if spec.ragged and spec.name == port.name), None)
+    if written is not None:
+        return replace(written, dtype=port.dtype)  # the file knows it as a list: its dims are the user's to say
     dims = port.shape[1:] if batches else port.shape
     if not dims:
         # A configuration has no empty shapes: one element outside, none of it inside.

@@ -3,7 +3,7 @@
 Decided here: how a batch becomes one `session.run`, how sessions are set up, and that what comes out is what the
 configuration promised. One session serves all instances of a model: a session may be run by several threads at once,
 and a second copy of the weights would buy nothing. Whether a file and its configuration agree is in
-onnx_signature.py.
+onnx_signature.py, what ragged inputs and batch inputs are in onnx_ragged.py.
 
 `session.run` with numpy arrays is measured to cost a seventh of building OrtValues in Python, so the latter serves
 only the models that need it: those with a BF16 tensor, which onnxruntime does not take from numpy.
@@ -25,6 +25,7 @@ import onnxruntime as ort
 
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
 from flowserve.backends.files import model_file, relative
+from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts
 from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements
 from flowserve.backends.shapes import fits, reshaped, shown
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
@@ -104,10 +105,11 @@ class OnnxModel:
         answers = any(spec.dtype is DType.BF16 for spec in config.outputs)
         if answers or any(spec.dtype is DType.BF16 for spec in config.inputs):
             self.execute = _CarryingBfloat16(session, answers=answers)
+        self._ragged = RaggedPorts(config) if RaggedPorts.are_in(config) else None
         self._asked: dict[tuple[str, ...], tuple[list[str], list[int]]] = {}
 
     def instance(self, name: str, group: InstanceGroup) -> OnnxInstance:
-        return OnnxInstance(self)
+        return OnnxInstance(self) if self._ragged is None else RaggedInstance(self, self._ragged)
 
     def close(self) -> None:
         """The session goes with its last reference."""
@@ -130,6 +132,8 @@ class OnnxModel:
 
 class OnnxInstance:
     """The right to run the model's session once at a time."""
+
+    wrong_rows = "its first dimension is no batch dimension, so set max_batch_size to 0"
 
     def __init__(self, model: OnnxModel) -> None:
         self._model = model
@@ -175,19 +179,19 @@ class OnnxInstance:
             feed[spec.name] = array
         total = len(array) if array is not None and array.ndim else 0
         for i in model.prepared:
-            spec = model.inputs[i]
-            if spec.name in feed:
-                feed[spec.name] = self._prepared(feed[spec.name], spec, model.ports[i])
+            self._prepare(feed, model.inputs[i], model.ports[i])
         return feed, copied, total
 
-    def _prepared(self, array: Array, spec: TensorSpec, port: Port) -> Array:
-        model = self._model
+    def _prepare(self, feed: Feed, spec: TensorSpec, port: Port) -> None:
+        array = feed.get(spec.name)
+        if array is None:
+            return
         if spec.dtype is DType.BYTES:
-            array = _to_text(array, spec.name, model.name)
-        if spec.reshape is not None:
-            batch = array.shape[:1] if model.is_batching else ()
-            return array.reshape(batch + reshaped(array.shape[len(batch) :], spec.dims, spec.reshape))
-        return array if port.shape else array.reshape(())
+            array = _to_text(array, spec.name, self._model.name)
+        if spec.reshape is not None and not spec.ragged:
+            batch = array.shape[:1] if self._model.is_batching else ()
+            array = array.reshape(batch + reshaped(array.shape[len(batch) :], spec.dims, spec.reshape))
+        feed[spec.name] = array if port.shape else array.reshape(())
 
     def _checked(self, array: Array, spec: TensorSpec, total: int) -> Array:
         """An output in the configuration's shape. `total` is the batch's row count, -1 for a model without batching."""
@@ -201,8 +205,7 @@ class OnnxInstance:
         inner = spec.dims if spec.reshape is None else spec.reshape
         if total >= 0 and batch != (total,):
             raise ModelFailed(
-                f"{where}: the batch has {total} rows, the model answered shape {shown(shape)}; "
-                f"its first dimension is no batch dimension, so set max_batch_size to 0"
+                f"{where}: the batch has {total} rows, the model answered shape {shown(shape)}; {self.wrong_rows}"
             )
         tail = shape[len(batch) :]
         if not shape and inner == (1,):
@@ -213,6 +216,31 @@ class OnnxInstance:
                 f"{where}: the configuration promises shape {promised}, the model answered {shown(shape)}"
             )
         return array if spec.reshape is None else array.reshape(batch + reshaped(tail, spec.reshape, spec.dims))
+
+
+class RaggedInstance(OnnxInstance):
+    """For models with ragged inputs, batch inputs or batch outputs."""
+
+    wrong_rows = WRONG_ROWS
+
+    def __init__(self, model: OnnxModel, ragged: RaggedPorts) -> None:
+        super().__init__(model)
+        self._ragged = ragged
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        results = super().run(work, clock)
+        self._ragged.cut(results.outputs, work)
+        return results
+
+    def _feed(self, work: Work) -> tuple[Feed, list[int], int]:
+        feed, copied, total = self._ragged.feed(work)
+        for i in self._model.prepared:
+            self._prepare(feed, self._model.inputs[i], self._model.ports[i])
+        return feed, copied, total
+
+    def _checked(self, array: Array, spec: TensorSpec, total: int) -> Array:
+        flat = self._ragged.flat_outputs.get(spec.name)
+        return super()._checked(array, spec, total) if flat is None else super()._checked(array.reshape(-1), flat, -1)
 
 
 class _CarryingBfloat16:

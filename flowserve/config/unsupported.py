@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from flowserve.config.model_config_pb2 import ModelInstanceGroup, ModelQueuePolicy
+from flowserve.config.model_config_pb2 import ModelInstanceGroup
 from flowserve.config.rules.subject import Rule, Subject
 from flowserve.errors import Problem
 
@@ -40,22 +40,6 @@ def decoupled(s: Subject) -> Iterator[Problem]:
         yield _not_yet(s, "model_transaction_policy.decoupled", "a decoupled model_transaction_policy", hint)
 
 
-def ragged(s: Subject) -> Iterator[Problem]:
-    for index, tensor in enumerate(s.message.input):
-        if tensor.allow_ragged_batch:
-            yield _not_yet(s, f"input[{index}].allow_ragged_batch", f"allow_ragged_batch of input '{tensor.name}'")
-
-
-def batch_inputs(s: Subject) -> Iterator[Problem]:
-    if s.message.batch_input:
-        yield _not_yet(s, "batch_input", "batch_input")
-
-
-def batch_outputs(s: Subject) -> Iterator[Problem]:
-    if s.message.batch_output:
-        yield _not_yet(s, "batch_output", "batch_output")
-
-
 def cache(s: Subject) -> Iterator[Problem]:
     if s.message.response_cache.enable:
         yield _not_yet(s, "response_cache", "response_cache")
@@ -64,32 +48,6 @@ def cache(s: Subject) -> Iterator[Problem]:
 def warmup(s: Subject) -> Iterator[Problem]:
     if s.message.model_warmup and not s.is_ensemble:
         yield _not_yet(s, "model_warmup", "model_warmup")
-
-
-def priorities(s: Subject) -> Iterator[Problem]:
-    if s.message.dynamic_batching.priority_levels > 0:
-        yield _not_yet(s, "dynamic_batching.priority_levels", "priority_levels")
-
-
-def queue_policies(s: Subject) -> Iterator[Problem]:
-    """A policy at its defaults changes nothing and may stand there."""
-    batching = s.message.dynamic_batching
-    if _changes_anything(batching.default_queue_policy):
-        yield _not_yet(s, "dynamic_batching.default_queue_policy", "default_queue_policy")
-    if batching.priority_queue_policy:
-        yield _not_yet(s, "dynamic_batching.priority_queue_policy", "priority_queue_policy")
-
-
-def _changes_anything(policy: ModelQueuePolicy) -> bool:
-    return bool(policy.default_timeout_microseconds or policy.allow_timeout_override or policy.max_queue_size)
-
-
-def ordering(s: Subject) -> Iterator[Problem]:
-    """With one instance answers leave in order by themselves."""
-    groups = s.message.instance_group
-    if s.message.dynamic_batching.preserve_ordering and (len(groups) != 1 or groups[0].count != 1):
-        hint = "write instance_group [ { count: 1 } ], with which answers keep their order by themselves"
-        yield _not_yet(s, "dynamic_batching.preserve_ordering", "preserve_ordering with more than one instance", hint)
 
 
 def inflight_limit(s: Subject) -> Iterator[Problem]:
@@ -162,14 +120,8 @@ def places(s: Subject) -> Iterator[Problem]:
 UNSUPPORTED: Final[Mapping[str, Rule]] = {
     "N1": sequences,
     "N2": decoupled,
-    "N3": ragged,
-    "N4": batch_inputs,
-    "N5": batch_outputs,
     "N6": cache,
     "N7": warmup,
-    "N8": priorities,
-    "N9": queue_policies,
-    "N10": ordering,
     "N11": inflight_limit,
     "N12": reshapes,
     "N13": shape_tensors,

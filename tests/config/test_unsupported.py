@@ -86,22 +86,6 @@ def test_refusal_N2_decoupled_models(refused: Refused) -> None:
     assert refused(PIPE % ("", "", "") + "model_transaction_policy { decoupled: true }") == []
 
 
-def test_refusal_N3_ragged_batches(refused: Refused) -> None:
-    assert refused(MODEL % "allow_ragged_batch: true") == [
-        "2:52: model 'm': allow_ragged_batch of input 'X' is not supported yet [N3]"
-    ]
-
-
-def test_refusal_N4_batch_inputs(refused: Refused) -> None:
-    text = 'batch_input { target_name: "I" data_type: TYPE_FP32 source_input: "X" }'
-    assert refused(MODEL % "" + text) == ["4:1: model 'm': batch_input is not supported yet [N4]"]
-
-
-def test_refusal_N5_batch_outputs(refused: Refused) -> None:
-    text = 'batch_output { target_name: "Y" source_input: "X" }'
-    assert refused(MODEL % "" + text) == ["4:1: model 'm': batch_output is not supported yet [N5]"]
-
-
 def test_refusal_N6_response_caches(refused: Refused) -> None:
     text = "response_cache { enable: true }"
     assert refused(MODEL % "" + text) == ["4:1: model 'm': response_cache is not supported yet [N6]"]
