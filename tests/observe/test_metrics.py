@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.observe.metrics import metrics_text
-from flowserve.observe.statistics import Statistics
+from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
+from flowserve.observe.traffic import node_traffics
+from flowserve.values import DType, TensorSpec
+
+MS = 1_000_000
+PORT = (TensorSpec("X", DType.FP32, (4,)),)
+ALONE = Graph(
+    "m",
+    2,
+    PORT,
+    PORT,
+    16,
+    (Node(0, "m", ModelKey("m", 2), PORT, PORT, 16),),
+    (Edge("X", GRAPH, 0, 0, 0), Edge("Y", 0, 0, GRAPH, 0)),
+)
 
 
 def samples(one: Statistics, pending: int = 0) -> dict[tuple[str, ...], float]:
@@ -18,28 +36,73 @@ def samples(one: Statistics, pending: int = 0) -> dict[tuple[str, ...], float]:
     }
 
 
+def busy() -> Statistics:
+    """Two requests of one batch succeeded, after 1 ms and 151 ms in the queue and 60 ms on an instance."""
+    one = Statistics("m", 2, nodes=node_traffics(ALONE))
+    one.executed(3, 10 * MS, 20 * MS, 30 * MS, now_ms=1)
+    one.succeeded([0, 150 * MS], 151 * MS, 10 * MS, 20 * MS, 30 * MS)
+    one.nodes[0].ran(3, 3, None, copied=[48], placed=[48], stayed=True)
+    one.nodes[0].ran(1, 1, None, copied=(), placed=(), stayed=True)
+    return one
+
+
 def test_counters_are_the_statistics_in_microseconds() -> None:
-    one = Statistics("m", 2)
-    one.executed(3, 10_000, 20_000, 30_000, now_ms=1)
-    one.succeeded(2, total_ns=100_999, queue_ns=5_000, input_ns=10_000, infer_ns=20_000, output_ns=30_000)
-    one.failed(4, total_ns=1)
-    one.cancel_count = 5
+    one = busy()
+    one.failed(4, 1, BACKEND)
+    one.failed(5, 1, CANCELED)
+    one.failed(6, 1, REJECTED)
+    one.failed(7, 1, OTHER)
     found = samples(one, pending=7)
-    assert found == {
+    counters = {name: value for name, value in found.items() if name[0].startswith("nv_") and "hist" not in name[0]}
+    assert counters == {
         ("nv_inference_request_success", "m", "2"): 2,
-        ("nv_inference_request_failure", "m", "REJECTED", "2"): 0,
+        ("nv_inference_request_failure", "m", "REJECTED", "2"): 6,
         ("nv_inference_request_failure", "m", "CANCELED", "2"): 5,
         ("nv_inference_request_failure", "m", "BACKEND", "2"): 4,
-        ("nv_inference_request_failure", "m", "OTHER", "2"): 0,
+        ("nv_inference_request_failure", "m", "OTHER", "2"): 7,
         ("nv_inference_count", "m", "2"): 3,
         ("nv_inference_exec_count", "m", "2"): 1,
-        ("nv_inference_request_duration_us", "m", "2"): 100,
-        ("nv_inference_queue_duration_us", "m", "2"): 5,
-        ("nv_inference_compute_input_duration_us", "m", "2"): 10,
-        ("nv_inference_compute_infer_duration_us", "m", "2"): 20,
-        ("nv_inference_compute_output_duration_us", "m", "2"): 30,
+        ("nv_inference_request_duration_us", "m", "2"): 272_000,
+        ("nv_inference_queue_duration_us", "m", "2"): 152_000,
+        ("nv_inference_compute_input_duration_us", "m", "2"): 20_000,
+        ("nv_inference_compute_infer_duration_us", "m", "2"): 40_000,
+        ("nv_inference_compute_output_duration_us", "m", "2"): 60_000,
         ("nv_inference_pending_request_count", "m", "2"): 7,
     }
+
+
+def test_histograms_hold_each_request_at_its_own_duration() -> None:
+    found = samples(busy())
+    queue = {edge: found["flowserve_queue_duration_seconds_bucket", edge, "m", "2"] for edge in ("0.0005", "0.001")}
+    assert queue == {"0.0005": 0, "0.001": 1}
+    assert found["flowserve_queue_duration_seconds_bucket", "0.1", "m", "2"] == 1
+    assert found["flowserve_queue_duration_seconds_bucket", "0.2", "m", "2"] == 2
+    assert found["flowserve_request_duration_seconds_bucket", "0.1", "m", "2"] == 1  # 61 ms
+    assert found["flowserve_request_duration_seconds_bucket", "0.5", "m", "2"] == 2  # 211 ms
+    assert found["flowserve_request_duration_seconds_sum", "m", "2"] == 0.272
+    assert found["flowserve_compute_duration_seconds_bucket", "0.05", "m", "2"] == 0
+    assert found["flowserve_compute_duration_seconds_bucket", "0.1", "m", "2"] == 2
+    assert found["flowserve_compute_duration_seconds_count", "m", "2"] == 2
+    assert found["flowserve_batch_rows_bucket", "2", "m", "2"] == 0
+    assert found["flowserve_batch_rows_bucket", "4", "m", "2"] == 1
+    assert found["flowserve_batch_rows_sum", "m", "2"] == 3
+
+
+def test_tritons_own_histogram_has_its_edges_in_milliseconds() -> None:
+    found = samples(busy())
+    name = "nv_inference_first_response_histogram_ms"
+    buckets = {key[1]: value for key, value in found.items() if key[0] == f"{name}_bucket"}
+    assert buckets == {"100": 1, "500": 2, "2000": 2, "5000": 2, "+Inf": 2}
+    assert found[f"{name}_sum", "m", "2"] == 272
+
+
+def test_nodes_and_edges_say_what_they_carried() -> None:
+    found = samples(busy())
+    assert found["flowserve_node_batches", "m", "m", "2"] == 2
+    assert found["flowserve_node_batch_rows", "m", "m", "2"] == 4
+    assert found["flowserve_edge_handed_on_bytes", "m", "m", "", "X", "2"] == 16
+    assert found["flowserve_edge_copied_bytes", "m", "m", "", "X", "2"] == 48
+    assert found["flowserve_tensor_placed_bytes", "m", "m", "Y", "2"] == 48
 
 
 def test_names_that_need_quoting_are_quoted() -> None:
@@ -50,4 +113,12 @@ def test_names_that_need_quoting_are_quoted() -> None:
 def test_counters_keep_tritons_names() -> None:
     text = metrics_text([(Statistics("m", 1), 0)]).decode()
     assert "# TYPE nv_inference_request_success counter\n" in text
-    assert "_total" not in text
+    assert not re.search(r"\bnv_\w+_total", text)
+
+
+def test_every_family_stands_in_the_docs() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    text = metrics_text([(Statistics("m", 1), 0)]).decode()
+    families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
+    assert len(families) == 20
+    assert [name for name in families if f"`{name}`" not in docs] == []

@@ -1,0 +1,40 @@
+"""Histograms count each observation at the first edge that is not below it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
+
+durations = st.integers(0, 100_000_000_000) | st.sampled_from(DURATION_EDGES_NS)
+
+
+@given(st.lists(durations))
+def test_a_bucket_holds_what_is_at_most_its_edge(values: list[int]) -> None:
+    histogram = Histogram(DURATION_EDGES_NS)
+    for value in values:
+        histogram.observe(value)
+    assert histogram.cumulated() == [
+        *(sum(value <= edge for value in values) for edge in DURATION_EDGES_NS),
+        len(values),
+    ]
+
+
+@given(st.lists(durations, min_size=1), st.booleans())
+def test_a_batch_is_counted_as_its_requests_would_be_one_by_one(waits: list[int], alike: bool) -> None:
+    waits = waits[:1] * len(waits) if alike else waits
+    now = 200_000_000_000
+    moments = [now - wait for wait in waits]
+    together, alone = Histogram(DURATION_EDGES_NS), Histogram(DURATION_EDGES_NS)
+    together.observe_since(moments, min(moments), max(moments), now)
+    for wait in waits:
+        alone.observe(wait)
+    assert together.counts == alone.counts
+
+
+def test_the_edges_hold_those_of_tritons_histogram_and_every_common_batch() -> None:
+    assert {100, 500, 2000, 5000} <= {edge // 1_000_000 for edge in DURATION_EDGES_NS}
+    assert list(DURATION_EDGES_NS) == sorted(set(DURATION_EDGES_NS))
+    assert (DURATION_EDGES_NS[0], DURATION_EDGES_NS[-1]) == (100_000, 50_000_000_000)
+    assert (ROW_EDGES[0], ROW_EDGES[-1]) == (1, 1024)

@@ -1,0 +1,203 @@
+"""What batches, answers and refusals leave in the statistics, on a real engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, Unavailable
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.testing.engine import add_chain, add_function
+from flowserve.values import Array, Request
+
+ROW_BYTES = 16  # four FP32
+HOUR_NS = 3_600_000_000_000
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Engine]:
+    async with open_engine(EngineOptions()) as engine:
+        await wait_all_tasks_blocked()
+        yield engine
+
+
+def double(array: Array) -> Array:
+    return array * 2
+
+
+def nothing_below_zero(array: Array) -> Array:
+    if (array < 0).any():
+        raise ModelFailed("below zero")
+    return array
+
+
+async def ask(engine: Engine, name: str, value: float = 1.0, width: int = 4, rows: int = 1) -> None:
+    request = Request({"IN": np.full((rows, width), value, np.float32)}, stamp=engine.next_stamp())
+    await engine.infer(engine.find(name), request)
+
+
+async def together(engine: Engine, *calls: Callable[[], Any]) -> None:
+    """All calls in one turn of the loop; those that fail may."""
+
+    async def survive(call: Callable[[], Any]) -> None:
+        try:
+            await call()
+        except FlowserveError:
+            pass
+
+    async with trio.open_nursery() as nursery:
+        for call in calls:
+            nursery.start_soon(survive, call)
+
+
+def nodes(engine: Engine, name: str) -> dict[str, Any]:
+    return {node["name"]: node for node in engine.statistics(name)[0]["flowserve"]["nodes"]}
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
+async def test_a_chain_whose_first_node_saw_sixteen_shows_sixteen_at_its_last_and_nothing_copied_between(
+    inline: bool,
+) -> None:
+    async with running() as engine:
+        for model in "abc":
+            add_function(engine, model, [double], inline=inline)
+        add_chain(engine, "chain", ["a", "b", "c"])
+        await together(engine, *[lambda i=i: ask(engine, "chain", i) for i in range(16)])
+        found = nodes(engine, "chain")
+        assert [(node["batch_count"], node["batch_rows"]) for node in found.values()] == [(1, 16)] * 3
+        assert found["a"]["inputs"] == [
+            {
+                "producer": "",
+                "tensor": "IN",
+                "handed_on_bytes": 0,
+                "copied_bytes": 16 * ROW_BYTES,  # each request came by itself
+                "regathered_bytes": 0,
+            }
+        ]
+        for node, producer, tensor in (("b", "a", "tensor_1"), ("c", "b", "tensor_2")):
+            assert found[node]["inputs"] == [
+                {
+                    "producer": producer,
+                    "tensor": tensor,
+                    "handed_on_bytes": 16 * ROW_BYTES,
+                    "copied_bytes": 0,
+                    "regathered_bytes": 0,
+                }
+            ]
+
+
+async def test_a_batch_of_two_graphs_is_shared_out_between_them_by_their_rows() -> None:
+    async with running() as engine:
+        add_function(engine, "a", [double])
+        add_function(engine, "b", [double])
+        add_chain(engine, "chain", ["a", "b"])
+        calls = [lambda: ask(engine, "chain", rows=3), lambda: ask(engine, "chain", rows=2), lambda: ask(engine, "a")]
+        await together(engine, *calls)
+        in_chain, alone = nodes(engine, "chain")["a"], nodes(engine, "a")["a"]
+        assert (
+            (in_chain["batch_count"], in_chain["batch_rows"]) == (alone["batch_count"], alone["batch_rows"]) == (1, 6)
+        )
+        assert in_chain["inputs"][0]["copied_bytes"] == 5 * ROW_BYTES
+        assert alone["inputs"][0]["copied_bytes"] == ROW_BYTES
+
+
+async def test_inputs_whose_shape_varies_are_weighed_as_they_came() -> None:
+    async with running() as engine:
+        add_function(engine, "a", [double], dims=(-1,))
+        add_function(engine, "b", [double], dims=(-1,))
+        add_chain(engine, "chain", ["a", "b"])
+        await together(engine, lambda: ask(engine, "chain", width=5), lambda: ask(engine, "chain", width=9))
+        assert nodes(engine, "chain")["b"]["inputs"][0]["handed_on_bytes"] == (5 + 9) * 4
+
+
+async def test_a_gap_left_by_a_caller_who_left_is_copied_once_and_shown_as_regathered() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def wait(array: Array) -> Array:
+        entered.set()
+        assert gate.wait(10)
+        return array * 2
+
+    async with running() as engine:
+        add_function(engine, "a", [wait], inline=False)
+        add_function(engine, "b", [double])
+        add_chain(engine, "chain", ["a", "b"])
+        leaver = trio.CancelScope()
+
+        async def leave() -> None:
+            with leaver:
+                await ask(engine, "chain", 3.0)
+
+        async with trio.open_nursery() as nursery:
+            calls = [leave if i == 3 else lambda i=i: ask(engine, "chain", i) for i in range(8)]
+            nursery.start_soon(together, engine, *calls)
+            await trio.to_thread.run_sync(entered.wait, 10)
+            leaver.cancel()
+            await wait_all_tasks_blocked()
+            gate.set()
+        edge = nodes(engine, "chain")["b"]["inputs"][0]
+        at_an_end = edge["copied_bytes"] == 0  # trio shuffles who asks first, so the gap may stand at an end
+        assert (edge["copied_bytes"], edge["handed_on_bytes"])[at_an_end] == 7 * ROW_BYTES
+        assert edge["regathered_bytes"] == edge["copied_bytes"]
+        assert reasons(engine, "chain") == {"CANCELED": 1}
+
+
+async def test_parts_of_several_batches_are_copied_and_that_is_no_regathering() -> None:
+    async with running() as engine:
+        batcher = DynamicBatcher(BatchPolicy(16, (4,), HOUR_NS))  # b waits until four rows are there
+        add_function(engine, "a", [double], max_batch_size=2)
+        add_function(engine, "b", [double], batcher=batcher)
+        add_chain(engine, "chain", ["a", "b"])
+        await together(engine, *[lambda i=i: ask(engine, "chain", i) for i in range(4)])
+        found = nodes(engine, "chain")
+        assert (found["a"]["batch_count"], found["b"]["batch_count"]) == (2, 1)
+        edge = found["b"]["inputs"][0]
+        assert (edge["copied_bytes"], edge["regathered_bytes"]) == (4 * ROW_BYTES, 0)
+
+
+def reasons(engine: Engine, name: str) -> dict[str, int]:
+    row = engine.statistics(name)[0]
+    counted: dict[str, int] = row["flowserve"]["failures"]
+    assert row["inference_stats"]["fail"]["count"] == sum(counted.values())
+    return {reason: count for reason, count in counted.items() if count}
+
+
+async def test_every_failure_is_counted_once_with_its_reason(autojump_clock: trio.testing.MockClock) -> None:
+    async with running() as engine:
+        add_function(engine, "picky", [nothing_below_zero])
+        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=HOUR_NS))
+        add_function(engine, "slow", [double], batcher=batcher)
+        with pytest.raises(Invalid):
+            await ask(engine, "picky", width=5)
+        with pytest.raises(ModelFailed):
+            await ask(engine, "picky", -1.0)
+        with trio.move_on_after(1):
+            await ask(engine, "slow")
+        assert reasons(engine, "picky") == {"OTHER": 1, "BACKEND": 1}
+        assert reasons(engine, "slow") == {"CANCELED": 1}
+        await engine.drain(trio.current_time())
+        with pytest.raises(Unavailable):
+            await ask(engine, "picky")
+        assert reasons(engine, "picky") == {"OTHER": 1, "BACKEND": 1, "REJECTED": 1}
+
+
+async def test_histograms_and_sizes_count_what_the_counters_count() -> None:
+    async with running() as engine:
+        add_function(engine, "a", [double], max_batch_size=8)
+        add_chain(engine, "chain", ["a"])
+        await together(engine, *[lambda i=i: ask(engine, "chain", i) for i in range(12)])
+        model, chain = (engine.find(name).statistics for name in ("a", "chain"))
+        for one in (model, chain):
+            for histogram in (one.request_duration, one.queue_duration, one.compute_duration):
+                assert histogram.cumulated()[-1] == one.success_count == 12
+            assert one.batch_rows.cumulated()[-1] == one.execution_count
+        assert {rows: size.count for rows, size in model.batches.items()} == {8: 1, 4: 1}
+        assert {rows: size.count for rows, size in chain.batches.items()} == {1: 12}
