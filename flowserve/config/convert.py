@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from flowserve.config.model_config_pb2 import BatchInput as BatchInputProto
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
-from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput
+from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy
 from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Message
 from flowserve.config.types import (
     BatchInput,
@@ -24,6 +24,7 @@ from flowserve.config.types import (
     InstanceGroup,
     LimitedResource,
     ModelConfig,
+    QueuePolicy,
     RateLimiter,
     SourceMap,
     VersionPolicy,
@@ -134,6 +135,21 @@ def _dynamic_batching(message: ModelConfigProto) -> DynamicBatching | None:
         preferred_batch_sizes=tuple(batching.preferred_batch_size),
         max_queue_delay_us=batching.max_queue_delay_microseconds,
         preserve_ordering=batching.preserve_ordering,
+        priority_levels=batching.priority_levels,
+        default_priority_level=batching.default_priority_level,
+        default_queue_policy=_queue_policy(batching.default_queue_policy),
+        priority_queue_policies={
+            level: _queue_policy(batching.priority_queue_policy[level]) for level in batching.priority_queue_policy
+        },
+    )
+
+
+def _queue_policy(policy: ModelQueuePolicy) -> QueuePolicy:
+    return QueuePolicy(
+        timeout_action=ModelQueuePolicy.TimeoutAction.Name(policy.timeout_action),
+        default_timeout_us=policy.default_timeout_microseconds,
+        allow_timeout_override=policy.allow_timeout_override,
+        max_queue_size=policy.max_queue_size,
     )
 
 

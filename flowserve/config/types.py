@@ -34,14 +34,28 @@ class SourceMap:
 
 
 @dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """Triton's ModelQueuePolicy. `timeout_action` is "REJECT" or "DELAY"; 0 is no timeout, and no limit."""
+
+    timeout_action: str = "REJECT"
+    default_timeout_us: int = 0
+    allow_timeout_override: bool = False
+    max_queue_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DynamicBatching:
     """Triton's ModelDynamicBatching. `preferred_batch_sizes` is never empty on a batching model (default: the
-    maximum).
+    maximum). `priority_queue_policies` are those of single levels, which are 1 to `priority_levels`.
     """
 
     preferred_batch_sizes: tuple[int, ...] = ()
     max_queue_delay_us: int = 0
     preserve_ordering: bool = False
+    priority_levels: int = 0
+    default_priority_level: int = 0
+    default_queue_policy: QueuePolicy = QueuePolicy()
+    priority_queue_policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

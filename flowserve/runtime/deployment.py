@@ -41,6 +41,7 @@ class Deployment:
         self.plan: Plan = make_plan(graph)
         self._plans: dict[tuple[str, ...], Plan] = {}
         self.route = route  # the queue of each node's model
+        self.keeps_order = any(queue.order is not None for queue in route)  # of one answer after the other
         self.pins = pins  # keeps what those queues run on (lifecycle.py) for as long as somebody has this deployment
         self.admission = Admission(graph)
         self.statistics = statistics

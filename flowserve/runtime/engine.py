@@ -26,11 +26,12 @@ from flowserve.runtime.deployment import Deployment, Entry
 from flowserve.runtime.instance import Completions, Host, Outcome
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.pump import Pump
+from flowserve.runtime.turnstile import Turnstile
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Available, Limiter, Needs
-from flowserve.scheduling.router import Flow
+from flowserve.scheduling.router import Flow, Ticket
 from flowserve.values import Request, Response
 
 
@@ -55,13 +56,14 @@ class Engine:
         self.clock = running_clock()
         self.limiter = None if options.rate_limit is None else Limiter(options.rate_limit)
         if self.limiter is None:
-            self.dispatcher = Dispatcher(self._start, self._answered)
+            self.dispatcher = Dispatcher(self._start, self._answered, self._refused)
         else:
-            self.dispatcher = LimitedDispatcher(self._start, self._answered, self.limiter)
+            self.dispatcher = LimitedDispatcher(self._start, self._answered, self.limiter, refused=self._refused)
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
         self.generations = Generations(self.dispatcher.remove)
         self._statistics: dict[ModelKey, Statistics] = {}
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
+        self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
         self._stamps = count(1)
         self._is_loaded = False
@@ -158,9 +160,12 @@ class Engine:
         flow = self.submit(deployment, request)
         if not flow.done:
             task = current_task()
-            flow.waiter = lambda _: reschedule(task)
+            wake = self._turnstile.let_in if deployment.keeps_order else reschedule
+            flow.waiter = lambda _: wake(task)
 
             def leave(_: RaiseCancelT) -> Abort:
+                if flow.waiter is None:  # told, and its turn to go on is near
+                    return Abort.FAILED
                 self.withdraw(flow)
                 return Abort.SUCCEEDED
 
@@ -181,7 +186,17 @@ class Engine:
             deployment.statistics.failed(1, 0, OTHER)
             raise
         plan = deployment.plan if not request.outputs else deployment.plan_for(request.outputs)
-        flow = Flow(plan, deployment.route, tensors, self.clock(), request.stamp, request, deployment)
+        flow = Flow(
+            plan,
+            deployment.route,
+            tensors,
+            self.clock(),
+            request.stamp,
+            request,
+            deployment,
+            request.priority,
+            request.timeout_us * 1000,
+        )
         flow.wanted = admission.wanted(request)
         self.dispatcher.submit(flow)
         self._pump.arrived()
@@ -190,8 +205,12 @@ class Engine:
     def withdraw(self, flow: Flow) -> None:
         """Its caller left: nobody is told, and what is still queued of it leaves its queues."""
         flow.waiter = None
-        self.dispatcher.cancel(flow)
-        flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
+        now_ns = self.clock()
+        for queue in self.dispatcher.cancel(flow):
+            if flow.plan.graph.is_ensemble:
+                queue.observer.failed(1, 0, CANCELED)
+        flow.owner.statistics.failed(1, now_ns - flow.arrived_ns, CANCELED)
+        self._pump.poke()
 
     def response(self, flow: Flow) -> Response:
         """What a flow that is done came to. Raises what its steps failed with."""
@@ -224,6 +243,9 @@ class Engine:
         elif not self.dispatcher.batch_failed(batch, outcome):
             record_batch(batch.queue.observer, batch, outcome, now_ns)
 
+    def _refused(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+        queue.observer.failed(1, now_ns - ticket.queued_ns, REJECTED)
+
     def _answered(self, flow: Flow) -> None:
         if flow.plan.graph.is_ensemble:
             record_ensemble(flow, self.clock())
@@ -250,14 +272,19 @@ class Engine:
         passive: Sequence[Host] = (),
         files: object = None,
         needs: Sequence[Needs] = (),
+        *,
+        keeps_order: bool = False,
     ) -> None:
         """Give a model version its queue; graphs announced from now on run on it where they name `key`.
 
         The `passive` instances are closed in the end as the others are, but get no work. `files` is held until then.
-        `needs` are those of each host at the rate limiter, where there is one.
+        `needs` are those of each host at the rate limiter, where there is one. `keeps_order`: answers leave in the
+        order in which requests came.
         """
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
-        queue = ModelQueue(key, batcher, hosts, is_pure=model.is_pure, observer=statistics, needs=needs)
+        queue = ModelQueue(
+            key, batcher, hosts, is_pure=model.is_pure, observer=statistics, needs=needs, keeps_order=keeps_order
+        )
         self.dispatcher.add(queue)
         self.generations.add(Generation(queue, [*hosts, *passive], model, files))
 
@@ -297,6 +324,9 @@ class Engine:
 
     async def run_pump(self) -> None:
         await self._pump.run()
+
+    async def run_turnstile(self) -> None:
+        await self._turnstile.run()
 
     async def drain(self, deadline: float) -> list[str]:
         """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`.
@@ -338,6 +368,7 @@ async def open_engine(
     async with trio.open_nursery() as nursery:
         engine = Engine(options)
         nursery.start_soon(engine.run_pump, name="pump")
+        nursery.start_soon(engine.run_turnstile, name="turnstile")
         nursery.start_soon(engine.generations.run, name="reaper")
         try:
             yield engine

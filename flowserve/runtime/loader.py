@@ -24,6 +24,7 @@ from flowserve.graph.types import Graph, ModelKey
 from flowserve.repository.layout import ModelFolder, find_models
 from flowserve.repository.read import ReadModel, read_model
 from flowserve.repository.resolve import Resolution, resolve
+from flowserve.runtime.batchers import batcher_for, keeps_order
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.completion import complete
 from flowserve.runtime.deployment import Entry
@@ -31,7 +32,6 @@ from flowserve.runtime.engine import Engine
 from flowserve.runtime.instance import Host
 from flowserve.runtime.limits import needs_of, refusals
 from flowserve.runtime.placement import Placement
-from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
 
 log = logging.getLogger("flowserve.load")
 
@@ -136,7 +136,13 @@ class _Load:
         for version, one in loaded.items():
             needs = [needs_of(group) for _, group in _instances(read.config) if not group.passive]
             engine.add_model(
-                ModelKey(name, version), _batcher(read.config), one.hosts, one.model, one.passive, needs=needs
+                ModelKey(name, version),
+                batcher_for(read.config),
+                one.hosts,
+                one.model,
+                one.passive,
+                needs=needs,
+                keeps_order=keeps_order(read.config),
             )
         self._announce(name, graphs, seconds=(engine.clock() - started_ns) / SECOND_NS)
 
@@ -217,16 +223,3 @@ class _Loaded:
 def _instances(config: ModelConfig) -> list[tuple[str, InstanceGroup]]:
     """The names of all instances, and the group each belongs to."""
     return [(f"{group.name}_{number}", group) for group in config.instance_groups for number in range(group.count)]
-
-
-def _batcher(config: ModelConfig) -> Batcher:
-    batching = config.dynamic_batching
-    if batching is None or not config.max_batch_size:
-        return OneByOne()
-    return DynamicBatcher(
-        BatchPolicy(
-            max_batch_size=config.max_batch_size,
-            preferred=batching.preferred_batch_sizes or (config.max_batch_size,),
-            max_queue_delay_ns=batching.max_queue_delay_us * 1000,
-        )
-    )

@@ -36,7 +36,7 @@ _by_arrival = attrgetter("queued_ns")
 
 
 @dataclass(frozen=True, slots=True)
-class QueuePolicy:
+class LevelPolicy:
     """What waiting on one level means. `max_size` (0: no limit) counts requests. `timeout_ns` 0: patience never ends,
     whatever a request says; `may_override`: a request's own timeout counts where it is smaller. `is_delayed`: whoever's
     time is over goes behind the others of its level instead of being refused.
@@ -56,13 +56,13 @@ class Levels:
 
     count: int = 0
     default: int = 0
-    policy: QueuePolicy = QueuePolicy()
-    policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
+    policy: LevelPolicy = LevelPolicy()
+    policies: Mapping[int, LevelPolicy] = field(default_factory=dict)
 
     def of(self, priority: int) -> int:
         return priority if 1 <= priority <= self.count else self.default
 
-    def policy_of(self, level: int) -> QueuePolicy:
+    def policy_of(self, level: int) -> LevelPolicy:
         return self.policies.get(level, self.policy)
 
 

@@ -64,7 +64,9 @@ def test_optional_inputs_of_a_model_are_served(refused: Refused) -> None:
         'instance_group { count: 2 rate_limiter { resources { name: "R" count: 4 } priority: 2 } }',
         'input { name: "I" data_type: TYPE_UINT8 dims: [ 3, -1, -1 ] format: FORMAT_NCHW }',
         "dynamic_batching { default_queue_policy { timeout_action: DELAY } }",
-        "dynamic_batching { preserve_ordering: true } instance_group { count: 1 }",
+        "dynamic_batching { preserve_ordering: true }",
+        "dynamic_batching { priority_levels: 3 default_priority_level: 2 priority_queue_policy { key: 1 value { } } }",
+        "dynamic_batching { default_queue_policy { default_timeout_microseconds: 1 max_queue_size: 1 } }",
         "response_cache { enable: false } model_transaction_policy { decoupled: false }",
         'model_metrics { metric_control { metric_identifier { family: "f" } histogram_options { buckets: 1 } } }',
         'parameters { key: "execution" value { string_value: "inline" } }',
@@ -93,28 +95,6 @@ def test_refusal_N6_response_caches(refused: Refused) -> None:
 
 def test_refusal_N7_warmup(refused: Refused) -> None:
     assert refused(MODEL % "" + "model_warmup { }") == ["4:1: model 'm': model_warmup is not supported yet [N7]"]
-
-
-def test_refusal_N8_priorities(refused: Refused) -> None:
-    text = "dynamic_batching { priority_levels: 1 default_priority_level: 1 }"
-    assert refused(MODEL % "" + text) == ["4:20: model 'm': priority_levels is not supported yet [N8]"]
-
-
-@pytest.mark.parametrize(
-    "policy", ["default_timeout_microseconds: 1", "allow_timeout_override: true", "max_queue_size: 1"]
-)
-def test_refusal_N9_queue_policies(refused: Refused, policy: str) -> None:
-    text = f"dynamic_batching {{ default_queue_policy {{ {policy} }} priority_queue_policy {{ key: 1 value {{ }} }} }}"
-    assert [problem.partition(": ")[2] for problem in refused(MODEL % "" + text)] == [
-        "model 'm': default_queue_policy is not supported yet [N9]",
-        "model 'm': priority_queue_policy is not supported yet [N9]",
-    ]
-
-
-@pytest.mark.parametrize("groups", ["", "instance_group { }", "instance_group [ { count: 1 }, { count: 1 } ]"])
-def test_refusal_N10_keeping_order_over_several_instances(refused: Refused, groups: str) -> None:
-    (text,) = refused(MODEL % "" + "dynamic_batching { preserve_ordering: true }" + groups)
-    assert text.startswith("4:20: model 'm': preserve_ordering with more than one instance is not supported yet (write")
 
 
 def test_refusal_N11_inflight_limits(refused: Refused) -> None:
