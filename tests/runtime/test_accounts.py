@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,11 @@ def nothing_below_zero(array: Array) -> Array:
     return array
 
 
-async def ask(engine: Engine, name: str, value: float = 1.0, width: int = 4, rows: int = 1) -> None:
-    request = Request({"IN": np.full((rows, width), value, np.float32)}, stamp=engine.next_stamp())
+async def ask(
+    engine: Engine, name: str, value: float = 1.0, width: int = 4, rows: int = 1, stamp: int | None = None
+) -> None:
+    number = engine.next_stamp() if stamp is None else stamp  # trio shuffles who comes first; stamps decide the order
+    request = Request({"IN": np.full((rows, width), value, np.float32)}, stamp=number)
     await engine.infer(engine.find(name), request)
 
 
@@ -48,10 +51,8 @@ async def together(engine: Engine, *calls: Callable[[], Any]) -> None:
     """All calls in one turn of the loop; those that fail may."""
 
     async def survive(call: Callable[[], Any]) -> None:
-        try:
+        with suppress(FlowserveError):
             await call()
-        except FlowserveError:
-            pass
 
     async with trio.open_nursery() as nursery:
         for call in calls:
@@ -134,19 +135,17 @@ async def test_a_gap_left_by_a_caller_who_left_is_copied_once_and_shown_as_regat
 
         async def leave() -> None:
             with leaver:
-                await ask(engine, "chain", 3.0)
+                await ask(engine, "chain", stamp=3)
 
         async with trio.open_nursery() as nursery:
-            calls = [leave if i == 3 else lambda i=i: ask(engine, "chain", i) for i in range(8)]
+            calls = [leave if i == 3 else lambda i=i: ask(engine, "chain", stamp=i) for i in range(8)]
             nursery.start_soon(together, engine, *calls)
             await trio.to_thread.run_sync(entered.wait, 10)
             leaver.cancel()
             await wait_all_tasks_blocked()
             gate.set()
         edge = nodes(engine, "chain")["b"]["inputs"][0]
-        at_an_end = edge["copied_bytes"] == 0  # trio shuffles who asks first, so the gap may stand at an end
-        assert (edge["copied_bytes"], edge["handed_on_bytes"])[at_an_end] == 7 * ROW_BYTES
-        assert edge["regathered_bytes"] == edge["copied_bytes"]
+        assert (edge["copied_bytes"], edge["regathered_bytes"], edge["handed_on_bytes"]) == (112, 112, 0)
         assert reasons(engine, "chain") == {"CANCELED": 1}
 
 
