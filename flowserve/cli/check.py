@@ -10,16 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from flowserve.backends import registry
 from flowserve.cli.logs import escape
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.graph.advice import advise
+from flowserve.render.facts import Facts
 from flowserve.render.text import render_text
-from flowserve.repository.layout import find_models
-from flowserve.repository.read import ReadModel, read_model
-from flowserve.repository.resolve import Resolution, resolve
-from flowserve.runtime.completion import complete
+from flowserve.repository.resolve import Resolution
+from flowserve.runtime.reading import read_repositories
 
 RED, YELLOW, DIM, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 
@@ -29,34 +27,21 @@ def check(repositories: Sequence[Path], out: TextIO, err: TextIO, color: bool) -
 
     Warnings go to `err` in both cases.
     """
-    printer = _Printer(err, color)
+    printer = Printer(err, color)
     try:
-        found = find_models(repositories)
+        reading = read_repositories(repositories)
     except FlowserveError as error:
         printer.failure("", error)
         return 1
-    for warning in found.warnings:
-        printer.warning(warning)
-    read: dict[str, ReadModel] = {}
-    failed: dict[str, FlowserveError] = dict(found.duplicates)
-    for folder in found.folders:
-        try:
-            model = read_model(folder, registry.default_files(), complete)
-            if not model.config.is_ensemble:
-                registry.find(model.config.backend)  # which says what is wrong where there is none
-            read[folder.name] = model
-        except FlowserveError as error:
-            failed[folder.name] = error
-    configs = {name: model.config for name, model in read.items()}
-    resolution = resolve(configs, {name: model.versions for name, model in read.items()}, failed)
-    for warning in (*(text for model in read.values() for text in model.warnings), *_advice(resolution, configs)):
+    resolution = reading.resolution
+    for warning in (*reading.warnings, *_advice(resolution, reading.configs)):
         printer.warning(warning)
     if resolution.failed:
         for name, failure in sorted(resolution.failed.items()):
             printer.failure(name, failure)
         printer.summary(len(resolution.graphs), len(resolution.failed))
         return 1
-    _print_graphs(resolution, out)
+    _print_graphs(resolution, reading.facts(), out)
     return 0
 
 
@@ -66,16 +51,16 @@ def _advice(resolution: Resolution, configs: Mapping[str, ModelConfig]) -> Itera
         yield from advise(next(iter(resolution.graphs[name].values())), configs)
 
 
-def _print_graphs(resolution: Resolution, out: TextIO) -> None:
+def _print_graphs(resolution: Resolution, facts: Facts, out: TextIO) -> None:
     for name in sorted(resolution.graphs):
         for graph in resolution.graphs[name].values():
-            out.writelines(f"{escape(line)}\n" for line in render_text(graph).splitlines())
+            out.writelines(f"{escape(line)}\n" for line in render_text(graph, facts).splitlines())
             out.write("\n")
     count = len(resolution.graphs)
     out.write(f"no problems in {count} deployment{_s(count)}\n")
 
 
-class _Printer:
+class Printer:
     """Writes what is wrong as compilers do, `place: error: text`, which editors and terminals make links of."""
 
     def __init__(self, err: TextIO, color: bool) -> None:

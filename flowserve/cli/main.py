@@ -17,6 +17,7 @@ from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments, run_optio
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
+PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
 
 DESCRIPTION: Final = """\
 Serve pipelines of models from a Triton model repository.
@@ -29,6 +30,7 @@ graph of the others.
 EXAMPLES: Final = """\
 examples:
   flowserve check graphs/                     find every mistake, without serving anything
+  flowserve graph graphs/read_text -o g.html  draw it
   flowserve run graphs/                       serve it on http://127.0.0.1:8000
   curl localhost:8000/v2/health/ready         ask whether it is ready
   flowserve run --help                        ports, limits, logging
@@ -49,6 +51,14 @@ Once more: it ends at once.
 CHECK_EXAMPLES: Final = """\
 examples:
   flowserve check graphs/                     print every problem as file:line:column, or the compiled graphs
+"""
+
+GRAPH_EXAMPLES: Final = """\
+examples:
+  flowserve graph graphs/                            every graph as text
+  flowserve graph graphs/read_text -o read_text.svg  one of them as a picture; the name says which kind
+  flowserve graph graphs/ read_text --format mermaid for a README
+  flowserve graph graphs/read_text -o read_text.html nested ensembles fold; works offline
 """
 
 
@@ -91,7 +101,22 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         allow_abbrev=False,
     )
     check.add_argument("repository", metavar="REPO", nargs="?", type=Path, help="the model repository")
-    return parser, {"run": run, "check": check}
+
+    graph = commands.add_parser(
+        "graph",
+        help="draw the graph of a deployment",
+        description="Draw one deployment of REPO (or all of them, as text). Nothing is served, no network is needed.",
+        epilog=GRAPH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    graph.add_argument(
+        "repository", metavar="PATH", nargs="?", type=Path, help="a model repository, or one deployment's folder of it"
+    )
+    graph.add_argument("model", metavar="MODEL", nargs="?", default="", help="which deployment of the repository")
+    graph.add_argument("--format", choices=PICTURES, help="what the name of FILE says, else text")
+    graph.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to, instead of standard output")
+    return parser, {"run": run, "check": check, "graph": graph}
 
 
 def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str]) -> None:
@@ -128,6 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from flowserve.cli.run import run
 
             return run(run_options(parsed))
+        case "graph":
+            from flowserve.cli.graph import GraphOptions, draw
+
+            options = GraphOptions(parsed.repository, parsed.model, parsed.format or "", parsed.output)
+            return draw(options, sys.stderr, color=sys.stderr.isatty())
         case _:
             from flowserve.cli.check import check
 

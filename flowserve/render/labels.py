@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.render.facts import UNKNOWN, Facts, Instances, ModelFacts
 from flowserve.values import TensorSpec
 
 
@@ -16,9 +19,15 @@ def batching(max_batch_size: int) -> str:
     return f"batches up to {max_batch_size}" if max_batch_size else "no batching"
 
 
-def title(graph: Graph) -> str:
+def title(graph: Graph, facts: Facts) -> str:
     what = "ensemble" if graph.is_ensemble else "model"
-    return f"{what} {graph.name}, version {graph.version}, {batching(graph.max_batch_size)}"
+    parts = [f"{what} {graph.name}", f"version {graph.version}", batching(graph.max_batch_size)]
+    return ", ".join([*parts, *_inflight(facts.get(graph.name, UNKNOWN))])
+
+
+def ensemble_title(name: str, ensemble: str, facts: Facts) -> str:
+    """`name` is the nested ensemble's in its outer one: "find", or "find#2" for the second."""
+    return ", ".join([f"ensemble {name}", *_inflight(facts.get(ensemble, UNKNOWN))])
 
 
 def written(graph: Graph, edge: Edge) -> TensorSpec:
@@ -27,5 +36,45 @@ def written(graph: Graph, edge: Edge) -> TensorSpec:
     return specs[edge.output]
 
 
-def node_model(node: Node) -> str:
-    return f"{node.model.name}/{node.model.version}"
+def short_name(name: str) -> str:
+    """Without the ensembles around it, for pictures that draw those."""
+    return name.rpartition("/")[2]
+
+
+def node_lines(node: Node, facts: Facts) -> tuple[str, ...]:
+    """A node's box: its short name, then everything known about its model."""
+    known = facts.get(node.model.name, UNKNOWN)
+    return (short_name(node.name), *model_lines(node, known))
+
+
+def model_lines(node: Node, known: ModelFacts) -> Iterator[str]:
+    yield f"{node.model}, {known.backend}" if known.backend else str(node.model)
+    yield _batches(node, known)
+    if known.instances:
+        yield " + ".join(_instances(group) for group in known.instances)
+    marks = [word for word, is_so in (("stateful", known.is_stateful), ("decoupled", known.is_decoupled)) if is_so]
+    if marks:
+        yield ", ".join(marks)
+    limits = [f"queue of {known.max_queue_size}"] if known.max_queue_size else []
+    limits += [f"holds {count} {name}" for name, count in known.resources]
+    if limits:
+        yield ", ".join(limits)
+
+
+def _batches(node: Node, known: ModelFacts) -> str:
+    if not node.is_batching or known.batcher == "none":
+        return batching(node.max_batch_size)
+    waits = f", waits {known.max_queue_delay_us} us" if known.max_queue_delay_us else ""
+    return f"{known.batcher} {batching(node.max_batch_size)}{waits}"
+
+
+def _instances(group: Instances) -> str:
+    count = f"{group.count} instance{'' if group.count == 1 else 's'}"
+    if group.gpus:
+        return f"{count} on GPU {','.join(map(str, group.gpus))}"
+    return f"{count}, devices by the model" if group.device == "MODEL" else f"{count} on {group.device}"
+
+
+def _inflight(known: ModelFacts) -> list[str]:
+    limit = known.max_inflight_requests
+    return [f"at most {limit} in flight per step"] if limit else []

@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.render.labels import batching, kind, node_model, title, written
+from flowserve.render.facts import UNKNOWN, Facts
+from flowserve.render.labels import kind, model_lines, title, written
 
 Row = tuple[str, str, str]
 
 
-def render_text(graph: Graph) -> str:
+def render_text(graph: Graph, facts: Facts) -> str:
     """Several lines, each ended. Equal graphs give equal texts."""
     blocks = [("inputs", list(_graph_inputs(graph)))]
-    blocks += [(_node_title(node), list(_node_rows(graph, node))) for node in graph.nodes]
+    blocks += [(_node_title(node, facts), list(_node_rows(graph, node))) for node in graph.nodes]
     blocks.append(("outputs", list(_graph_outputs(graph))))
     rows = [row for _, block in blocks for row in block]
     names, kinds = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-    lines = [title(graph)]
+    lines = [title(graph, facts)]
     for heading, block in blocks:
         lines.append(f"  {heading}")
         lines += [f"    {name:{names}}  {what:{kinds}}  {where}".rstrip() for name, what, where in block]
     return "\n".join(lines) + "\n"
 
 
-def _node_title(node: Node) -> str:
-    return f"{node.index + 1}. {node.name}: model {node_model(node)}, {batching(node.max_batch_size)}"
+def _node_title(node: Node, facts: Facts) -> str:
+    model = ", ".join(model_lines(node, facts.get(node.model.name, UNKNOWN)))
+    return f"{node.index + 1}. {node.name}: model {model}"
 
 
 def _graph_inputs(graph: Graph) -> Iterator[Row]:

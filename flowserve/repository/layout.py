@@ -61,6 +61,11 @@ def scan(repository: Path) -> list[ModelFolder]:
     return _scan(repository)[0]
 
 
+def is_model_folder(path: Path) -> bool:
+    """Whether a folder is one model's rather than a repository of them."""
+    return (path / CONFIG_FILE).exists() or bool(path.is_dir() and _model_folder(path.parent, path).versions)
+
+
 def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool = False) -> tuple[int, ...]:
     """The versions that the policy picks, ascending. Raises Problems where it picks none."""
     if policy.specific:

@@ -76,7 +76,7 @@ def test_a_good_repository_is_printed_as_its_graphs(checked: Callable[..., Check
     assert (status, err) == (0, "")
     assert "ensemble pipe, version 1, batches up to 4\n" in out
     assert "model same, version 1, batches up to 4\n" in out
-    assert "  1. same: model same/1, batches up to 4\n" in out
+    assert "  1. same: model same/1, onnxruntime, dynamic batches up to 4, 2 instances on CPU\n" in out
     assert out.endswith("no problems in 2 deployments\n")
 
 

@@ -15,13 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.backends import registry
-from flowserve.graph.types import Graph
 from flowserve.render.mermaid import render_mermaid
-from flowserve.repository.layout import scan
-from flowserve.repository.read import read_model
-from flowserve.repository.resolve import resolve
-from flowserve.runtime.completion import complete
+from flowserve.runtime.reading import read_repositories
 from flowserve.testing.serve import Served
 
 GRAPHS = Path(__file__).resolve().parents[2] / "graphs"
@@ -47,23 +42,22 @@ def _requests() -> list[tuple[Path, str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Mapping[str, Graph]:
-    """The graph of each example."""
-    read = {folder.name: read_model(folder, registry.default_files(), complete) for folder in scan(GRAPHS)}
-    configs = {name: model.config for name, model in read.items()}
-    resolution = resolve(configs, {name: model.versions for name, model in read.items()}, {})
-    assert not resolution.failed
-    return {name: graphs[max(graphs)] for name, graphs in resolution.graphs.items()}
+def pictures() -> Mapping[str, str]:
+    """The graph of each example as Mermaid draws it."""
+    reading = read_repositories([GRAPHS])
+    graphs, facts = reading.resolution.graphs, reading.facts()
+    assert not reading.resolution.failed
+    return {name: render_mermaid(versions[max(versions)], facts) for name, versions in graphs.items()}
 
 
-def test_every_example_is_right_as_it_stands(compiled: Mapping[str, Graph]) -> None:
-    assert {"read_text", "digit", "detect_language"} <= set(compiled)
+def test_every_example_is_right_as_it_stands(pictures: Mapping[str, str]) -> None:
+    assert {"read_text", "digit", "detect_language"} <= set(pictures)
 
 
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda path: path.name)
-def test_the_picture_in_the_readme_is_the_graph_that_is_served(compiled: Mapping[str, Graph], folder: Path) -> None:
-    pictures = [text for language, text in BLOCK.findall((folder / "README.md").read_text()) if language == "mermaid"]
-    assert pictures == [render_mermaid(compiled[folder.name])]
+def test_the_picture_in_the_readme_is_the_graph_that_is_served(pictures: Mapping[str, str], folder: Path) -> None:
+    drawn = [text for language, text in BLOCK.findall((folder / "README.md").read_text()) if language == "mermaid"]
+    assert drawn == [pictures[folder.name]], f"flowserve graph graphs/{folder.name} --format mermaid draws it anew"
 
 
 @pytest.mark.server

@@ -1,74 +1,50 @@
-"""The three pictures of one graph: whole, against files in testdata/; and what must hold of any graph's."""
+"""The pictures of one graph: whole, against files in testdata/; and what must hold of any graph's."""
 
 from __future__ import annotations
 
+import io
 import itertools
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 
+from flowserve.errors import Invalid
 from flowserve.graph.compile import compile_ensemble, compile_model
 from flowserve.graph.types import Graph
+from flowserve.render.dot import render_dot
+from flowserve.render.facts import Facts
+from flowserve.render.formats import RENDERERS as RENDERERS_BY_NAME
+from flowserve.render.formats import SUFFIXES, format_of
+from flowserve.render.html import render_html
+from flowserve.render.jsontext import render_json
+from flowserve.render.layout import Box, Drawing, Wire, lay_out, text_width
 from flowserve.render.mermaid import render_mermaid
-from flowserve.render.svg import Box, Wire, lay_out, render_svg
+from flowserve.render.png import render_png
+from flowserve.render.scopes import scopes_of
+from flowserve.render.svg import render_svg
 from flowserve.render.text import render_text
-from flowserve.testing.ensembles import Drawn, available, ensemble, ensembles, model
+from flowserve.testing.ensembles import Drawn, ensembles, model
+from flowserve.testing.pictures import READ_TEXT_FACTS, grown_graph, plain_graph, read_text_graph
 
 GOLDEN = Path(__file__).parent / "testdata"
-RENDERERS = {"txt": render_text, "mmd": render_mermaid, "svg": render_svg}
-
-
-def read_text_graph() -> Graph:
-    decode = model("decode", {"BYTES": "BYTES[1]"}, {"PAGE": "UINT8[-1,-1]", "ANGLE": "FP32[1]"})
-    find = model("find", {"PAGE": "UINT8[-1,-1]"}, {"GLYPHS": "FP32[16,1,28,28]", "BOXES": "INT32[16,4]"})
-    read = model("read", {"X": "FP32[16,1,28,28]"}, {"SCORES": "FP32[16,62]", "FEATURES": "FP32[16,64]"}, 64)
-    turn = model("turn", {"PAGE": "UINT8[-1,-1]", "ANGLE": "FP32[1]"}, {"UPRIGHT": "FP32[1]"})
-    join = model(
-        "join",
-        {"SCORES": "FP32[16,62]", "BOXES": "INT32[16,4]", "UPRIGHT": "FP32[1]", "HINT": "BYTES[1]?"},
-        {"TEXT": "BYTES[1]", "SURE": "FP32[1]"},
-    )
-    find_and_read = ensemble(
-        "find_and_read",
-        {"page": "UINT8[-1,-1]"},
-        {"scores": "FP32[16,62]", "boxes": "INT32[16,4]"},
-        [
-            ("find", {"PAGE": "page"}, {"GLYPHS": "glyphs", "BOXES": "boxes"}),
-            ("read", {"X": "glyphs"}, {"SCORES": "scores"}),
-        ],
-    )
-    config = ensemble(
-        "read_text",
-        {"image": "BYTES[1]"},
-        {"text": "BYTES[1]", "sure": "FP32[1]"},
-        [
-            ("decode", {"BYTES": "image"}, {"PAGE": "page", "ANGLE": "angle"}),
-            ("find_and_read", {"page": "page"}, {"scores": "scores", "boxes": "boxes"}),
-            ("turn", {"PAGE": "page", "ANGLE": "angle"}, {"UPRIGHT": "upright"}),
-            ("join", {"SCORES": "scores", "BOXES": "boxes", "UPRIGHT": "upright"}, {"TEXT": "text", "SURE": "sure"}),
-        ],
-    )
-    return compile_ensemble(config, 1, available(decode, find, read, turn, join, find_and_read))
-
-
-GRAPHS = {
-    "read_text": read_text_graph(),
-    "plain": compile_model(model("digits", {"X": "FP32[1,28,28]"}, {"SCORES": "FP32[10]"}, max_batch_size=0), 3),
-}
+RENDERERS = {"txt": render_text, "mmd": render_mermaid, "dot": render_dot, "json": render_json, "svg": render_svg}
+GRAPHS = {"read_text": (read_text_graph(), READ_TEXT_FACTS), "plain": (plain_graph(), {})}
 
 
 @pytest.mark.parametrize("suffix", RENDERERS)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_picture_of_a_known_graph_is_the_one_in_testdata(name: str, suffix: str) -> None:
-    assert RENDERERS[suffix](GRAPHS[name]) == (GOLDEN / f"{name}.{suffix}").read_text()
+    assert RENDERERS[suffix](*GRAPHS[name]) == (GOLDEN / f"{name}.{suffix}").read_text()
 
 
 @given(ensembles())
 def test_the_text_names_every_node_and_every_tensor(drawn: Drawn) -> None:
-    text = render_text(compile_ensemble(drawn.config, 1, drawn.available))
+    text = render_text(compile_ensemble(drawn.config, 1, drawn.available), {})
     for name, written in drawn.writes.items():
         assert f" {name}: model {name}/1, batches up to 8" in text
         assert all(f" as {tensor}" in text for tensor in written)
@@ -77,17 +53,26 @@ def test_the_text_names_every_node_and_every_tensor(drawn: Drawn) -> None:
 @given(ensembles())
 def test_the_flowchart_has_one_arrow_per_edge(drawn: Drawn) -> None:
     graph = compile_ensemble(drawn.config, 1, drawn.available)
-    assert render_mermaid(graph).count(" --> ") == len(graph.edges)
+    assert render_mermaid(graph, {}).count(" --> ") == len(graph.edges)
 
 
 @pytest.mark.parametrize("name", ['say "hi"', "<script>", "a]b", "x#quot;y", "end`s", "a\nb", "größe"])
 def test_names_cannot_break_out_of_a_picture(name: str) -> None:
     graph = compile_model(model(name, {"X": "FP32[1]"}, {"Y": "FP32[1]"}), 1)
-    label = re.search(r'n0\["(.*)"\]', render_mermaid(graph))
+    label = re.search(r'n0\["(.*)"\]', render_mermaid(graph, {}))
     assert label is not None
     assert not set(label[1].replace("<br/>", "")) & set('"<>\n`')
-    texts = [element.text for element in ElementTree.fromstring(render_svg(graph)).iter()]
+    texts = [element.text for element in ElementTree.fromstring(render_svg(graph, {})).iter()]
     assert name in texts
+
+
+@pytest.mark.parametrize("name", ['say "hi"', "back\\\\slash", "end\\", "a\nb", "\x1b[2J"])
+def test_names_cannot_break_out_of_a_dot_string(name: str) -> None:
+    graph = compile_model(model(name, {"X": "FP32[1]"}, {"Y": "FP32[1]"}), 1)
+    for line in render_dot(graph, {}).splitlines()[1:-1]:
+        unquoted = re.sub(r'"(?:[^"\\]|\\.)*"', "", line)
+        assert not set(unquoted) & set('"\\\x1b')
+        assert unquoted.rstrip().endswith(("];", ";"))
 
 
 def overlap(a: Box, b: Box) -> bool:
@@ -99,46 +84,137 @@ def overlap(a: Box, b: Box) -> bool:
     )
 
 
+def contains(frame: Box, box: Box) -> bool:
+    return (
+        frame.left <= box.left
+        and box.left + box.width <= frame.left + frame.width + 0.1
+        and frame.top <= box.top
+        and box.top + box.height <= frame.top + frame.height
+    )
+
+
+def in_frame(frame: Box, box: Box, graph: Graph) -> bool:
+    path = graph.nodes[box.node].name if box.kind == "node" else box.scope
+    return path.startswith(f"{frame.scope}/")
+
+
+def assert_legible(drawing: Drawing, graph: Graph) -> None:
+    """Boxes apart or one in the other, labels on no box, all on the page, wires through no box."""
+    boxes = drawing.boxes()
+    for a, b in itertools.combinations(boxes, 2):
+        inside = (a.kind == "frame" and in_frame(a, b, graph)) or (b.kind == "frame" and in_frame(b, a, graph))
+        assert (contains(a, b) or contains(b, a)) if inside else not overlap(a, b)
+    solid = [box for box in boxes if box.kind != "frame"]
+    labels = [label_box(wire) for wire in drawing.all_wires() if wire.label]
+    for label in labels:
+        assert not any(overlap(label, box) for box in solid)
+        assert not any(overlap(label, box) and not contains(box, label) for box in boxes if box.kind == "frame")
+    assert not any(overlap(a, b) for a, b in itertools.combinations(labels, 2))
+    assert all(box.left >= 0 and box.left + box.width <= drawing.width for box in boxes)
+    assert all(box.top >= 0 and box.top + box.height <= drawing.height for box in boxes)
+    for wire in drawing.all_wires():
+        assert not any(crosses(wire, box) for box in solid if box not in (wire.source, wire.target))
+
+
+def label_box(wire: Wire) -> Box:
+    """Where the two lines of a label stand."""
+    x, y = wire.start
+    return Box("lane", left=x + 6, top=y - 14, width=text_width(wire.label), height=28)
+
+
 def crosses(wire: Wire, box: Box) -> bool:
     """Whether a wire's straight pieces run through a box. Its bend lies between two layers, where no box is."""
-    out_y = wire.source.port_y(wire.output, wire.source.outputs)
-    in_y = wire.target.port_y(wire.input, wire.target.inputs)
-    pieces = [
-        (wire.source.left + wire.source.width, wire.target.layer_left, out_y),
-        (wire.target.layer_left, wire.target.left, in_y),
-    ]
+    pieces = [(wire.start[0], wire.turn, wire.start[1]), (wire.bent, wire.end[0], wire.end[1])]
     return any(
         box.top < y < box.top + box.height and left < box.left + box.width and box.left < right
         for left, right, y in pieces
     )
 
 
-@settings(max_examples=40)
-@given(ensembles(max_steps=15))
-def test_no_two_boxes_or_lanes_of_a_drawing_overlap_and_no_wire_runs_through_one(drawn: Drawn) -> None:
-    drawing = lay_out(compile_ensemble(drawn.config, 1, drawn.available))
-    everything = [box for layer in drawing.layers for box in layer]
-    assert not any(overlap(a, b) for a, b in itertools.combinations(everything, 2))
-    for wire in drawing.wires:
-        assert wire.source.layer + 1 == wire.target.layer
-        assert not any(crosses(wire, box) for box in everything if box not in (wire.source, wire.target))
+@pytest.mark.parametrize("count", [1, 6, 30, 60])
+@pytest.mark.parametrize("seed", range(3))
+def test_drawings_of_one_to_sixty_nodes_are_legible_open_and_folded(count: int, seed: int) -> None:
+    graph = grown_graph(count, seed)
+    assert len(graph.nodes) == count
+    paths = {scope.path for scope in scopes_of(graph).walk()}
+    for folded in (set(), paths, {path for path in paths if "/" in path}):
+        assert_legible(lay_out(graph, {}, folded), graph)
 
 
 @settings(max_examples=40)
 @given(ensembles(max_steps=15))
-def test_a_drawing_fits_on_its_page_and_labels_end_before_the_next_layer(drawn: Drawn) -> None:
+def test_any_drawing_is_legible(drawn: Drawn) -> None:
     graph = compile_ensemble(drawn.config, 1, drawn.available)
-    drawing = lay_out(graph)
-    assert all(box.left >= 0 and box.left + box.width <= drawing.width for box in drawing.boxes)
-    assert all(box.top >= 0 and box.top + box.height <= drawing.height for box in drawing.boxes)
-    for wire in drawing.wires:
-        label_end = wire.source.left + wire.source.width + max((len(line) for line in wire.label), default=0) * 6.7
-        assert label_end < wire.target.layer_left
-    page = ElementTree.fromstring(render_svg(graph))
-    assert float(page.attrib["width"]) >= drawing.width - 1
+    assert_legible(lay_out(graph, {}), graph)
 
 
-def test_a_picture_needs_nothing_from_outside() -> None:
-    svg = render_svg(GRAPHS["read_text"])
-    assert re.findall(r"https?://[^\"]*", svg) == ["http://www.w3.org/2000/svg"]
-    assert "<script" not in svg
+def test_what_stands_in_layers_is_joined_only_to_the_next() -> None:
+    for wire in lay_out(grown_graph(30), {}).all_wires():
+        assert wire.source.layer + 1 == wire.target.layer
+        assert wire.start[0] <= wire.turn < wire.bent <= wire.end[0] + 0.1
+
+
+def test_a_drawing_has_every_edge_of_the_graph_from_its_producer_to_its_reader() -> None:
+    graph = grown_graph(30)
+    starts: dict[int, set[int]] = {}
+    ends: dict[int, set[int]] = {}
+    for wire in lay_out(graph, {}).all_wires():
+        for edge in wire.edges:
+            starts.setdefault(edge, set()).add(wire.source.node)
+            ends.setdefault(edge, set()).add(wire.target.node)
+    for number, edge in enumerate(graph.edges):
+        assert edge.producer in starts[number]
+        assert edge.consumer in ends[number]
+
+
+def test_a_tensor_enters_and_leaves_a_nested_ensemble_once_however_many_read_it() -> None:
+    scope = next(iter(scopes_of(grown_graph(30)).walk()))
+    assert scope.name == "part_0"
+    assert len(scope.entering) == 1
+    assert len(scope.leaving) == 2
+    assert [inner.path for inner in scope.inner] == ["part_0/part_0_inner"]
+
+
+@pytest.mark.parametrize("draw", [render_svg, render_html])
+def test_a_picture_needs_nothing_from_outside(draw: Callable[[Graph, Facts], str]) -> None:
+    drawn = draw(*GRAPHS["read_text"])
+    assert set(re.findall(r"https?://[^\"]*", drawn)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\(|<link|<img| src=", drawn)
+
+
+def test_a_page_has_a_picture_for_each_way_to_fold_and_says_everything_without_scripts() -> None:
+    graph = grown_graph(12)
+    page = render_html(graph, {})
+    shown = re.findall(r'<div class="picture" data-open="([^"]*)"( hidden)?>', page)
+    paths = [scope.path for scope in scopes_of(graph).walk()]
+    assert shown == [("*", ""), ("", " hidden"), *((path, " hidden") for path in paths)]
+    whole = page.split('<div class="picture"')[1]
+    assert all(f"{node.model}<" in whole for node in graph.nodes)
+
+
+def test_json_says_what_an_edge_carries_and_who_reads_it() -> None:
+    document = json.loads(render_json(*GRAPHS["read_text"]))
+    assert document["schema"] == "flowserve.graph/1"
+    (edge,) = [edge for edge in document["edges"] if edge["tensor"] == "upright"]
+    assert (edge["dtype"], edge["dims"]) == ("FP32", [1])
+    assert edge["to"] == {"node": 4, "tensor": "UPRIGHT"}
+    turn = document["nodes"][edge["from"]["node"]]
+    assert (turn["model"], turn["is_stateful"], turn["limits"]["resources"]) == ("turn", True, {"R1": 2})
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_a_png_is_a_picture_of_the_size_of_the_drawing(count: int) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+    graph = grown_graph(count)
+    picture = image.open(io.BytesIO(render_png(graph, {})))
+    drawing = lay_out(graph, {})
+    assert picture.format == "PNG"
+    assert picture.height == round((drawing.height + 44) * 2)
+    colors = {color for _, color in picture.getcolors(1 << 24)}
+    assert {(255, 255, 255), (221, 244, 255), (87, 96, 106)} <= colors
+
+
+def test_a_file_says_by_its_name_which_picture_it_wants() -> None:
+    assert {format_of(Path(f"g{suffix}")) for suffix in SUFFIXES} == set(RENDERERS_BY_NAME)
+    with pytest.raises(Invalid, match=r"'g.jpeg' does not say which picture"):
+        format_of(Path("g.jpeg"))

@@ -1,0 +1,97 @@
+"""`flowserve graph`: one deployment as a picture, or all of a repository as text.
+
+Decided here: which deployment is meant, and where the picture goes. What it looks like is render/'s.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from flowserve.cli.check import Printer
+from flowserve.cli.logs import escape
+from flowserve.config.suggest import did_you_mean
+from flowserve.errors import FlowserveError, Invalid, NotFound
+from flowserve.graph.types import Graph
+from flowserve.render.formats import format_of, render
+from flowserve.render.text import render_text
+from flowserve.repository.layout import is_model_folder
+from flowserve.runtime.reading import Reading, read_repositories
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """`model` "" is the only one there is, or all of them as text. `picture` "" is what the name of `output` says."""
+
+    path: Path
+    model: str = ""
+    picture: str = ""
+    output: Path | None = None
+
+
+def draw(options: GraphOptions, err: TextIO, *, color: bool) -> int:
+    """Write the picture to its file or to standard output. Returns 0, or 1 where there is none to draw."""
+    printer = Printer(err, color)
+    try:
+        picture = options.picture or (format_of(options.output) if options.output else "text")
+        repository, model = _which(options)
+        reading = read_repositories([repository])
+        failed = {n: error for n, error in reading.resolution.failed.items() if model in ("", n)}
+        for name, error in sorted(failed.items()):
+            printer.failure(name, error)
+        if failed:
+            return 1
+        _write(_draw(reading, model, picture), picture, options.output)
+    except FlowserveError as error:
+        printer.failure("", error)
+        return 1
+    return 0
+
+
+def _which(options: GraphOptions) -> tuple[Path, str]:
+    """The repository, and the deployment of it that is meant."""
+    path = options.path.resolve()
+    if not is_model_folder(path):
+        return options.path, options.model
+    if options.model not in ("", path.name):
+        raise Invalid(f"'{options.path}' is the folder of deployment '{path.name}'; it does not hold '{options.model}'")
+    return path.parent, path.name
+
+
+def _draw(reading: Reading, model: str, picture: str) -> bytes:
+    graphs, facts = reading.resolution.graphs, reading.facts()
+    if model:
+        return render(_latest(reading, model), facts, picture)
+    if len(graphs) == 1:
+        return render(_latest(reading, next(iter(graphs))), facts, picture)
+    if picture == "text":
+        every = [graph for name in sorted(graphs) for graph in graphs[name].values()]
+        return "\n".join(render_text(graph, facts) for graph in every).encode()
+    names = ", ".join([*reading.resolution.ensembles, *reading.resolution.models])
+    raise Invalid(f"which deployment shall be drawn? Name one of: {names}")
+
+
+def _latest(reading: Reading, model: str) -> Graph:
+    graphs = reading.resolution.graphs
+    if model not in graphs:
+        hint = did_you_mean(model, graphs)
+        raise NotFound(f"no deployment is called '{model}'" + (f"; {hint}" if hint else ""))
+    return graphs[model][max(graphs[model])]
+
+
+def _write(drawn: bytes, picture: str, output: Path | None) -> None:
+    if output:
+        try:
+            output.write_bytes(drawn)
+        except OSError as error:
+            raise Invalid(f"'{output}' cannot be written: {error.strerror}") from error
+        return
+    if picture == "png" and sys.stdout.isatty():
+        raise Invalid("a PNG is nothing for a terminal; add -o FILE, or send it on")
+    if picture == "text":  # names come from users, and terminals obey control characters
+        drawn = "".join(f"{escape(line)}\n" for line in drawn.decode().splitlines()).encode()
+    sys.stdout.flush()
+    sys.stdout.buffer.write(drawn)
+    sys.stdout.buffer.flush()

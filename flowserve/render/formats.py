@@ -1,0 +1,54 @@
+"""Which pictures there are: formats by name, and the names of files that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from flowserve.errors import Invalid
+from flowserve.graph.types import Graph
+from flowserve.render.dot import render_dot
+from flowserve.render.facts import Facts
+from flowserve.render.html import render_html
+from flowserve.render.jsontext import render_json
+from flowserve.render.mermaid import render_mermaid
+from flowserve.render.png import render_png
+from flowserve.render.svg import render_svg
+from flowserve.render.text import render_text
+
+RENDERERS: Final[Mapping[str, Callable[[Graph, Facts], str | bytes]]] = {
+    "text": render_text,
+    "dot": render_dot,
+    "mermaid": render_mermaid,
+    "svg": render_svg,
+    "png": render_png,
+    "html": render_html,
+    "json": render_json,
+}
+SUFFIXES: Final[Mapping[str, str]] = {
+    ".txt": "text",
+    ".dot": "dot",
+    ".gv": "dot",
+    ".mmd": "mermaid",
+    ".svg": "svg",
+    ".png": "png",
+    ".html": "html",
+    ".json": "json",
+}
+
+
+def format_of(file: Path) -> str:
+    """The format that a file's name asks for. Raises Invalid where it asks for none that there is."""
+    if file.suffix in SUFFIXES:
+        return SUFFIXES[file.suffix]
+    raise Invalid(
+        f"'{file.name}' does not say which picture it should hold; name a format, or end it in one of"
+        f" {' '.join(SUFFIXES)}"
+    )
+
+
+def render(graph: Graph, facts: Facts, picture: str) -> bytes:
+    """A picture as the bytes of its file. `picture` is a key of RENDERERS."""
+    drawn = RENDERERS[picture](graph, facts)
+    return drawn.encode() if isinstance(drawn, str) else drawn

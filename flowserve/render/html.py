@@ -1,0 +1,111 @@
+"""A compiled graph as one HTML page: nested ensembles fold and unfold, everything known about each step below.
+
+Decided here: the page, which needs nothing from outside and works with the keyboard. It holds one picture per state
+that a reader can ask for, all drawn by svg.py beforehand; its few lines of script only choose which of them shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import Final
+
+from flowserve.graph.types import Graph, Node
+from flowserve.render.facts import UNKNOWN, Facts
+from flowserve.render.labels import kind, model_lines, title
+from flowserve.render.scopes import scopes_of
+from flowserve.render.svg import STYLE, render_svg
+
+# A picture for each nested ensemble, beyond so many only the two with all of them open and all of them folded.
+PICTURES_MAX: Final = 40
+
+PAGE_STYLE: Final = (
+    ":root{color-scheme:light dark}"
+    "body{font:14px system-ui,sans-serif;margin:1.5rem;background:#fff;color:#24292f}"
+    "h1{font-size:1.2rem}button{font:inherit;margin-right:.5rem}"
+    ".picture{overflow:auto;border:1px solid #d0d7de;border-radius:6px;margin:1rem 0}"
+    ".fit svg{max-width:100%;height:auto}"
+    "table{border-collapse:collapse;font-size:13px}th,td{text-align:left;vertical-align:top;padding:.35rem .8rem;"
+    "border-bottom:1px solid #d0d7de}td code{white-space:pre}"
+    "[data-scope]{cursor:pointer}[data-scope]:focus-visible{outline:2px solid #0969da}"
+    "@media (prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"
+    ".picture,th,td{border-color:#3d444d}}"
+)
+
+SCRIPT: Final = """\
+const pictures = [...document.querySelectorAll(".picture")];
+const bar = document.querySelector(".bar");
+function show(open) {
+  const wanted = pictures.find(p => p.dataset.open === open) || pictures[0];
+  for (const p of pictures) p.hidden = p !== wanted;
+}
+function toggle(scope, frame) {
+  show(frame ? scope.slice(0, Math.max(scope.lastIndexOf("/"), 0)) : scope);
+}
+for (const g of document.querySelectorAll("[data-scope]")) {
+  const frame = g.querySelector("rect").classList.contains("f");
+  g.setAttribute("tabindex", "0");
+  g.setAttribute("role", "button");
+  g.setAttribute("aria-expanded", frame);
+  g.addEventListener("click", () => toggle(g.dataset.scope, frame));
+  g.addEventListener("keydown", e => {
+    if (e.key === "Enter" || e.key === " ") { e.preventDefault(); toggle(g.dataset.scope, frame); }
+  });
+}
+bar.addEventListener("click", e => {
+  const open = e.target.dataset.show;
+  if (open !== undefined) show(open);
+  if (e.target.dataset.fit !== undefined) document.body.classList.toggle("fit");
+});
+bar.hidden = false;
+"""
+
+
+def render_html(graph: Graph, facts: Facts) -> str:
+    """The text of an HTML file."""
+    head = escape(title(graph, facts))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>{head}</title>\n<style>{PAGE_STYLE}{STYLE}</style>\n</head>\n<body>\n<h1>{head}</h1>\n"
+        + "".join(_pictures(graph, facts))
+        + "".join(_table(graph, facts))
+        + f"<script>\n{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def _pictures(graph: Graph, facts: Facts) -> Iterator[str]:
+    """The whole first, so that a reader without scripts sees everything."""
+    paths = [scope.path for scope in scopes_of(graph).walk()]
+    yield '<p class="bar" hidden>'
+    if paths:
+        yield '<button data-show="*">unfold all</button><button data-show="">fold all</button>'
+    yield "<button data-fit>fit to the window, or not</button></p>\n"
+    yield _picture(graph, facts, "*", set())
+    if paths:
+        yield _picture(graph, facts, "", set(paths))
+    for path in paths if len(paths) <= PICTURES_MAX else ():
+        yield _picture(graph, facts, path, {other for other in paths if not f"{path}/".startswith(f"{other}/")})
+
+
+def _picture(graph: Graph, facts: Facts, name: str, folded: set[str]) -> str:
+    hidden = "" if name == "*" else " hidden"
+    svg = render_svg(graph, facts, folded, style="")
+    return f'<div class="picture" data-open="{escape(name)}"{hidden}>\n{svg}</div>\n'
+
+
+def _table(graph: Graph, facts: Facts) -> Iterator[str]:
+    yield "<table>\n<thead><tr><th>step</th><th>model</th><th>reads</th><th>writes</th></tr></thead>\n<tbody>\n"
+    for node in graph.nodes:
+        cells = [node.name, _lines(model_lines(node, facts.get(node.model.name, UNKNOWN))), *_tensors(node)]
+        yield f"<tr>{''.join(f'<td><code>{escape(cell)}</code></td>' for cell in cells)}</tr>\n"
+    yield "</tbody>\n</table>\n"
+
+
+def _tensors(node: Node) -> Iterator[str]:
+    for specs in (node.inputs, node.outputs):
+        yield _lines(f"{spec.name} {kind(spec)}" for spec in specs)
+
+
+def _lines(lines: Iterator[str]) -> str:
+    return "\n".join(lines)

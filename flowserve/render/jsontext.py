@@ -1,0 +1,93 @@
+"""A compiled graph as JSON, for programs: pages, editors, tests. docs/pictures.md describes it field by field.
+
+Decided here: the shape of that document, which is a promise. Fields may be added; what is there keeps its name and
+meaning as long as `schema` says the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.render.facts import UNKNOWN, Facts, ModelFacts
+from flowserve.render.labels import written
+from flowserve.render.scopes import Scope, scopes_of
+from flowserve.values import TensorSpec
+
+SCHEMA: Final = "flowserve.graph/1"
+
+
+def render_json(graph: Graph, facts: Facts) -> str:
+    return json.dumps(graph_document(graph, facts), indent=2, ensure_ascii=False) + "\n"
+
+
+def graph_document(graph: Graph, facts: Facts) -> dict[str, Any]:
+    """The document as plain dicts and lists. Equal graphs and facts give equal documents, keys in order."""
+    known = facts.get(graph.name, UNKNOWN)
+    return {
+        "schema": SCHEMA,
+        "name": graph.name,
+        "version": graph.version,
+        "is_ensemble": graph.is_ensemble,
+        "max_batch_size": graph.max_batch_size,
+        "max_inflight_requests": known.max_inflight_requests,
+        "inputs": _tensors(graph.inputs),
+        "outputs": _tensors(graph.outputs),
+        "ensembles": [_ensemble(scope, facts) for scope in scopes_of(graph).walk()],
+        "nodes": [_node(node, facts.get(node.model.name, UNKNOWN)) for node in graph.nodes],
+        "edges": [_edge(graph, edge) for edge in graph.edges],
+    }
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+    return [
+        {"name": spec.name, "dtype": str(spec.dtype), "dims": list(spec.dims), "optional": spec.optional}
+        for spec in specs
+    ]
+
+
+def _ensemble(scope: Scope, facts: Facts) -> dict[str, Any]:
+    return {
+        "path": scope.path,
+        "name": scope.ensemble,
+        "max_inflight_requests": facts.get(scope.ensemble, UNKNOWN).max_inflight_requests,
+    }
+
+
+def _node(node: Node, known: ModelFacts) -> dict[str, Any]:
+    return {
+        "index": node.index,
+        "name": node.name,
+        "model": node.model.name,
+        "version": node.model.version,
+        "ensemble": node.name.rpartition("/")[0],
+        "backend": known.backend,
+        "batching": {
+            "batcher": known.batcher,
+            "max_batch_size": node.max_batch_size,
+            "max_queue_delay_us": known.max_queue_delay_us,
+        },
+        "instances": [
+            {"count": group.count, "device": group.device, "gpus": list(group.gpus)} for group in known.instances
+        ],
+        "is_stateful": known.is_stateful,
+        "is_decoupled": known.is_decoupled,
+        "limits": {"max_queue_size": known.max_queue_size, "resources": dict(known.resources)},
+        "inputs": _tensors(node.inputs),
+        "outputs": _tensors(node.outputs),
+        "place": str(node.place) if node.place else "",
+    }
+
+
+def _edge(graph: Graph, edge: Edge) -> dict[str, Any]:
+    spec = written(graph, edge)
+    reader = graph.outputs if edge.consumer == GRAPH else graph.nodes[edge.consumer].inputs
+    return {
+        "tensor": edge.tensor,
+        "dtype": str(spec.dtype),
+        "dims": list(spec.dims),
+        "from": {"node": None if edge.producer == GRAPH else edge.producer, "tensor": spec.name},
+        "to": {"node": None if edge.consumer == GRAPH else edge.consumer, "tensor": reader[edge.input].name},
+    }
