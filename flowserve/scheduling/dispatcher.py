@@ -7,7 +7,7 @@ call straight back in. `refused` is told, before the flow is over, of each ticke
 
 Always true between two calls of `pump` (see `check`):
   (1) every flow that was submitted is answered exactly once;
-  (2) an instance is either free or runs exactly one batch;
+  (2) an instance is either free, or runs exactly one batch, or was taken away;
   (3) no ticket waits beside a free instance unless its batcher waits for company;
   (4) what finished together was queued together, in the order it had in its batch, before any batcher decided.
 """
@@ -22,6 +22,7 @@ from typing import Any
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batcher import Batcher
+from flowserve.scheduling.closed import Closed
 from flowserve.scheduling.limiter import Needs
 from flowserve.scheduling.ordering import Order
 from flowserve.scheduling.router import Facts, Flow, Ticket
@@ -32,7 +33,20 @@ _by_stamp = attrgetter("stamp")
 class ModelQueue:
     """One model version's waiting tickets and the instances that may take them. `key` is what plans name it by."""
 
-    __slots__ = ("batcher", "free", "instances", "is_dirty", "is_pure", "key", "needs", "observer", "order", "running")
+    __slots__ = (
+        "away",
+        "batcher",
+        "closed",
+        "free",
+        "instances",
+        "is_dirty",
+        "is_pure",
+        "key",
+        "needs",
+        "observer",
+        "order",
+        "running",
+    )
 
     def __init__(
         self,
@@ -48,14 +62,21 @@ class ModelQueue:
         self.key = key
         self.batcher = batcher
         self.instances = tuple(instances)
-        # Idle longest first, so that work spreads over instances evenly. Free plus running are all instances.
+        # Idle longest first, so that work spreads over instances evenly. Free, running and away are all instances.
         self.free: deque[Any] = deque(instances)
         self.running = 0
+        self.away: list[Any] = []
+        self.closed: Batcher | None = None  # its batcher, while one that takes nothing stands in for it
         self.is_pure = is_pure
         self.observer = observer  # the runtime's statistics of this model; nothing here reads it
         self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: they need nothing
         self.order = Order() if keeps_order else None
         self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
+
+    @property
+    def is_served(self) -> bool:
+        """Whether any instance is there to take its tickets, now or when it has finished what it runs."""
+        return len(self.away) < len(self.instances)
 
 
 class Batch:
@@ -175,14 +196,41 @@ class Dispatcher:
                 self._end(flow)
                 self._answered(flow)
 
-    def batch_failed(self, batch: Batch, error: FlowserveError) -> bool:
+    def take_away(self, queue: ModelQueue, instance: Any) -> None:
+        """An instance that runs nothing is not there any more."""
+        queue.free.remove(instance)
+        queue.away.append(instance)
+
+    def give_back(self, queue: ModelQueue, instance: Any) -> None:
+        """It is there again, and takes what waits; a queue that was closed is open."""
+        queue.away.remove(instance)
+        queue.free.append(instance)
+        if queue.closed is not None:
+            queue.batcher, queue.closed = queue.closed, None
+        self._mark(queue)
+
+    def close(self, queue: ModelQueue, reason: str) -> None:
+        """None of its instances is there or will be soon: refuse what waits and what comes, until one is given back."""
+        if queue.closed is None:
+            halves, self._halves = self._halves, deque()
+            for half in halves:
+                if half[0] is queue:
+                    self._fail_each(half[1], reason)
+                else:
+                    self._halves.append(half)
+            self._fail_waiting(queue, reason)
+            queue.closed = queue.batcher
+        queue.batcher = Closed(reason)
+
+    def batch_failed(self, batch: Batch, error: FlowserveError, *, may_retry: bool = True) -> bool:
         """A batch raised. Returns whether it is tried again.
 
-        Where the model is pure, halves of the batch are tried again, so that one request does not fail its neighbours.
+        Where the model is pure, halves of the batch are tried again, so that one request does not fail its neighbours;
+        not where its instance died of it (`may_retry` false).
         """
         self._set_free(batch)
         tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
-        if batch.queue.is_pure and len(batch.tickets) > 1 and tickets:
+        if may_retry and batch.queue.is_pure and len(batch.tickets) > 1 and tickets:
             middle = (len(tickets) + 1) // 2
             for half in (tickets[:middle], tickets[middle:]):
                 if half:
@@ -249,8 +297,11 @@ class Dispatcher:
         for _, tickets in halves:
             self._fail_each(tickets, reason)
         for queue in self._queues:
-            while taken := queue.batcher.take(1 << 62):
-                self._fail_each(taken, reason)
+            self._fail_waiting(queue, reason)
+
+    def _fail_waiting(self, queue: ModelQueue, reason: str) -> None:
+        while taken := queue.batcher.take(1 << 62):
+            self._fail_each(taken, reason)
 
     def _fail_each(self, tickets: Sequence[Ticket], reason: str) -> None:
         for ticket in tickets:
@@ -402,7 +453,7 @@ class Dispatcher:
         """Assert the numbered promises. For tests and simulation, between two calls of `pump`."""
         for queue in self._queues:
             queue.batcher.check()
-            assert len(queue.free) + queue.running == len(queue.instances), (
+            assert len(queue.free) + queue.running + len(queue.away) == len(queue.instances), (
                 f"(2) {queue.key}: an instance is lost or doubled"
             )
             assert not queue.is_dirty, f"(3) {queue.key} was left unlooked at"
