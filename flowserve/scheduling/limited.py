@@ -35,6 +35,11 @@ class _Contender:
         self.overtaken = 0
         self.is_idle = True  # nothing waited when it was last looked at
 
+    def is_due(self, now_ns: int) -> bool:
+        """Whether its tickets have stopped waiting for company; before, nobody overtakes them."""
+        deadline = self.queue.batcher.deadline()
+        return deadline is None or deadline <= now_ns
+
 
 class LimitedDispatcher(Dispatcher):
     """Composes router, batchers, instances and a limiter."""
@@ -76,7 +81,9 @@ class LimitedDispatcher(Dispatcher):
                 return
 
     def next_deadline(self) -> int | None:
-        """As above, but for queues whose resources are taken: time brings those nothing, a batch's end does."""
+        """When `pump` should be called even if nothing happens, or None. Time alone brings nothing to those who wait for
+        resources: a batch's end does.
+        """
         soonest = self._next_expiry() if self._expiring else None
         for queue in self._delayed:
             if queue.free and queue not in self._waiting:
@@ -126,7 +133,7 @@ class LimitedDispatcher(Dispatcher):
             if tickets is None:
                 return self._leave(contender)
             for other, needy in skipped.items():
-                if not account.needs.amounts.keys().isdisjoint(needy.needs.amounts):
+                if not account.needs.amounts.keys().isdisjoint(needy.needs.amounts) and other.is_due(now_ns):
                     other.overtaken += 1
             contender.overtaken = 0
             self.limiter.begin(account)
@@ -178,7 +185,7 @@ class LimitedDispatcher(Dispatcher):
             account
             for contender in self._contenders.values()
             for instance, account in contender.accounts.items()
-            if instance not in contender.queue.free
+            if instance not in contender.queue.free and instance not in contender.queue.away
         ]
         self.limiter.check(running)
         for queue in self._waiting:
