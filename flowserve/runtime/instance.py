@@ -1,4 +1,4 @@
-"""Where a batch meets a model: one host per instance, on the loop or on a thread of its own.
+"""Where a batch meets a model: one host per instance; here those on the loop or on a thread of its own.
 
 Decided here: how tickets become an instance's `Work`, how a run's outcome returns to the loop. One worker thread per
 instance, fed by a queue; it answers through `TrioToken.run_sync_soon`, coalesced, so that a hop costs no task, channel
@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import trio
 
@@ -30,29 +31,47 @@ Outcome = Results | FlowserveError
 
 
 class Completions:
-    """Batches that came back from worker threads, handed to the loop in one piece per turn."""
+    """Batches that came back from worker threads, handed to the loop in one piece per turn. `finished` is for whoever
+    is on the loop already.
+    """
 
     def __init__(self, token: trio.lowlevel.TrioToken, finished: Callable[[Batch, Outcome], None]) -> None:
-        self._token = token
-        self._finished = finished
+        self.token = token
+        self.finished = finished
         self._returned: deque[tuple[Batch, Outcome]] = deque()
 
     def put(self, batch: Batch, outcome: Outcome) -> None:
         """Called on a worker thread."""
         self._returned.append((batch, outcome))
         try:
-            self._token.run_sync_soon(self._drain, idempotent=True)
+            self.token.run_sync_soon(self._drain, idempotent=True)
         except trio.RunFinishedError:
             log.debug("a batch came back after the server was gone")
 
     def _drain(self) -> None:
         returned = self._returned
         while returned:
-            self._finished(*returned.popleft())
+            self.finished(*returned.popleft())
 
 
-class Host:
-    """One instance with its place. The scheduling room holds it as an opaque handle."""
+class Host(Protocol):
+    """One instance in its place, as the engine sees it. The scheduling room holds it as an opaque handle."""
+
+    name: str
+    running: Batch | None  # what it is busy with elsewhere than on the loop, for whoever must say who does not finish
+
+    def open(self, completions: Completions) -> None:
+        """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""
+
+    def start(self, batch: Batch) -> Outcome | None:
+        """Run a batch now and return its outcome, or None where that comes later through the completions."""
+
+    def close(self) -> None:
+        """End it after what it runs now. Blocks; called on a worker thread."""
+
+
+class LocalHost:
+    """One instance in the server's own process."""
 
     def __init__(
         self,
@@ -78,7 +97,7 @@ class Host:
         self.always_inline = always_inline
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Work] | None] = queue.SimpleQueue()
-        self.running: Batch | None = None  # what its thread is busy with, for whoever must say who does not finish
+        self.running: Batch | None = None  # what its thread is busy with
 
     def open(self, completions: Completions) -> None:
         """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""

@@ -29,7 +29,7 @@ from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.completion import complete
 from flowserve.runtime.deployment import Entry
 from flowserve.runtime.engine import Engine
-from flowserve.runtime.instance import Host
+from flowserve.runtime.instance import Host, LocalHost
 from flowserve.runtime.limits import needs_of, refusals
 from flowserve.runtime.placement import Placement
 
@@ -157,7 +157,7 @@ class _Load:
         placement = Placement() if execution == "auto" and loaded.model.may_run_inline else None
         try:
             for name, group in _instances(config):
-                host = Host(
+                host = LocalHost(
                     name,
                     config.name,
                     loaded.model.instance(name, group),

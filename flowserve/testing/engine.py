@@ -16,7 +16,7 @@ from flowserve.memory.assemble import gather, scatter
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.engine import Engine
-from flowserve.runtime.instance import Host
+from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.placement import Placement
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher
 from flowserve.values import Array, DType, TensorSpec
@@ -86,7 +86,7 @@ def add_function(
     hosts = []
     for number in range(len(functions)):
         instance = model.instance(f"{name}_{number}", InstanceGroup(name))
-        host = Host(
+        host = LocalHost(
             f"{name}_{number}", name, instance, 1, 1, placement, engine.clock, always_inline=inline, may_write=False
         )
         host.open(engine.completions)
