@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from flowserve.backends import triton_python_backend_utils as pb_utils
-from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
+from flowserve.backends.base import ClockNs, ModelFiles, Remote, Results, Work
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_import import Owner, WorkingFor, forget_model, import_model
@@ -88,8 +88,18 @@ class PythonModel:
     def instance(self, name: str, group: InstanceGroup) -> PythonInstance:
         return PythonInstance(self._source, name, group)
 
+    def remote(self, name: str, group: InstanceGroup) -> Remote:
+        """In a process of its own, where nothing of the server's can be broken."""
+        source = self._source
+        return Remote(f"{__name__}:instance_here", (source.config, source.files, name, group))
+
     def close(self) -> None:
         """Nothing is held between instances."""
+
+
+def instance_here(config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup) -> PythonInstance:
+    """What `PythonModel.instance` makes, in the process where it is called."""
+    return PythonInstance(_Source(config, files), name, group)
 
 
 class PythonInstance:

@@ -41,6 +41,18 @@ def gather(tensors: Sequence[Tensor], pool: Pool) -> tuple[Array, int]:
     return array, 0
 
 
+def pieces(tensors: Sequence[Tensor]) -> list[Array]:
+    """The tensors' rows in order, as few arrays as they lie in: one where all are neighbours. Nothing is copied."""
+    first = tensors[0]
+    block = first.block
+    stop = first.start
+    for tensor in tensors:
+        if tensor.block is not block or tensor.start != stop:
+            return [tensor.array for tensor in tensors]
+        stop = tensor.stop
+    return [block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]]
+
+
 def scatter(array: Array, rows: Sequence[int]) -> list[Tensor]:
     """The members' shares of a batch's `array`: `rows[m]` rows each, in order. Nothing is sliced here."""
     stops = list(accumulate(rows))

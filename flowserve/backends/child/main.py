@@ -1,0 +1,199 @@
+"""A model's process: one instance, driven by messages.
+
+Decided here: the order of a child's life (make the instance, open it, run batches one after another until told to
+end), and what of a failure the server is told. Its one thread waits on the socket; a thread of the model's own may
+at any time let go of an input, and then says so itself while the first one waits. What messages look like is decided
+in protocol.py, where tensors lie in inputs.py and outputs.py. This file knows no loop, queue or graph, nor which
+backend it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import marshal
+import pickle
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+from flowserve.backends.base import Instance, Remote, Work
+from flowserve.backends.child.inputs import Inputs, Run
+from flowserve.backends.child.outputs import Outputs
+from flowserve.backends.child.protocol import (
+    ANCILLARY_BYTES,
+    ATTACH,
+    BROKEN,
+    DONE,
+    END,
+    FAILED,
+    GONE,
+    MESSAGE_BYTES_MAX,
+    READY,
+    SEGMENT,
+    SPILLED,
+    SPILLED_OUT,
+    descriptors,
+    pack,
+    said,
+)
+from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.memory.arena import Place
+from flowserve.values import Request, TensorSpec
+
+log = logging.getLogger("flowserve.child")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a child is to be: `remote` makes the instance, the rest is what that takes and gives."""
+
+    model: str
+    instance: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batches: bool
+    remote: Remote
+
+
+def call(remote: Remote) -> Any:
+    """Do what a `Remote` says, in this process."""
+    module, _, function = remote.entry.partition(":")
+    return getattr(importlib.import_module(module), function)(*remote.arguments)
+
+
+def serve(socket_fd: int, arguments: bytes) -> None:
+    """Be one instance until the server says END or is gone. `arguments` are a pickled `Job`."""
+    job: Job = pickle.loads(arguments)
+    with socket.socket(fileno=socket_fd) as sock:
+        sock.setblocking(True)
+        try:
+            instance: Instance = call(job.remote)
+            instance.open()
+        except FlowserveError as error:
+            sock.send(pack(BROKEN, (), said(error)))
+            return
+        except Exception as error:
+            log.exception("instance %s: opening failed", job.instance)
+            what = f"model '{job.model}', instance '{job.instance}': {type(error).__name__}: {error}"
+            sock.send(pack(BROKEN, (), said(ModelFailed(what))))
+            return
+        try:
+            Server(sock, job, instance).run()
+        except ConnectionError:
+            log.debug("instance %s: the server is gone", job.instance)
+        instance.close()
+
+
+class Server:
+    """Drives an open instance."""
+
+    def __init__(self, sock: socket.socket, job: Job, instance: Instance) -> None:
+        self._socket = sock
+        self._job = job
+        self._instance = instance
+        self._inputs = Inputs(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
+        self._outputs = Outputs(job.outputs)
+        self._is_idle = False
+
+    def run(self) -> None:
+        """Until END, or until nobody is there any more."""
+        self._socket.send(pack(READY, ()))
+        while (message := self._receive()) is not None and message[0] != END:
+            self._run(*message[1:])
+
+    def _receive(self) -> tuple[Any, ...] | None:
+        """The next message that is not about memory. None when the server is gone."""
+        self._is_idle = True
+        if self._inputs.gone:
+            self._let_go()
+        while True:
+            packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            if not packed:
+                return None
+            message: tuple[Any, ...] = marshal.loads(packed)
+            if message[0] == ATTACH:
+                self._inputs.attach(message[1], *descriptors(ancillary))
+                continue
+            self._is_idle = False
+            if message[0] == SPILLED:
+                message = marshal.loads(self._inputs.message(*message[1:]))
+            return message
+
+    def _run(
+        self,
+        number: int,
+        come_home: Sequence[Place],
+        ended_segments: Sequence[int],
+        columns: Sequence[Any],
+        rows: list[int],
+        requests: Sequence[tuple[Any, ...]],
+        wanted: list[tuple[str, ...]],
+    ) -> None:
+        if come_home:
+            self._outputs.come_home(come_home)
+        if ended_segments:
+            self._inputs.detach(ended_segments)
+        run = Run(number)
+        words = [number, 0]
+        kind, text = DONE, None
+        try:
+            text = self._answer(run, words, columns, rows, requests, wanted)
+        except FlowserveError as error:
+            kind, text = FAILED, said(error)
+        except Exception as error:
+            # A backend's own mistake: its trace belongs in the log, never in an answer.
+            log.exception("instance %s failed", self._job.instance)
+            what = f"model '{self._job.model}', instance '{self._job.instance}' failed: {error}"
+            kind, text = FAILED, said(ModelFailed(what))
+        words[1] = self._inputs.finish(run)
+        self._send(pack(kind, words, text))
+
+    def _answer(
+        self,
+        run: Run,
+        words: list[int],
+        columns: Sequence[Any],
+        rows: list[int],
+        requests: Sequence[tuple[Any, ...]],
+        wanted: list[tuple[str, ...]],
+    ) -> Any:
+        """Run the batch and put what it answered into `words`; returns the text about members that failed. When it
+        returns, nothing of the batch is held but what the model holds.
+        """
+        count = len(rows)
+        # Everything may be written to: it is mapped privately.
+        may_write = [[True] * count] * len(columns)
+        work = Work(
+            self._inputs.take(run, columns, count),
+            rows,
+            [Request({}, *facts) for facts in requests],
+            wanted,
+            may_write,
+        )
+        results = self._instance.run(work, perf_counter_ns)
+        words += (results.gathered_ns, results.computed_ns)
+        words += self._outputs.place(results.outputs)
+        return {m: said(error) for m, error in results.errors.items()} if results.errors else None
+
+    def _send(self, message: bytes) -> None:
+        if len(message) > MESSAGE_BYTES_MAX:
+            message = pack(SPILLED_OUT, self._outputs.message(message))
+        for segment in self._outputs.new_segments():
+            socket.send_fds(self._socket, [pack(SEGMENT, (segment.number,))], [segment.fd])
+        self._socket.send(message)
+
+    def _let_go(self) -> None:
+        """Say which batches the model holds no inputs of any more. On any thread, and never waiting."""
+        if not self._is_idle:
+            return  # said when the run is over
+        gone = self._inputs.gone
+        while gone:
+            number = gone.popleft()
+            try:
+                self._socket.send(pack(GONE, (number,)), socket.MSG_DONTWAIT)
+            except OSError:
+                gone.append(number)  # the server does not read just now, or never again
+                return

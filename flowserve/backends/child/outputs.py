@@ -1,0 +1,112 @@
+"""The outputs of a batch, written where the server and the next model read them.
+
+Decided here: how the members' outputs are laid into one block of the child's own shared memory: side by side, so that
+the next model finds them as one array. This is the one time that an output is copied, however it was made. A member
+that answered nothing leaves no gap. Strings go as Triton's BYTES encoding.
+
+This file does not know how outputs came about, nor who reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flowserve.backends.child.protocol import APART, NOTHING, TOGETHER
+from flowserve.memory import bytes_codec
+from flowserve.memory.arena import Arena, Place, aligned
+from flowserve.memory.assemble import pieces
+from flowserve.memory.segment import Segment
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Array, DType, TensorSpec
+
+
+class Outputs:
+    """Turns columns of tensors into words of a `DONE` message."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = specs
+        self._arena = Arena()
+        self._known = 0  # how many of the arena's segments the server was told of
+
+    def come_home(self, places: Sequence[Place]) -> None:
+        """Nobody reads these blocks any more."""
+        for place in places:
+            self._arena.give_back(place)
+
+    def new_segments(self) -> list[Segment]:
+        """Memory that the server does not know yet; each is returned once."""
+        segments = self._arena.segments
+        new, self._known = segments[self._known :], len(segments)
+        return new
+
+    def message(self, message: bytes) -> list[int]:
+        """Lay a message down. Its segment, offset and length."""
+        segment, offset = self._arena.take(len(message))
+        segment.memory[offset : offset + len(message)] = np.frombuffer(message, np.uint8)
+        return [segment.number, offset, len(message)]
+
+    def place(self, columns: Sequence[Sequence[Tensor | None]]) -> list[int]:
+        """Write `columns[j][m]` into one block. Returns the words from `segment` on."""
+        words: list[int] = []
+        writes: list[tuple[int, list[Array]]] = []
+        size = 0
+        for spec, column in zip(self._specs, columns, strict=True):
+            size = self._plan(spec, column, size, words, writes)
+        if not size:
+            return [0, 0, 0, *words]
+        segment, start = self._arena.take(size)
+        for offset, arrays in writes:
+            _write(segment, start + offset, arrays)
+        return [segment.number, start, size, *words]
+
+    def _plan(
+        self,
+        spec: TensorSpec,
+        column: Sequence[Tensor | None],
+        size: int,
+        words: list[int],
+        writes: list[tuple[int, list[Array]]],
+    ) -> int:
+        """Where one output of all members will lie, in a block that has `size` bytes so far. Returns its size then."""
+        present = [tensor for tensor in column if tensor is not None]
+        if not present:
+            words.append(NOTHING)
+            return size
+        arrays = pieces(present)
+        tail = arrays[0].shape[1:]
+        if len(arrays) > 1 and any(array.shape[1:] != tail for array in arrays):
+            words.append(APART)
+            for tensor in column:
+                if tensor is None:
+                    words.append(0)
+                    continue
+                array = tensor.array
+                start = aligned(size)
+                size = self._one(spec, [array], start, writes)
+                words += (1, start, size - start, array.ndim, *array.shape)
+            return size
+        start = aligned(size)
+        size = self._one(spec, arrays, start, writes)
+        absent = [m for m, tensor in enumerate(column) if tensor is None] if len(present) < len(column) else ()
+        shape = arrays[0].shape if len(arrays) == 1 else (sum([len(array) for array in arrays]), *tail)
+        words += (TOGETHER, start, size - start, len(absent), *absent, len(shape), *shape)
+        return size
+
+    def _one(self, spec: TensorSpec, arrays: list[Array], start: int, writes: list[tuple[int, list[Array]]]) -> int:
+        if spec.dtype is DType.BYTES:
+            arrays = [np.frombuffer(b"".join(map(bytes_codec.encode, arrays)), np.uint8)]
+        writes.append((start, arrays))
+        return start + sum([array.nbytes for array in arrays])
+
+
+def _write(segment: Segment, start: int, arrays: list[Array]) -> None:
+    first = arrays[0]
+    if len(arrays) == 1:
+        if first.size:
+            np.ndarray(first.shape, first.dtype, segment.memory, start)[...] = first
+        return
+    shape = (sum([len(array) for array in arrays]), *first.shape[1:])
+    if 0 not in shape:
+        np.concatenate(arrays, out=np.ndarray(shape, first.dtype, segment.memory, start))

@@ -1,0 +1,140 @@
+"""What the server and a model's process say to each other.
+
+Decided here: the messages, and that they are trusted in one direction only. Both travel as datagrams of at most
+`MESSAGE_BYTES_MAX`; tensors never do, they lie in shared memory (memory/arena.py) and messages say where. A message
+that is longer lies in shared memory itself, and a `SPILLED` one says where.
+
+* The server's are tuples, by `marshal`: the fastest way to a handful of integers, and unsafe to read from strangers.
+* A child runs other people's code, so what it says is unsigned 64-bit numbers, and JSON after them where text is
+  needed: nothing in it can do more than be wrong, and whoever reads it checks every number.
+
+Numbers 16 to 31 are left for messages that reach a model while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Final
+
+from flowserve.errors import (
+    Cancelled,
+    FlowserveError,
+    Invalid,
+    ModelFailed,
+    NotFound,
+    TooLarge,
+    Unavailable,
+    Unsupported,
+)
+
+MESSAGE_BYTES_MAX: Final = 32 * 1024
+# Of one error's text; at six bytes each still no longer than a message.
+ERROR_CHARACTERS_MAX: Final = 4096
+# Room for the one descriptor that a message may carry.
+ANCILLARY_BYTES: Final = 64
+
+# ---- from the server: (kind, ...)
+# (ATTACH, segment number), with a descriptor: memory that inputs will lie in
+ATTACH: Final = 1
+# (RUN, number, come home, ended segments, columns, rows, requests, wanted): one batch.
+#   come home: (segment, offset) of the child's own blocks that nobody reads any more
+#   ended segments: numbers of attached memory that nothing will lie in any more
+#   columns[i]: None, or (segment, offset, nbytes, shape, rows of each member), or a list with None or
+#     (segment, offset, nbytes, shape) for each member; segment 0 where there are no bytes
+#   requests[m]: what `request_facts` says of a request; wanted[m]: the outputs asked of it
+RUN: Final = 2
+# (END,): finalise and leave
+END: Final = 3
+# (SPILLED, segment, offset, nbytes): the message lies there
+SPILLED: Final = 4
+
+# ---- from a child: 64-bit numbers, the first of them kind and count; a `TEXT` after them is JSON to the message's end
+# READY, or BROKEN TEXT [kind, text]: the instance is open, or is not
+READY: Final = 1
+BROKEN: Final = 2
+# SEGMENT number, with a descriptor: memory that outputs will lie in
+SEGMENT: Final = 3
+# DONE number kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text]}
+#   kept: whether the model still holds views of this batch's inputs; GONE follows when it does not
+#   outputs: for each output NOTHING, or
+#     TOGETHER offset nbytes absent member... dimensions dim...    members side by side, those that are absent left out
+#     APART, and for each member 0, or 1 offset nbytes dimensions dim...
+#   offsets count from the block
+DONE: Final = 4
+# FAILED number kept TEXT [kind, text]: the whole batch
+FAILED: Final = 5
+# GONE number...: of those batches no view is left
+GONE: Final = 6
+# SPILLED_OUT segment offset nbytes: the message lies there
+SPILLED_OUT: Final = 7
+
+# What of a request travels with it, in this order: `Request`'s fields but its tensors.
+FACTS: Final = (
+    "outputs",
+    "id",
+    "priority",
+    "timeout_us",
+    "sequence_id",
+    "sequence_start",
+    "sequence_end",
+    "parameters",
+)
+request_facts: Final = attrgetter(*FACTS)
+
+NOTHING: Final = 0
+TOGETHER: Final = 1
+APART: Final = 2
+
+_FIRST: Final = struct.Struct("<Q")
+_STRUCTS: Final = [struct.Struct(f"<{n}Q") for n in range(64)]
+_KINDS: Final[Mapping[str, type[FlowserveError]]] = {
+    one.kind: one for one in (Invalid, TooLarge, NotFound, Unavailable, Unsupported, Cancelled, ModelFailed)
+}
+
+
+def pack(kind: int, words: Sequence[int], text: Any = None) -> bytes:
+    """A child's message. `text` is anything that JSON can say."""
+    count = len(words) + 1
+    packed = _struct(count).pack(kind | count << 8, *words)
+    return packed if text is None else packed + json.dumps(text).encode()
+
+
+def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
+    """A child's message: its kind, its words (of which the first is not for the reader), its text. Raises
+    `struct.error` where it ends too early.
+    """
+    head = _FIRST.unpack_from(message)[0]
+    count = head >> 8
+    if count * 8 > len(message):
+        raise struct.error(f"a message of {len(message)} bytes announces {count} words")
+    return head & 255, _struct(count).unpack_from(message), message[count * 8 :]
+
+
+def said(error: FlowserveError) -> list[str]:
+    """An error as a `TEXT` of one."""
+    return [error.kind, str(error)[:ERROR_CHARACTERS_MAX]]
+
+
+def heard(text: Any) -> FlowserveError:
+    """The error that a child reported. What is no such report is an error all the same."""
+    if isinstance(text, list) and len(text) == 2 and isinstance(text[1], str):
+        return _KINDS.get(text[0] if isinstance(text[0], str) else "", ModelFailed)(text[1])
+    return ModelFailed(f"a model's process reported a failure in a form that is none: {str(text)[:200]}")
+
+
+def descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a message."""
+    fds = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+def _struct(count: int) -> struct.Struct:
+    return _STRUCTS[count] if count < len(_STRUCTS) else struct.Struct(f"<{count}Q")

@@ -1,0 +1,143 @@
+"""Pieces of shared memory for one writer: which is free, and when a piece comes home.
+
+Decided here: a block is whole pages, so that no two blocks share one (a reader's own writes live in pages, and must
+never show in somebody else's tensors); tensors in it are aligned to 64 bytes. Blocks are found first-fit, lowest
+address first, and grow together again when they come home, so that memory that is warm is used first and odd sizes do
+not pile up. An arena grows by whole segments, each twice the last.
+
+One process writes an arena, from one thread; who may read it is decided by who is given its segments. This file does
+not know messages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from typing import Final
+
+from flowserve.memory.pool import ALIGNMENT
+from flowserve.memory.segment import PAGE, Lease, Segment
+
+FIRST_SEGMENT_BYTES: Final = 1 << 20
+LARGEST_SEGMENT_BYTES: Final = 1 << 28  # doubling ends here; a block that is larger gets a segment of its own size
+
+# A block: the number of its segment, its offset there.
+Place = tuple[int, int]
+
+
+def aligned(offset: int) -> int:
+    """The next offset at which a tensor may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+class Arena:
+    """The blocks of one writer."""
+
+    def __init__(self, first_segment_bytes: int = FIRST_SEGMENT_BYTES) -> None:
+        self._spaces: list[_Space] = []
+        self._by_number: dict[int, _Space] = {}
+        self._next_bytes = first_segment_bytes
+        # A lease may end inside the garbage collector, even within `take`: it only lands here (append is atomic).
+        self._ended: deque[Place] = deque()
+
+    def take(self, nbytes: int) -> tuple[Segment, int]:
+        """A block of at least `nbytes`: its segment, and its offset there. Comes home by `give_back`."""
+        if self._ended:
+            self._sort_in()
+        size = -(-(nbytes or 1) // PAGE) * PAGE
+        for space in self._spaces:
+            offset = space.take(size)
+            if offset >= 0:
+                return space.segment, offset
+        space = self._grow(size)
+        return space.segment, space.take(size)
+
+    def lease(self, nbytes: int) -> Lease:
+        """A block that comes home when its last view is gone, on whatever thread."""
+        segment, offset = self.take(nbytes)
+        return Lease(segment, offset, nbytes, self._ended.append, (segment.number, offset))
+
+    def give_back(self, place: Place) -> None:
+        """The block at `place` is free again. On the arena's own thread."""
+        number, offset = place
+        self._by_number[number].give_back(offset)
+
+    @property
+    def lent_bytes(self) -> int:
+        """What is in somebody's hands, in whole pages."""
+        self._sort_in()
+        return sum(sum(space.lent.values()) for space in self._spaces)
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [space.segment for space in self._spaces]
+
+    def check(self) -> None:
+        """Assert that free and lent blocks tile every segment. For tests."""
+        self._sort_in()
+        for space in self._spaces:
+            space.check()
+
+    def _sort_in(self) -> None:
+        while self._ended:
+            self.give_back(self._ended.popleft())
+
+    def _grow(self, size: int) -> _Space:
+        space = _Space(Segment.create(max(size, self._next_bytes)))
+        self._next_bytes = min(self._next_bytes * 2, LARGEST_SEGMENT_BYTES)
+        self._spaces.append(space)
+        self._by_number[space.segment.number] = space
+        return space
+
+
+class _Space:
+    """What is free of one segment: sorted, never two neighbours."""
+
+    __slots__ = ("_sizes", "_starts", "lent", "segment")
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._starts = [0]
+        self._sizes = [segment.size]
+        self.lent: dict[int, int] = {}
+
+    def take(self, size: int) -> int:
+        """The offset of `size` bytes, -1 where there are none."""
+        sizes = self._sizes
+        for i, found in enumerate(sizes):
+            if found >= size:
+                start = self._starts[i]
+                if found == size:
+                    del self._starts[i], sizes[i]
+                else:
+                    self._starts[i] = start + size
+                    sizes[i] = found - size
+                self.lent[start] = size
+                return start
+        return -1
+
+    def give_back(self, start: int) -> None:
+        size = self.lent.pop(start)
+        starts, sizes = self._starts, self._sizes
+        i = bisect_left(starts, start)
+        if i < len(starts) and start + size == starts[i]:
+            size += sizes[i]
+            del starts[i], sizes[i]
+        if i and starts[i - 1] + sizes[i - 1] == start:
+            sizes[i - 1] += size
+        else:
+            starts.insert(i, start)
+            sizes.insert(i, size)
+
+    def check(self) -> None:
+        pieces = sorted([*zip(self._starts, self._sizes, strict=True), *self.lent.items()])
+        end = 0
+        for start, size in pieces:
+            assert start == end, f"a hole or an overlap at {end}"
+            assert start % PAGE == 0
+            assert size % PAGE == 0
+            assert size > 0
+            end = start + size
+        assert end == self.segment.size
+        for i in range(1, len(self._starts)):
+            assert self._starts[i - 1] + self._sizes[i - 1] < self._starts[i], "two free neighbours"

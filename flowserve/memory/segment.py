@@ -1,0 +1,155 @@
+"""Memory that two processes see: an anonymous file, mapped.
+
+Decided here: how such memory is made, what is demanded of one that somebody else made, and how long it stays mapped.
+It is a memfd whose size is sealed: whoever could shrink it could kill its readers by SIGBUS. It has no name, so nothing
+is left behind when a process is killed. A model's process reads through a descriptor that is open for reading only, by
+a private mapping: what it writes there stays in pages of its own, until `forget_writes` throws them away.
+
+A `Lease` is what every view of a piece of a segment stands on; its end is the end of the last view. This file does not
+know who uses which piece (arena.py does).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Final
+
+import numpy as np
+
+from flowserve.errors import Internal
+from flowserve.values import Array
+
+PAGE: Final = mmap.PAGESIZE
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_numbers = count(1)
+
+
+class Segment:
+    """`size` bytes at `address`, until the last lease and the last other holder are gone.
+
+    `memory` is all of it as a uint8 array, for whoever knows which piece is his. `number` names it in messages: a
+    process numbers what it makes and what it reads as it is written, and who reads privately uses the number he is
+    told. `fd` stays open as long as the segment, for handing it to others.
+    """
+
+    __slots__ = ("_map", "address", "fd", "is_writable", "memory", "number", "on_end", "readers", "size")
+
+    def __init__(self, fd: int, size: int, number: int, memory: mmap.mmap, *, is_writable: bool) -> None:
+        self.fd = fd
+        self.size = size
+        self.number = number
+        self.is_writable = is_writable
+        self.readers: object = None  # who alone may be given it; None: whoever a graph sends what lies here
+        self.on_end: list[Callable[[int], object]] = []  # told the number, on whatever thread it ends
+        self._map = memory
+        self.memory: Array = np.frombuffer(memory, np.uint8)
+        self.address: int = self.memory.__array_interface__["data"][0]
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """New memory of `size` bytes (whole pages), zero, which takes room only where it is written to."""
+        fd = os.memfd_create("flowserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, size, next(_numbers), memory, is_writable=True)
+
+    @classmethod
+    def read_shared(cls, fd: int) -> Segment:
+        """What another process writes, as it writes it; read-only. Takes `fd`. Raises `Internal` where its size could
+        change.
+        """
+        try:
+            size = _sealed_size(fd)
+            memory = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise Internal(f"shared memory of a child process cannot be used: {error}") from error
+        return cls(fd, size, next(_numbers), memory, is_writable=False)
+
+    @classmethod
+    def read_private(cls, fd: int, number: int) -> Segment:
+        """What another process writes; writes into it stay here. Takes `fd`, which may be open for reading only."""
+        size = os.fstat(fd).st_size
+        return cls(fd, size, number, mmap.mmap(fd, size, access=mmap.ACCESS_COPY), is_writable=True)
+
+    def open_for_reading(self) -> int:
+        """A new descriptor of the same memory that cannot be written through; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def forget_writes(self, start: int, stop: int) -> None:
+        """Throw away what was written into the pages of a private mapping: they show the writer's bytes again."""
+        first = start - start % PAGE
+        self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+    def read_into(self, target: Array, start: int) -> None:
+        """Fill `target` (uint8) with the writer's bytes, whatever was written into a private mapping of them."""
+        if os.preadv(self.fd, [target.data], start) != len(target):
+            raise Internal(f"shared memory ends before {start + len(target)}")
+
+    def __del__(self) -> None:
+        for ended in getattr(self, "on_end", ()):
+            ended(self.number)
+        os.close(self.fd)
+
+
+class Lease:
+    """One loan of a piece of a segment: what `view()` and all views derived from it stand on.
+
+    numpy lets a view of a view point past the middle one, but never past something that is no array: so every view,
+    however far derived, keeps this object alive, and its end is the end of the last of them. `gone(ticket)` is called
+    then, on whatever thread that happens, even inside the garbage collector: it only writes down.
+    """
+
+    __slots__ = ("__array_interface__", "_gone", "offset", "segment", "ticket")
+
+    def __init__(self, segment: Segment, offset: int, nbytes: int, gone: Callable[[Any], object], ticket: Any) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.ticket = ticket
+        self._gone = gone
+        self.__array_interface__ = {
+            "data": (segment.address + offset, not segment.is_writable),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def view(self) -> Array:
+        """The piece as a uint8 array."""
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        self._gone(self.ticket)
+
+
+def locate(array: Array) -> tuple[Lease, int] | None:
+    """The lease that a contiguous array's memory belongs to, and where in the segment it begins; None for any other
+    memory.
+    """
+    base: object = array.base
+    if type(base) is not Lease:
+        base = getattr(base, "base", None)
+        if type(base) is not Lease:
+            return None
+    if not array.flags.c_contiguous:
+        return None
+    address: int = array.__array_interface__["data"][0]
+    return base, address - base.segment.address
+
+
+def _sealed_size(fd: int) -> int:
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise ValueError("its size is not sealed")
+    size = os.fstat(fd).st_size
+    if size <= 0 or size % PAGE:
+        raise ValueError(f"it has {size} bytes, which are no whole pages")
+    return size

@@ -1,0 +1,191 @@
+"""Where a batch meets a model in a process of its own.
+
+Decided here: how an instance in a process is opened, given batches and closed. A batch is packed and sent on the loop,
+its answer is read on the loop; there is no thread or task per child. A process that says what cannot be is ended. What
+its end means is decided in supervisor.py, how things are sent in process_link.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import select
+from contextlib import suppress
+from typing import Final
+
+import trio
+
+from flowserve.backends.base import Remote, Results
+from flowserve.backends.child.main import Job
+from flowserve.config.types import ModelConfig
+from flowserve.errors import FlowserveError, Internal, ModelFailed, Unavailable
+from flowserve.runtime.children import Child, Children
+from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.instance import Completions, Outcome
+from flowserve.runtime.process_inputs import InputPacker
+from flowserve.runtime.process_link import Link
+from flowserve.runtime.process_outputs import Garbled, OutputReader
+from flowserve.runtime.readiness import Readiness
+from flowserve.scheduling.dispatcher import Batch
+
+ENTRY: Final = "flowserve.backends.child.main:serve"
+# A process that closed its socket is about to end; one that goes on living cannot be talked to.
+EOF_GRACE_S: Final = 1.0
+WAIT_S: Final = 60.0
+
+
+class ProcessHost:
+    """One instance in a child process. The scheduling room holds it as an opaque handle."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        remote: Remote,
+        packer: InputPacker,
+        children: Children,
+        readiness: Readiness,
+        clock: ClockNs,
+    ) -> None:
+        self.name = name
+        self.running: Batch | None = None  # what its process is busy with
+        self.child: Child | None = None  # its process, once the instance is open there
+        self._model = config.name
+        batches = config.max_batch_size > 0
+        self._job = pickle.dumps(Job(config.name, name, config.inputs, config.outputs, batches, remote))
+        self._reader = OutputReader(config.name, config.outputs, batches=batches)
+        self._packer = packer
+        self._children = children
+        self._readiness = readiness
+        self._clock = clock
+        self._completions: Completions | None = None
+        self._link: Link | None = None
+        self._is_closed = False
+
+    def open(self, completions: Completions) -> None:
+        """Start the process and open the instance there. Blocks; called on a loader's thread. Raises what the model
+        raised, or how its process ended.
+        """
+        self._completions = completions
+        self.reopen()
+
+    def reopen(self) -> None:
+        """The same, again, after `bury`."""
+        child = self._children.spawn(self.name, ENTRY, self._job, log_name=self._model)
+        link = Link(child.socket, self._packer, self._reader)
+        try:
+            _await_ready(child, link)
+        except BaseException:
+            link.close()
+            child.kill()
+            raise
+        if self._is_closed:  # meanwhile, and nobody would end it
+            link.close()
+            child.kill()
+            return
+        self.child, self._link = child, link
+        assert self._completions is not None
+        self._completions.token.run_sync_soon(self._readiness.watch, child.socket.fileno(), self._read)
+
+    def start(self, batch: Batch) -> Outcome | None:
+        """Send a batch; None where its outcome comes later."""
+        link = self._link
+        if link is None:
+            return Unavailable(f"model '{self._model}', instance '{self.name}': its process is not running")
+        batch.started_ns = self._clock()
+        self.running = batch
+        try:
+            link.send(batch.tickets)
+        except ConnectionError:
+            pass  # its process has ended, and in a moment we are told how
+        except FlowserveError as error:
+            self.running = None
+            return error
+        except OSError as error:
+            self.running = None
+            return Internal(f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}")
+        return None
+
+    def bury(self) -> Batch | None:
+        """Its process has ended. Lets go of what belonged to it and returns the batch that ran there. On the loop."""
+        self._let_go()
+        batch, self.running = self.running, None
+        return batch
+
+    def close(self) -> None:
+        """End the process after what it runs now. Blocks; called on a worker thread."""
+        self._is_closed = True
+        child, link = self.child, self._link
+        if child is None or link is None:
+            return
+        with suppress(OSError):  # where it is gone already
+            link.end()
+        while not child.wait(WAIT_S):
+            pass  # whoever cannot wait for a model's finalize kills the process, or abandons this thread
+        assert self._completions is not None
+        with suppress(trio.RunFinishedError):
+            self._completions.token.run_sync_soon(self._let_go)
+
+    # ------------------------------------------------------------------ on the loop
+
+    def _let_go(self) -> None:
+        link, child = self._link, self.child
+        self._link = self.child = None
+        if link is not None and child is not None:
+            self._readiness.forget(child.socket.fileno())
+            link.close()
+
+    def _read(self) -> None:
+        link, child = self._link, self.child
+        if link is None or child is None:
+            return
+        try:
+            while (outcome := link.read()) is True:
+                pass
+        except EOFError:
+            self._readiness.forget(child.socket.fileno())
+            trio.lowlevel.spawn_system_task(_end_if_it_lives, child, name=f"end of {self.name}")
+            return
+        except Garbled as error:
+            self._readiness.forget(child.socket.fileno())
+            child.kill(why=f"what its process said cannot be ({error}); it was killed")
+            return
+        if outcome is not False:
+            self._finish(outcome)
+
+    def _finish(self, outcome: Outcome) -> None:
+        batch, self.running = self.running, None
+        assert batch is not None, "the link takes no answer that was not asked for"
+        assert self._completions is not None
+        if isinstance(outcome, Results):
+            # Another process's clock is the same clock, and other people's code may have written it.
+            now_ns = self._clock()
+            outcome.gathered_ns = min(max(outcome.gathered_ns, batch.started_ns), now_ns)
+            outcome.computed_ns = min(max(outcome.computed_ns, outcome.gathered_ns), now_ns)
+        self._completions.finished(batch, outcome)
+
+
+def _await_ready(child: Child, link: Link) -> None:
+    """Block until the instance is open. Raises why it is not."""
+    poll = select.poll()
+    poll.register(child.socket, select.POLLIN)
+    poll.register(child.pidfd, select.POLLIN)
+    while True:
+        ready = [number for number, _ in poll.poll()]
+        try:
+            opened = link.read()
+        except EOFError:
+            raise ModelFailed(child.how_it_ended()) from None
+        except Garbled as error:
+            raise ModelFailed(f"instance '{child.name}': what its process said cannot be: {error}") from None
+        if isinstance(opened, FlowserveError):
+            raise opened
+        if opened is True:
+            return
+        if child.pidfd in ready:
+            raise ModelFailed(child.how_it_ended())
+
+
+async def _end_if_it_lives(child: Child) -> None:
+    await trio.sleep(EOF_GRACE_S)
+    if not child.ended:
+        child.kill(why="its process closed its connection to the server; it was killed")

@@ -1,0 +1,200 @@
+"""What a batch looks like to a model in another process.
+
+Decided here: which inputs are handed on as they lie, and where all others are copied. A column whose members are
+neighbours in one block of memory that the model's process may read costs nothing but its place in a message; anything
+else is copied side by side, once, into the model's own arena. A process reads the arena of its own model, and the
+outputs of those models that some graph joins to it; never the inputs of others.
+
+This file does not know sockets, nor when a batch runs.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flowserve.backends.child.protocol import request_facts
+from flowserve.errors import Internal
+from flowserve.memory import bytes_codec
+from flowserve.memory.arena import Arena, aligned
+from flowserve.memory.assemble import pieces
+from flowserve.memory.segment import Lease, Segment, locate
+from flowserve.memory.tensor import WHOLE, Tensor
+from flowserve.scheduling.router import Ticket
+from flowserve.values import Array, DType, TensorSpec
+
+
+class Packed:
+    """A batch in shared memory: what the message says of it, and what must stay until the model is done.
+
+    `segments` hold the inputs; `held` keeps their blocks alive. `copied[i]`: bytes of input i that were copied.
+    """
+
+    __slots__ = ("columns", "copied", "held", "segments")
+
+    def __init__(self) -> None:
+        self.columns: list[Any] = []
+        self.copied: list[int] = []
+        self.held: list[Any] = []
+        self.segments: list[Segment] = []
+
+
+class _Copy:
+    """Arrays that will lie side by side at `start` of the batch's block, as the tensor that column `i` says."""
+
+    __slots__ = ("arrays", "i", "m", "nbytes", "rows", "shape", "start")
+
+    def __init__(self, i: int, m: int, arrays: list[Array], shape: tuple[int, ...], rows: Any) -> None:
+        self.i = i
+        self.m = m  # of which member, where the column is not one tensor; else -1
+        self.arrays = arrays
+        self.shape = shape
+        self.rows = rows
+        self.nbytes = sum([array.nbytes for array in arrays])
+        self.start = 0
+
+
+class InputPacker:
+    """Packs the batches of one model version; its instances share it. Touched on the loop only."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = [(i, spec.dtype is DType.BYTES, spec.ragged) for i, spec in enumerate(specs)]
+        self.arena = Arena()
+
+    def pack(self, tickets: Sequence[Ticket]) -> Packed:
+        """The inputs of a batch's members, as they are now."""
+        packed = Packed()
+        copies: list[_Copy] = []
+        lying: list[tuple[Lease, int, int]] = []
+        for i, is_bytes, is_ragged in self._specs:
+            column: list[Any] = [
+                ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets
+            ]
+            packed.copied.append(0)
+            if is_ragged and len(column) > 1:
+                packed.columns.append([None] * len(column))
+                copies += [_copy(i, m, [one], is_bytes) for m, one in enumerate(column) if one is not None]
+                continue
+            if column[0] is None:  # then no member has it: batches are of one kind
+                packed.columns.append(None)
+                continue
+            packed.columns.append(None if is_bytes else self._lying(column, packed, lying))
+            if packed.columns[i] is None:
+                copies.append(_copy(i, -1, column, is_bytes))
+        if copies:
+            self._write(packed, copies)
+        return packed
+
+    def message(self, message: bytes, packed: Packed) -> tuple[int, int, int]:
+        """Lay a message that is too long beside the batch it is about. Its segment, offset and length."""
+        lease = self.arena.lease(len(message))
+        lease.view()[:] = np.frombuffer(message, np.uint8)
+        packed.held.append(lease)
+        packed.segments.append(lease.segment)
+        return lease.segment.number, lease.offset, len(message)
+
+    def _lying(self, column: Sequence[Tensor], packed: Packed, lying: list[tuple[Lease, int, int]]) -> Any:
+        """The column as it lies, where the model's process may read it there; else None."""
+        first = column[0]
+        block = first.block
+        if block.base is None:
+            return None
+        stop = first.start
+        for tensor in column:
+            if tensor.block is not block or tensor.start != stop:
+                return None
+            stop = tensor.stop
+        located = locate(block)
+        if located is None:
+            return None
+        lease, offset = located
+        readers = lease.segment.readers
+        if readers is not None and readers is not self:
+            return None
+        shape: tuple[int, ...] = block.shape
+        nbytes = block.nbytes
+        if first.stop == WHOLE:
+            rows = [shape[0]]
+        else:
+            rows = [tensor.stop - tensor.start for tensor in column]
+            if stop - first.start != shape[0]:
+                row = nbytes // shape[0]
+                offset += first.start * row
+                nbytes = (stop - first.start) * row
+                shape = (stop - first.start, *shape[1:])
+        if not nbytes:
+            return 0, 0, 0, shape, rows
+        if len(self._specs) > 1:
+            # One tensor may feed two inputs: a model that writes into one must not change the other.
+            if any(other is lease and start < offset + nbytes and offset < end for other, start, end in lying):
+                return None
+            lying.append((lease, offset, offset + nbytes))
+        packed.held.append(block)
+        packed.segments.append(lease.segment)
+        return lease.segment.number, offset, nbytes, shape, rows
+
+    def _write(self, packed: Packed, copies: Sequence[_Copy]) -> None:
+        """All that is copied goes into one block."""
+        size = 0
+        for copy in copies:
+            copy.start = aligned(size)
+            size = copy.start + copy.nbytes
+        lease = self.arena.lease(size)
+        segment, offset = lease.segment, lease.offset
+        packed.held.append(lease)
+        packed.segments.append(segment)
+        for copy in copies:
+            where = (segment.number, offset + copy.start, copy.nbytes, copy.shape)
+            if copy.m < 0:
+                packed.columns[copy.i] = (*where, copy.rows)
+            else:
+                packed.columns[copy.i][copy.m] = where
+            packed.copied[copy.i] += copy.nbytes
+            _fill(segment.memory, offset + copy.start, copy.arrays)
+
+
+def run_message(head: tuple[Any, ...], tickets: Sequence[Ticket]) -> bytes:
+    """A `RUN` message: `head`, and what the batch's requests say of themselves."""
+    wanted = [ticket.node.wanted or ticket.flow.wanted for ticket in tickets]
+    requests = [request_facts(ticket.flow.request) for ticket in tickets]
+    try:
+        return marshal.dumps((*head, requests, wanted))
+    except ValueError:
+        # Somebody who calls from Python may give parameters that are mappings and numbers of other makes.
+        plain = [(*facts[:-1], _plain(facts[-1])) for facts in requests]
+        try:
+            return marshal.dumps((*head, plain, wanted))
+        except ValueError:
+            raise Internal("a request holds what cannot be sent to a model's process") from None
+
+
+def _plain(parameters: Any) -> dict[str, Any]:
+    return {str(name): _plain_value(value) for name, value in parameters.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _copy(i: int, m: int, tensors: Sequence[Tensor], is_bytes: bool) -> _Copy:
+    arrays = pieces(tensors)
+    shape: tuple[int, ...] = arrays[0].shape
+    if len(arrays) > 1:
+        shape = (sum([len(array) for array in arrays]), *shape[1:])
+    if is_bytes:
+        arrays = [np.frombuffer(b"".join(map(bytes_codec.encode, arrays)), np.uint8)]
+    rows = [tensor.shape[0] for tensor in tensors] if m < 0 else None
+    return _Copy(i, m, arrays, shape, rows)
+
+
+def _fill(memory: Array, start: int, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        if array.size:
+            np.ndarray(array.shape, array.dtype, memory, start)[...] = array
+            start += array.nbytes
