@@ -45,6 +45,7 @@ main(**json.loads(sys.argv.pop(1)))
 # How long the forkserver may take to say how a child ended that has ended, and to end itself.
 REPORT_S_MAX: Final = 0.5
 END_S_MAX: Final = 2.0
+TERM_S: Final = 0.5  # between the signal that asks and the one that does not
 # A library with threads of its own would be copied by a fork without them, with its locks as they stand.
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -58,7 +59,7 @@ OnEnd = Callable[["Child"], None]
 class Child:
     """One process. `socket` is our end of a non-blocking SOCK_SEQPACKET pair, closed by whoever talks over it.
 
-    `ended` is "" while it lives, then says who ended and how. It is set on the loop.
+    `ended` is "" while it lives, then says who ended and how. It is set on the loop, and `on_end` is called there.
     """
 
     def __init__(self, name: str, model: str, pid: int, pidfd: int, sock: socket.socket, log_fd: int) -> None:
@@ -69,7 +70,7 @@ class Child:
         self.socket = sock
         self.log_fd = log_fd
         self.ended = ""
-        self._tell: OnEnd | None = None
+        self.on_end: OnEnd | None = None
         self.why = ""  # why we killed it, where we did
         self._is_over = threading.Event()
         # With the object and not before, so that nobody waits for or kills somebody else under a number used again.
@@ -92,20 +93,12 @@ class Child:
         self._is_over.wait(2 * REPORT_S_MAX)
         return self.ended or f"model '{self.model}', instance '{self.name}': its process ended"
 
-    def when_over(self, tell: OnEnd) -> None:
-        """Call `tell` once it has ended, at once where it has. On the loop."""
-        if self.ended:
-            tell(self)
-        else:
-            self._tell = tell
-
     def over(self, how: str) -> None:
         """It has ended. Called once, on the loop."""
         self.ended = f"model '{self.model}', instance '{self.name}': {self.why or f'its process {how}'}"
         self._is_over.set()
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            tell(self)
+        if self.on_end is not None:
+            self.on_end(self)
 
 
 class _ForkServer:
@@ -208,13 +201,15 @@ class Children:
                 self._nursery = None
 
     async def close(self) -> None:
-        """Kill whatever still lives, end the forkserver, and wait for it, within a bounded time."""
+        """End whatever still lives, then the forkserver, within a bounded time. Nothing can be started afterwards."""
         self._is_closed = True
-        for child in self._alive:
-            child.kill(why="killed at the end of the server")
-        with trio.move_on_after(END_S_MAX):
-            while self._alive and self._nursery is not None:
-                await self._reported.wait()
+        # Told first: a model that hangs may have something to put away all the same.
+        for number, patience_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, END_S_MAX)):
+            for child in self._alive:
+                child.kill(number, why="ended with the server")
+            with trio.move_on_after(patience_s):
+                while self._alive:
+                    await self._reported.wait()
         server, self._server = self._server, None
         if server is not None:
             server.hang_up()
