@@ -3,8 +3,8 @@
     python graphs/detect_language_classify/train.py
 
 Decided here: how sentences.txt and words.txt become training text (whole sentences, pieces of them, so that short texts
-work too, and frequent words in any order) and the network: the mean of the tokens' vectors, then two dense layers.
-Seeded; under a minute. Needs numpy and onnx.
+work too, and frequent words in any order), the network (the mean of the tokens' vectors, then two dense layers), and
+how the ONNX file finds each text's tokens in the list of a whole batch. Seeded; under a minute. Needs numpy and onnx.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def frequencies(texts: list[str]) -> Floats:
     table = np.zeros((len(texts), 1 + TOKENISE.BUCKETS), np.float32)
     for row, text in zip(table, texts, strict=True):
         tokens = TOKENISE.tokens_of(text)
-        tokens = tokens[tokens > 0]
         np.add.at(row, tokens, np.float32(1 / max(1, len(tokens))))
     return table
 
@@ -85,22 +84,40 @@ def pieces(rng: np.random.Generator, lines: list[str], frequent: list[str]) -> l
     return made
 
 
+def bags(out: Writer) -> str:
+    """How often each token is in each text, [texts, 1 + BUCKETS], of the one list TOKENS in which text after text has
+    LENGTHS places. Token 0 fills a request's shorter texts up and counts for nothing.
+    """
+    zero, one = out.constant(np.array(0, np.int64)), out.constant(np.array(1, np.int64))
+    tokens = out.node("Cast", "TOKENS", to=TensorProto.INT64)
+    places, texts = out.node("Shape", "TOKENS"), out.node("Shape", "LENGTHS")
+    # A 1 where a text begins (2 where an empty one begins there, too): the running total is the number of the text.
+    # The last text may be empty and begin behind the last token, so that there is a place more.
+    starts = out.node("CumSum", out.node("Cast", "LENGTHS", to=TensorProto.INT64), zero, exclusive=1)
+    marks = out.node("Expand", zero, out.node("Add", places, one))
+    marks = out.node("ScatterElements", marks, starts, out.node("Expand", one, texts), axis=0, reduction="add")
+    number = out.node("Slice", out.node("CumSum", marks, zero), out.ints(0), places, out.ints(0))
+    text = out.node("Sub", number, one)
+    # One sum for each (text, token). Each has its own elements only: an answer does not depend on its neighbours.
+    width = out.ints(1 + TOKENISE.BUCKETS)
+    where = out.node("Add", out.node("Mul", text, width), tokens)
+    used = out.node("Cast", out.node("Greater", tokens, zero), to=TensorProto.FLOAT)
+    nothing = out.node("Expand", out.constant(np.array(0, np.float32)), out.node("Mul", texts, width))
+    counts = out.node("ScatterElements", nothing, where, used, axis=0, reduction="add")
+    return out.node("Reshape", counts, out.node("Concat", texts, width, axis=0))
+
+
 def export(network: Network, languages: list[str]) -> None:
-    vectors, *rest = network.dense
     out = Writer()
-    used = out.node("Cast", out.node("Greater", "TOKENS", out.constant(np.array(0, np.int32))), to=TensorProto.FLOAT)
-    count = out.node("Max", out.node("ReduceSum", used, out.ints(1), keepdims=1), out.constant(np.array(1, np.float32)))
-    # Unused places gather row 0, which no text trains: it is cleared, so that they add nothing.
-    table = vectors.weight.copy()
-    table[0] = 0
-    total = out.node("ReduceSum", out.node("Gather", out.constant(table), "TOKENS"), out.ints(1), keepdims=0)
-    mean = out.node("Relu", out.node("Add", out.node("Div", total, count), out.constant(vectors.bias)))
-    out.node("Softmax", out.network(Network([], rest), mean), axis=1, output="PROBABILITIES")
+    counts = bags(out)
+    total = out.node("ReduceSum", counts, out.ints(1), keepdims=1)
+    shares = out.node("Div", counts, out.node("Max", total, out.constant(np.array(1, np.float32))))
+    out.node("Softmax", out.network(network, shares), axis=1, output="PROBABILITIES")
     out.save(
         GRAPHS / "detect_language_classify" / "1" / "model.onnx",
         "detect_language_classify",
-        {"TOKENS": (TensorProto.INT32, ["batch", TOKENISE.MOST_TOKENS])},
-        {"PROBABILITIES": (TensorProto.FLOAT, ["batch", len(languages)])},
+        {"TOKENS": (TensorProto.INT32, ["tokens"]), "LENGTHS": (TensorProto.INT32, ["texts"])},
+        {"PROBABILITIES": (TensorProto.FLOAT, ["texts", len(languages)])},
     )
     names = GRAPHS / "detect_language_label" / "1" / "languages.txt"
     names.write_text("\n".join(languages) + "\n", encoding="utf-8")

@@ -9,6 +9,10 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from flowserve.backends.registry import default_files
+from flowserve.config.load import finish, read_draft
+from flowserve.testing.backends import Repository, open_instance
+
 pytestmark = pytest.mark.server
 
 HELD_OUT = 8  # as graphs/detect_language_classify/train.py
@@ -67,6 +71,35 @@ def test_a_text_without_letters_and_one_of_a_megabyte_are_answered(client: trito
     assert names.shape == (3, 3)
     assert names[0].tolist() == names[1].tolist()
     assert names[2, 0] == b"de"
+
+
+def test_a_text_gets_the_same_answer_alone_beside_longer_ones_and_beside_other_requests(
+    client: triton.InferenceServerClient, root: Path
+) -> None:
+    texts = [*[text for text, _ in _held_out(root)][::8], "", "je", "der Tag und die Nacht " * 50]
+    alone = [client.infer("detect_language", _texts(text)) for text in texts]
+    waiting = [client.async_infer("detect_language", _texts(text)) for text in texts]
+    in_one = client.infer("detect_language", _texts(*texts))
+    for row, (one, other) in enumerate(zip(alone, [each.get_result() for each in waiting], strict=True)):
+        for answer, at in ((other, 0), (in_one, row)):
+            assert one.as_numpy("LANGUAGE")[0].tolist() == answer.as_numpy("LANGUAGE")[at].tolist()
+            np.testing.assert_allclose(one.as_numpy("PROBABILITY")[0], answer.as_numpy("PROBABILITY")[at], rtol=1e-5)
+
+
+def test_requests_with_lists_of_different_lengths_are_classified_in_one_run(root: Path) -> None:
+    graphs = root / "graphs"
+    config = finish(read_draft(graphs / "detect_language_classify", graphs, default_files()), None)
+    rng = np.random.default_rng(1)
+    lists = [rng.integers(1, 4097, shape, np.int32) for shape in ((1, 7), (1, 0), (3, 40), (1, 512))]
+    lists[2][0, 5:] = lists[2][1, :] = 0  # texts of five tokens and of none, beside one of forty
+    opened = open_instance(Repository(graphs), config)
+    together = opened.run(*({"TOKENS": each} for each in lists)).outputs[0]
+    alone = [opened.run({"TOKENS": row[row > 0][None]}).outputs[0][0] for each in lists for row in each]
+    opened.instance.close()
+    opened.model.close()
+    assert [tensor.shape for tensor in together] == [(1, 10), (1, 10), (3, 10), (1, 10)]
+    found = np.concatenate([tensor.array for tensor in together])
+    np.testing.assert_allclose(found, np.concatenate([tensor.array for tensor in alone]), rtol=1e-5)
 
 
 def test_bytes_that_are_not_text_fail_alone_and_the_error_says_where(client: triton.InferenceServerClient) -> None:

@@ -1,7 +1,8 @@
-"""Text -> tokens: hashed runs of one to four characters.
+"""Text -> tokens: hashed runs of one to four characters, as many as the text has.
 
-Decided here: what of a text counts (letters, in lower case; words stand apart) and how n-grams become numbers. The hash
-is CRC-32, which is the same on every machine and in every process.
+Decided here: what of a text counts (letters, in lower case; words stand apart), how n-grams become numbers, and that
+the texts of one request are filled up to the longest of them: a tensor has no rows of different lengths. The hash is
+CRC-32, which is the same on every machine and in every process.
 """
 
 import re
@@ -17,8 +18,8 @@ NO_LETTERS = re.compile(r"[\W\d_]+")
 
 
 def tokens_of(text: str) -> np.ndarray:
-    """TOKENS of one text: [MOST_TOKENS] INT32, 1 to BUCKETS, 0 where there are no more. Longer texts are cut off."""
-    # Twice as many letters as places are more than can be used; a megabyte of text costs no more than a page.
+    """The tokens of one text: INT32, 1 to BUCKETS, at most MOST_TOKENS; longer texts are cut off."""
+    # Twice as many letters as tokens are more than can be used; a megabyte of text costs no more than a page.
     letters = NO_LETTERS.sub(" ", f" {text[: 2 * MOST_TOKENS]} ".lower())
     grams = [
         letters[start : start + length]
@@ -26,9 +27,14 @@ def tokens_of(text: str) -> np.ndarray:
         for length in range(1, LONGEST + 1)
         if start + length <= len(letters) and letters[start : start + length] != " "
     ]
-    tokens = np.zeros(MOST_TOKENS, np.int32)
-    for index, gram in enumerate(grams[:MOST_TOKENS]):
-        tokens[index] = 1 + zlib.crc32(gram.encode()) % BUCKETS
+    return np.array([1 + zlib.crc32(gram.encode()) % BUCKETS for gram in grams[:MOST_TOKENS]], np.int32)
+
+
+def padded(lists: list) -> np.ndarray:
+    """TOKENS of a request: [texts, longest], 0 where a text has no more."""
+    tokens = np.zeros((len(lists), max(map(len, lists), default=0)), np.int32)
+    for row, one in zip(tokens, lists, strict=True):
+        row[: len(one)] = one
     return tokens
 
 
@@ -39,7 +45,7 @@ class TritonPythonModel:
     def answer(self, request):
         texts = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()
         try:
-            tokens = np.stack([tokens_of(text.decode()) for text in texts.ravel()])
+            tokens = padded([tokens_of(text.decode()) for text in texts.ravel()])
         except UnicodeDecodeError as error:
             text = f"TEXT is not UTF-8: {error.reason} at byte {error.start}"
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, pb_utils.TritonError.INVALID_ARG))
