@@ -8,7 +8,9 @@ nothing. What the figures are is decided in limits.py, when to drain in server.p
 
 The app is called as any ASGI app. Two things are our own: the request's body may be a memoryview into pooled memory
 instead of bytes, and the scope holds the connection itself as `flowserve.exchange`, so that a hot route can take the
-body and give its answer in one call each, the answer as buffers that are sent without being joined.
+body and give its answer in one call each, the answer as buffers that are sent without being joined. It may also
+promise its answer and return: then nothing waits for that answer but the promise, and the task waits for the client's
+next request.
 """
 
 from __future__ import annotations
@@ -16,11 +18,20 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trio
 from starlette.types import Message
-from trio.lowlevel import notify_closing, wait_readable
+from trio.lowlevel import (
+    Abort,
+    RaiseCancelT,
+    Task,
+    current_task,
+    notify_closing,
+    reschedule,
+    wait_readable,
+    wait_task_rescheduled,
+)
 
 from flowserve.http.answer import CONTINUE, head_bytes, refusal
 from flowserve.http.chunks import ChunkedBody
@@ -41,6 +52,13 @@ _log = logging.getLogger("flowserve.http")
 Buffer = bytes | bytearray | memoryview
 
 
+class Promise(Protocol):
+    """What stands behind an answer that comes later."""
+
+    def withdraw(self) -> None:
+        """Nobody waits for it any more."""
+
+
 class Connection(Line):
     """One accepted socket. `run` owns it and closes it."""
 
@@ -49,10 +67,14 @@ class Connection(Line):
         "_buffer",
         "_head",
         "_headers",
+        "_is_readable",
+        "_is_running",
         "_is_started",
         "_keeps_alive",
         "_left",
+        "_promise",
         "_status",
+        "_task",
         "client",
         "local",
     )
@@ -62,6 +84,7 @@ class Connection(Line):
         self.client = client
         self.local = _endpoint(sock)
         self._buffer = b""  # received, not yet looked at
+        self._is_readable = False  # the socket was seen to be, and not read from since
         # The request the app has now ...
         self._head: Head | None = None
         self._body: Buffer | None = None  # None once the app took it
@@ -71,6 +94,9 @@ class Connection(Line):
         self._is_started = False
         self._left: int | None = 0
         self._keeps_alive = False
+        self._is_running = False  # counted in `server.running`
+        self._promise: Promise | None = None  # while the answer is to come by itself
+        self._task: Task | None = None  # the connection's task while it waits for exactly that
 
     async def run(self) -> None:
         """Serve the connection to its end. What happens on it stays on it; only cancelling it from outside gets out."""
@@ -97,6 +123,7 @@ class Connection(Line):
                 self._body = await self._read_body(head)
                 await self._answer(head)
                 if not self._keeps_alive:
+                    await self.settle()
                     if self.has_input():
                         await self._linger()
                     return
@@ -112,11 +139,16 @@ class Connection(Line):
         """The next request's head, or None when there is none to come."""
         data = self._buffer.lstrip(b"\r\n") if self._buffer else b""
         server = self.server
+        if self._rest is not None:
+            await self.settle()  # a client that asks and asks and never reads waits here
         while not data:
-            if server.is_draining and not self.has_input():
-                return None
-            self.phase = Phase.IDLE
-            await wait_readable(self.sock)
+            if self._is_readable:
+                self._is_readable = False
+            else:
+                if server.is_draining and not self.has_input():
+                    return None
+                self.phase = Phase.IDLE
+                await wait_readable(self.sock)
             data = self.sock.recv(RECEIVE_BYTES)
             if not data:
                 return None
@@ -198,6 +230,7 @@ class Connection(Line):
 
     async def _answer(self, head: Head) -> None:
         self.phase = Phase.RUNNING
+        self._is_running = True
         self.server.running += 1
         self._head = head
         self._status = 0
@@ -209,7 +242,9 @@ class Connection(Line):
         scope["flowserve.exchange"] = self
         try:
             await self.server.app(scope, self.receive, self.send)
-            if self._head is not None:
+            if self._promise is not None:
+                await self._promised(head)
+            elif self._head is not None:
                 raise RuntimeError("the app returned without completing its answer")
         except ClientLeft:
             self._keeps_alive = False
@@ -218,10 +253,62 @@ class Connection(Line):
             _log.exception("%s %r failed", head.scope["method"], head.scope["path"])
             await self._fail()
         finally:
-            self.server.running -= 1
             self._body = None
-        if self._keeps_alive:
+            self._stop_running()
+        if self._keeps_alive and self.phase is Phase.RUNNING:
             self.enter(Phase.IDLE, self.server.limits.idle_timeout_s)
+
+    def _stop_running(self) -> None:
+        if self._is_running:
+            self._is_running = False
+            self.server.running -= 1
+
+    async def _promised(self, head: Head) -> None:
+        """Wait until the answer that was promised has been given, and most often until the next request is there too:
+        that is one wait for a request instead of two.
+        """
+        try:
+            if head.keep_alive and not self._buffer:
+                await wait_readable(self.sock)
+                self._is_readable = True
+            if self._promise is not None:
+                # The next request came before the answer, or the client hung up, which the server's watch looks into.
+                self._task = current_task()
+                await wait_task_rescheduled(self._stop_waiting)
+        finally:
+            if self._promise is not None:
+                promise, self._promise = self._promise, None
+                promise.withdraw()
+
+    def _stop_waiting(self, _: RaiseCancelT) -> Abort:
+        self._task = None
+        return Abort.SUCCEEDED
+
+    def promise(self, promise: Promise) -> None:
+        """The answer comes later, by `keep_promise`; the app may return. `promise.withdraw` is called where the client
+        leaves before.
+        """
+        self._promise = promise
+
+    def keep_promise(self, status: int, headers: Sequence[tuple[bytes, bytes]], parts: list[Any]) -> None:
+        """The answer that was promised. Never waits: it is called from the middle of the engine's work."""
+        if self._promise is None:
+            return  # the client left
+        self._promise = None
+        head = self._head
+        assert head is not None
+        self.post(self._whole(head, status, headers, parts))
+        self._stop_running()
+        self.enter(Phase.IDLE, self.server.limits.idle_timeout_s)
+        task = self._task
+        if task is not None:
+            self._task = None
+            reschedule(task)
+        elif not self._keeps_alive:
+            # The server began to end: the task waits for a request that must not come any more.
+            self.server.outbox.flush()
+            if self._rest is None:
+                self.scope.cancel()
 
     async def _fail(self) -> None:
         if not self._is_started:
@@ -238,13 +325,17 @@ class Connection(Line):
         head = self._head
         if head is None or self._status:
             raise RuntimeError("a request is answered once")
+        await self.write(self._whole(head, status, headers, parts), in_burst=self._keeps_alive)
+
+    def _whole(self, head: Head, status: int, headers: Sequence[tuple[bytes, bytes]], parts: list[Any]) -> list[Any]:
+        """The buffers of a whole answer."""
         self._status = status
         self._headers = headers
         size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
         start = self._start(head, size, more=False)
         self._left = 0
         self._finish(head)
-        await self.write([start] if head.is_head else [start, *parts], in_burst=self._keeps_alive)
+        return [start] if head.is_head else [start, *parts]
 
     async def receive(self) -> Message:
         """ASGI: the whole body once, then the end of the connection."""

@@ -8,8 +8,10 @@ mean is decided in decode.py and encode.py.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Receive, Scope, Send
 
@@ -21,10 +23,16 @@ from flowserve.http.infer_header import AnswerForm
 from flowserve.http.limits import body_too_large
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
-from flowserve.values import Request
+from flowserve.scheduling.router import Flow
+from flowserve.values import Request, Response
 
 if TYPE_CHECKING:
     from flowserve.http.connection import Connection
+
+_log = logging.getLogger("flowserve.http")
+
+# Status, headers, and the body's parts.
+Answer = tuple[int, Sequence[tuple[bytes, bytes]], list[Any]]
 
 PREFIX: Final = "/v2/models/"
 SUFFIX: Final = "/infer"
@@ -41,26 +49,45 @@ class InferRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, name: str, version: str) -> None:
         """Run one request and answer it, whatever comes of it."""
-        # Our own server's connection takes and gives whole bodies in one call; every other server speaks ASGI.
+        # Our own server's connection takes whole bodies and gives whole answers; every other server speaks ASGI.
         exchange: Connection | None = scope.get("flowserve.exchange")
-        status = 200
         try:
             engine = self._engine
             deployment = engine.find(name, version)
             body = await self._collect(receive) if exchange is None else exchange.take_body()
             request, form = self._decode(scope, body, deployment)
             request.stamp = engine.next_stamp()
-            response = await engine.infer(deployment, request)
-            parts, headers = self._encoder.encode(response, form)
-        except UnknownEncoding as error:
-            status, parts, headers = 415, [error_body(str(error))], JSON_HEADERS
-        except FlowserveError as error:
-            status, parts, headers = status_of(error), [error_body(str(error))], JSON_HEADERS
+            if exchange is None:
+                answer = self._encode(await engine.infer(deployment, request), form)
+            else:
+                flow = engine.submit(deployment, request)
+                if not flow.done:
+                    exchange.promise(_Promise(self, exchange, form, flow))
+                    return
+                answer = self._encode(engine.response(flow), form)
+        except (FlowserveError, UnknownEncoding) as error:
+            answer = _refusal(error)
         if exchange is not None:
-            await exchange.answer(status, headers, parts)
+            await exchange.answer(*answer)
             return
+        status, headers, parts = answer
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
+
+    def outcome(self, flow: Flow, form: AnswerForm) -> Answer:
+        """The answer to a flow that is done."""
+        try:
+            return self._encode(self._engine.response(flow), form)
+        except FlowserveError as error:
+            return _refusal(error)
+
+    def withdraw(self, flow: Flow) -> None:
+        """The client left."""
+        self._engine.withdraw(flow)
+
+    def _encode(self, response: Response, form: AnswerForm) -> Answer:
+        parts, headers = self._encoder.encode(response, form)
+        return 200, headers, parts
 
     def _decode(self, scope: Scope, body: Body, deployment: Deployment) -> tuple[Request, AnswerForm]:
         header_length: int | None = None
@@ -85,6 +112,36 @@ class InferRoute:
                 raise TooLarge(body_too_large(None, self._max_body_bytes))
             if not message.get("more_body"):
                 return bytes(body)
+
+
+class _Promise:
+    """An answer that comes when its flow is done, and what a client who leaves before means."""
+
+    __slots__ = ("_exchange", "_flow", "_form", "_route")
+
+    def __init__(self, route: InferRoute, exchange: Connection, form: AnswerForm, flow: Flow) -> None:
+        self._route = route
+        self._exchange = exchange
+        self._form = form
+        self._flow = flow
+        flow.waiter = self._keep
+
+    def withdraw(self) -> None:
+        self._route.withdraw(self._flow)
+
+    def _keep(self, flow: Flow) -> None:
+        """Called by the engine in the middle of its own work: nothing may get out."""
+        try:
+            answer = self._route.outcome(flow, self._form)
+        except Exception:
+            _log.exception("an answer of model '%s' could not be written", flow.plan.graph.name)
+            answer = 500, JSON_HEADERS, [error_body("internal server error")]
+        self._exchange.keep_promise(*answer)
+
+
+def _refusal(error: FlowserveError | UnknownEncoding) -> Answer:
+    status = 415 if isinstance(error, UnknownEncoding) else status_of(error)
+    return status, JSON_HEADERS, [error_body(str(error))]
 
 
 class UnknownEncoding(Exception):

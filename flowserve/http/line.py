@@ -8,6 +8,7 @@ idea of now, so they cost a request nothing. This file knows no HTTP.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import socket
 import struct
@@ -133,8 +134,32 @@ class Line:
         except OSError as error:
             raise ClientLeft(*error.args) from None
 
+    def post(self, parts: list[Any]) -> None:
+        """All of `parts`, without waiting: small ones at the end of this turn with those of other lines, unless theirs
+        is the only request under way. Only for a line on which everything before is with the kernel or in the outbox.
+        """
+        if self._is_in_outbox:
+            self.server.outbox.flush()
+        if len(parts) == 1 or sum(map(len, parts)) <= _JOINED_BYTES_MAX:
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            if self.server.running > 1:
+                self._is_in_outbox = True
+                self.server.outbox.put(self, data)
+            else:
+                self.send_now(data)
+            return
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        try:
+            _drop(views, self.sock.sendmsg(views[:_PARTS_MAX]))
+        except BlockingIOError:
+            pass
+        except OSError:
+            return  # broken: whoever reads from it is told
+        if views:
+            self._send_rest(views)
+
     def send_now(self, data: bytes) -> None:
-        """The outbox's burst. What the kernel does not take (the client reads late) is sent by a task of its own."""
+        """One small answer. What the kernel does not take (the client reads late) is sent by a task of its own."""
         self._is_in_outbox = False
         try:
             sent = self.sock.send(data)
@@ -143,20 +168,23 @@ class Line:
         except OSError:
             return  # broken: whoever reads from it is told
         if sent < len(data):
-            self._rest = trio.Event()
-            self.server.start_soon(self._write_rest, memoryview(data)[sent:], self._rest)
+            self._send_rest([memoryview(data)[sent:]])
 
-    async def _write_rest(self, data: memoryview, done: trio.Event) -> None:
+    def _send_rest(self, views: list[memoryview]) -> None:
+        self._rest = trio.Event()
+        self.server.start_soon(self._write_rest, views, self._rest)
+
+    async def _write_rest(self, views: list[memoryview], done: trio.Event) -> None:
         try:
-            with trio.move_on_after(self.server.limits.write_timeout_s) as patience:
-                while data:
-                    try:
-                        data = data[self.sock.send(data) :]
-                    except BlockingIOError:
-                        await wait_writable(self.sock)
-            if patience.cancelled_caught:
-                self.reset_on_close()
-                self.scope.cancel()
+            while views:
+                with trio.move_on_after(self.server.limits.write_timeout_s) as patience:
+                    await wait_writable(self.sock)
+                if patience.cancelled_caught:
+                    self.reset_on_close()
+                    self.scope.cancel()
+                    return
+                with contextlib.suppress(BlockingIOError):
+                    _drop(views, self.sock.sendmsg(views[:_PARTS_MAX]))
         except (OSError, trio.ClosedResourceError):
             pass  # the line is gone, and its own task knows
         finally:
@@ -179,11 +207,16 @@ class Line:
                 self.enter(Phase.WRITING, self.server.limits.write_timeout_s)
                 await wait_writable(self.sock)
                 continue
-            done = 0
-            while done < len(views) and sent >= len(views[done]):
-                sent -= len(views[done])
-                done += 1
-            del views[:done]
-            if sent:
-                views[0] = views[0][sent:]
+            _drop(views, sent)
         self.phase = before
+
+
+def _drop(views: list[memoryview], sent: int) -> None:
+    """Take the first `sent` bytes, which the kernel has, out of `views`."""
+    done = 0
+    while done < len(views) and sent >= len(views[done]):
+        sent -= len(views[done])
+        done += 1
+    del views[:done]
+    if sent:
+        views[0] = views[0][sent:]

@@ -126,7 +126,8 @@ class Engine:
         """Rows of the repository index: one per ready version, one per name that has none."""
         rows: list[dict[str, str]] = []
         for name, entry in sorted(self.entries.items()):
-            rows += [{"name": name, "version": str(version), "state": "READY"} for version in entry.versions]
+            reason = {"reason": entry.reason} if entry.reason else {}
+            rows += [{"name": name, "version": str(version), "state": "READY", **reason} for version in entry.versions]
             if not entry.versions and not ready_only:
                 rows.append({"name": name, "state": entry.state, "reason": entry.reason})
         return rows
@@ -308,7 +309,7 @@ class Engine:
 
     def withdraw_name(self, name: str, reason: str) -> None:
         """From now on requests for this name are refused, with the reason. Those in flight finish."""
-        entry = self.entries[name]
+        entry = self.entries.setdefault(name, Entry(name))
         self._forget_statistics(entry, ())
         entry.ready, entry.versions = {}, []
         entry.state, entry.reason = "UNAVAILABLE", reason

@@ -7,6 +7,7 @@ at once. Between pokes it sleeps until the dispatcher's own deadline. It knows n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -15,18 +16,23 @@ from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, w
 from flowserve.runtime.clock import ClockNs, trio_deadline
 from flowserve.scheduling.dispatcher import Dispatcher
 
-# So many requests that came alone, and the next is taken to be alone too.
+# So many requests that came alone, and the next is taken to be alone too ...
 LONE_TURNS: Final = 64
+# ... but after so many one waits for the end of its turn, where it is seen whether others came in it.
+_UNSEEN_MAX: Final = 7
 
 
 class Pump:
     """Owns the task; `poke` may be called from anywhere on the loop's thread, any number of times."""
 
-    def __init__(self, dispatcher: Dispatcher, clock: ClockNs) -> None:
+    def __init__(self, dispatcher: Dispatcher, clock: ClockNs, pumped: Callable[[], None]) -> None:
+        """`pumped` is called after each pump: what could start has started, now others may be told."""
         self._dispatcher = dispatcher
+        self._pumped = pumped
         self._clock = clock
-        self._arrivals = 0  # requests submitted in this turn
+        self._arrivals = 0  # requests in this turn that the task will hear of
         self._lone_turns = 0  # turns in a row that brought exactly one request
+        self._unseen = 0  # requests that were started at once since one waited for its turn's end
         self._task: Task | None = None  # the task while it is parked and nobody woke it yet
 
     def poke(self) -> None:
@@ -37,15 +43,19 @@ class Pump:
             reschedule(task)
 
     def arrived(self) -> None:
-        """A request was submitted. Where requests have come one by one for a while, it does not wait for company.
-
-        The task is woken all the same: that is how a second request in the same turn is noticed, and company waited
-        for again.
+        """A request was submitted. Where requests have come one by one for a while, it does not wait for company, and
+        where it is answered at once the task sleeps on: a turn of the loop costs as much as a cheap step.
         """
-        self._arrivals += 1
-        self.poke()
-        if self._arrivals == 1 and self._lone_turns >= LONE_TURNS:
-            self._dispatcher.pump(self._clock())
+        if self._lone_turns < LONE_TURNS or self._task is None or self._unseen == _UNSEEN_MAX:
+            self._unseen = 0
+            self._arrivals += 1
+            self.poke()
+            return
+        self._unseen += 1
+        self._dispatcher.pump(self._clock())
+        self._pumped()
+        if self._dispatcher.in_flight:
+            self.poke()
 
     async def run(self) -> None:
         """Pump for ever. Ends only by cancellation."""
@@ -55,6 +65,7 @@ class Pump:
                 self._lone_turns = self._lone_turns + 1 if self._arrivals == 1 else 0
                 self._arrivals = 0
             dispatcher.pump(self._clock())  # before the first sleep too: a poke that came earlier woke nobody
+            self._pumped()
             deadline_ns = dispatcher.next_deadline()
             if deadline_ns is None:
                 await self._park()
