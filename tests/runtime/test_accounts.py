@@ -200,3 +200,12 @@ async def test_histograms_and_sizes_count_what_the_counters_count() -> None:
             assert one.batch_rows.cumulated()[-1] == one.execution_count
         assert {rows: size.count for rows, size in model.batches.items()} == {8: 1, 4: 1}
         assert {rows: size.count for rows, size in chain.batches.items()} == {1: 12}
+
+
+@pytest.mark.parametrize("is_pure", [True, False], ids=["pure", "model.py"])
+async def test_one_bad_request_fails_alone_where_the_model_is_pure_and_with_its_batch_where_not(is_pure: bool) -> None:
+    async with running() as engine:
+        add_function(engine, "m", [nothing_below_zero], is_pure=is_pure)
+        await together(engine, *[lambda i=i: ask(engine, "m", -1.0 if i == 5 else 1.0, stamp=i) for i in range(8)])
+        assert reasons(engine, "m") == {"BACKEND": 1 if is_pure else 8}
+        assert engine.statistics("m")[0]["inference_stats"]["success"]["count"] == (7 if is_pure else 0)
