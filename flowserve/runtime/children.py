@@ -131,7 +131,7 @@ class _ForkServer:
         try:
             socket.send_fds(self.orders, [json.dumps({"name": name, "entry": entry}).encode()], fds)
             answer, received, _, _ = socket.recv_fds(self.orders, 4096, 1, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionError:
+        except OSError:
             answer, received = b"", []
         if not answer:
             raise Unavailable("the process that starts models has ended")
@@ -219,6 +219,8 @@ class Children:
 
     def _order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int]:
         with self._lock:
+            if self._is_closed:
+                raise Unavailable("the server is ending")
             server = self._server
             if server is None or server.process.poll() is not None:
                 if server is not None:
@@ -226,7 +228,7 @@ class Children:
                     server.hang_up()
                 server = self._server = _ForkServer()
                 self._token.run_sync_soon(self._listen, server)
-            if self._is_closed:  # looked at only now: `close` sets it, then hangs up what it finds
+            if self._is_closed:  # looked at again: `close` sets it first, then hangs up what it finds
                 server.hang_up()
             return server.order(name, entry, fds)
 

@@ -17,7 +17,13 @@ LINES_A_SECOND_MAX: Final = 1000  # and so many at once
 _SECOND_NS: Final = 1_000_000_000
 # As in sd-daemon(3); a child's own log writes them, and a model may.
 _SEVERITY: Final = re.compile(r"<([0-7])>")
-_LEVELS: Final = {"4": logging.WARNING, "5": logging.INFO, "6": logging.INFO, "7": logging.DEBUG}
+_LEVELS: Final = {
+    **dict.fromkeys("012", logging.CRITICAL),
+    "3": logging.ERROR,
+    "4": logging.WARNING,
+    **dict.fromkeys("56", logging.INFO),
+    "7": logging.DEBUG,
+}
 
 Line = tuple[int, str]
 
@@ -68,7 +74,7 @@ class Printed:
         level = logging.INFO
         severity = _SEVERITY.match(shown)
         if severity is not None:
-            level = _LEVELS.get(severity[1], logging.ERROR)
+            level = _LEVELS[severity[1]]
             shown = shown[severity.end() :]
         return level, f"{shown} ... (cut: longer than {LINE_BYTES_MAX} bytes)" if is_cut else shown
 

@@ -1,0 +1,387 @@
+"""Child processes: what they find, how their end is noticed, that none is left behind. Real processes throughout."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from flowserve.errors import Unavailable
+from flowserve.runtime.children import SUPPORTED, Child, Children
+from flowserve.runtime.clock import running_clock
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not SUPPORTED, reason="child processes for models need Linux"),
+]
+
+WITHIN_S = 20.0  # a bound for a crowded machine, not what is expected
+
+# What the children of these tests do: run the text they are given.
+ENTRY = """
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+
+def run(socket_fd, arguments):
+    exec(arguments.decode(), {**globals(), "socket_fd": socket_fd})
+"""
+
+
+@pytest.fixture
+async def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Children]:
+    (tmp_path / "runs_text.py").write_text(ENTRY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with trio.open_nursery() as nursery:
+        made = Children(running_clock())
+        await nursery.start(made.run)
+        yield made
+        await made.close()
+        nursery.cancel_scope.cancel()
+
+
+async def begin(children: Children, text: str, name: str = "m_0") -> Child:
+    spawn = partial(children.spawn, name, "runs_text:run", textwrap.dedent(text).encode(), log_name="m")
+    return await trio.to_thread.run_sync(spawn)
+
+
+async def end_of(child: Child) -> str:
+    """Waits until it has ended and has been seen to."""
+    over = trio.Event()
+    child.on_end = lambda _: over.set()
+    if not child.ended:
+        with trio.fail_after(WITHIN_S):
+            await over.wait()
+    child.socket.close()
+    return child.ended
+
+
+async def last_word(child: Child) -> bytes:
+    """Waits for its end; returns the oldest message it left."""
+    await until(lambda: bool(child.ended))
+    with child.socket as sock:
+        return sock.recv(10_000)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(WITHIN_S):
+        while not condition():  # noqa: ASYNC110 - nothing tells us when another process has come that far
+            await trio.sleep(0.01)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of that number is there and not merely waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.fault("R2")
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        ("os._exit(3)", "ended with exit status 3"),
+        ("sys.exit(4)", "ended with exit status 4"),
+        ("1 / 0", "ended with exit status 1"),
+        ("pass", "ended with exit status 0"),
+        ("import ctypes; ctypes.string_at(0)", "was killed by signal 11 (SIGSEGV)"),
+        ("os.abort()", "was killed by signal 6 (SIGABRT)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal 9 (SIGKILL)"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN)", f"was killed by signal {int(signal.SIGRTMIN)}"),
+    ],
+)
+async def test_an_end_is_called_by_its_name(children: Children, text: str, how: str) -> None:
+    child = await begin(children, text)
+    assert (await end_of(child)).startswith(f"model 'm', instance 'm_0': its process {how}")
+
+
+async def test_arguments_and_answers_travel(children: Children) -> None:
+    child = await begin(children, f"os.write(socket_fd, b'{'x' * 100}'); time.sleep(60) #{'y' * 3_000_000}")
+    await trio.lowlevel.wait_readable(child.socket)
+    assert child.socket.recv(1000) == b"x" * 100
+    child.kill()
+    await end_of(child)
+
+
+async def test_an_end_is_noticed_although_a_grandchild_holds_the_socket(children: Children) -> None:
+    child = await begin(
+        children,
+        """
+        if os.fork() == 0:
+            os.setsid()  # not of our group: nobody kills it
+            time.sleep(3)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    began = time.monotonic()
+    assert "SIGKILL" in await end_of(child)
+    assert time.monotonic() - began < 2.5
+
+
+async def test_what_a_child_has_started_ends_with_it(children: Children, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = await begin(
+        children,
+        f"""
+        helper = subprocess.Popen(["sleep", "600"])
+        open({str(note)!r}, "w").write(str(helper.pid))
+        os._exit(0)
+        """,
+    )
+    await end_of(child)
+    await until(lambda: not is_alive(int(note.read_text())))
+
+
+async def test_a_process_that_a_child_forks_cannot_answer_in_its_place(children: Children) -> None:
+    child = await begin(
+        children,
+        """
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(socket_fd, b"forged")
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        os.write(socket_fd, b"genuine")
+        """,
+    )
+    assert await last_word(child) == b"genuine"
+
+
+async def test_a_pool_of_processes_in_a_model_can_be_ended(children: Children) -> None:
+    child = await begin(
+        children,
+        """
+        import multiprocessing
+        pool = multiprocessing.get_context("fork").Pool(2)
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+        pool.terminate()
+        pool.join()
+        """,
+    )
+    assert (await end_of(child)).endswith("exit status 0")
+
+
+@pytest.mark.fault("R6")
+async def test_siblings_share_nothing_that_can_be_changed(children: Children) -> None:
+    """Working directory, environment, modules, descriptors and random numbers are each process's own."""
+    spoiler = await begin(
+        children,
+        """
+        import json, numpy
+        os.chdir("/"); os.environ["SPOILT"] = "1"; sys.modules["json"] = None; numpy.spoilt = True
+        os.closerange(0, 1000)
+        time.sleep(600)
+        """,
+        "spoiler_0",
+    )
+    tell = """
+        import json, random
+        import numpy
+        told = [os.getcwd(), os.environ.get("SPOILT"), hasattr(numpy, "spoilt"), os.listdir("/proc/self/fd")]
+        told += [random.random(), numpy.random.rand(), os.environ.get("OPENBLAS_NUM_THREADS")]
+        os.write(socket_fd, json.dumps(told).encode())
+    """
+    answers = []
+    for number in range(2):
+        child = await begin(children, tell, f"good_{number}")
+        answers.append(json.loads(await last_word(child)))
+    for cwd, spoilt, has_attribute, fds, *_ in answers:
+        assert (cwd, spoilt, has_attribute) == (os.getcwd(), None, False)
+        assert len(fds) <= 6  # the standard three, the socket, what listdir itself opens, the urandom of somebody
+    assert answers[0][4] != answers[1][4]
+    assert answers[0][5] != answers[1][5]
+    assert answers[0][6] == os.environ.get("OPENBLAS_NUM_THREADS")
+    spoiler.kill()
+    await end_of(spoiler)
+
+
+async def test_children_have_one_thread_and_numpy_at_hand(children: Children) -> None:
+    child = await begin(
+        children,
+        """
+        found = [len(os.listdir("/proc/self/task")), "numpy" in sys.modules, os.getsid(0) == os.getpid()]
+        os.write(socket_fd, repr(found).encode())
+        """,
+    )
+    assert await last_word(child) == b"[1, True, True]"
+
+
+async def test_a_group_that_is_told_to_stop_leaves_children_to_the_server(children: Children) -> None:
+    """As when systemd stops a service: everybody gets SIGTERM, and the server still drains."""
+    child = await begin(children, "os.write(socket_fd, b'1'); time.sleep(1); os.write(socket_fd, b'2')")
+    await trio.lowlevel.wait_readable(child.socket)
+    assert child.socket.recv(1) == b"1"
+    forkserver = parent_of(child.pid)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(forkserver, number)
+        os.kill(child.pid, number)
+    assert await last_word(child) == b"2"
+    assert child.ended.endswith("exit status 0")
+
+
+@pytest.mark.fault("R6")
+async def test_what_is_printed_is_logged_under_the_models_name(
+    children: Children, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flowserve.model.m")
+    text = """
+        import logging
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+        logging.getLogger("anything").warning("two\\nlines")
+        os.system("echo from a shell")
+        sys.stdout.write("never ended")
+        sys.stdout.flush()
+        os._exit(0)
+    """
+    await end_of(await begin(children, text))
+    assert [(record.name, record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("flowserve.model.m", "INFO", "to stdout"),
+        ("flowserve.model.m", "INFO", "to stderr"),
+        ("flowserve.model.m", "WARNING", r"two\nlines"),
+        ("flowserve.model.m", "INFO", "from a shell"),
+        ("flowserve.model.m", "INFO", "never ended"),
+    ]
+
+
+@pytest.mark.fault("R6")
+async def test_a_crash_says_in_the_log_where_it_happened(children: Children, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flowserve.model.m")
+    text = """
+        def unlucky():
+            import ctypes
+            ctypes.string_at(0)
+        unlucky()
+    """
+    await end_of(await begin(children, text))
+    assert "Segmentation fault" in caplog.text
+    assert "in unlucky" in caplog.text
+
+
+async def test_a_kill_of_our_own_says_why(children: Children) -> None:
+    child = await begin(children, "time.sleep(600)")
+    child.kill(why="it was in the way")
+    assert await end_of(child) == "model 'm', instance 'm_0': it was in the way"
+
+
+async def test_when_the_forkserver_is_killed_its_children_end_and_the_next_one_has_another(children: Children) -> None:
+    child = await begin(children, "time.sleep(600)")
+    forkserver = parent_of(child.pid)
+    os.kill(forkserver, signal.SIGKILL)
+    assert "together with the process that had started it" in await end_of(child)
+    while True:
+        try:
+            child = await begin(children, "time.sleep(600)")
+            break
+        except Unavailable:  # the old one has not quite ended
+            await trio.sleep(0.01)
+    child.kill()
+    assert "SIGKILL" in await end_of(child)
+
+
+async def test_a_forkserver_outlives_the_thread_that_started_it(children: Children) -> None:
+    """A child's parent-death signal is about the thread that forked, and worker threads come and go."""
+    born: list[Child] = []
+
+    def spawn() -> None:
+        born.append(children.spawn("m_0", "runs_text:run", b"time.sleep(600)", log_name="m"))
+
+    thread = threading.Thread(target=spawn)
+    thread.start()
+    await trio.to_thread.run_sync(thread.join)
+    (first,) = born
+    second = await begin(children, "pass")
+    await end_of(second)
+    assert is_alive(first.pid)
+    first.kill()
+    await end_of(first)
+
+
+async def test_nothing_can_be_started_once_everything_is_closed(children: Children) -> None:
+    child = await begin(children, "time.sleep(600)")
+    await children.close()
+    assert child.ended.endswith("ended with the server")
+    assert not is_alive(child.pid)
+    child.socket.close()
+    with pytest.raises(Unavailable, match="the server is ending"):
+        await begin(children, "pass")
+
+
+SERVER = """
+import sys
+import trio
+from flowserve.runtime.children import Children
+from flowserve.runtime.clock import running_clock
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        children = Children(running_clock())
+        await nursery.start(children.run)
+        text = "import subprocess; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+        for number in range(3):
+            spawn = lambda: children.spawn(f"m_{number}", "runs_text:run", text.encode(), log_name="m")
+            print((await trio.to_thread.run_sync(spawn)).pid, flush=True)
+        print("ready", flush=True)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+@pytest.mark.fault("X8")
+def test_children_and_all_they_started_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "runs_text.py").write_text(ENTRY)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout is not None
+        pids = [int(line) for line in iter(server.stdout.readline, "ready\n")]
+        assert len(pids) == 3
+        sessions = set(pids)
+        deadline = time.monotonic() + WITHIN_S
+        while len(_of_sessions(sessions)) < 6:  # each with its sleep
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.kill()
+    while left := _of_sessions(sessions):
+        assert time.monotonic() < deadline + WITHIN_S, left
+        time.sleep(0.01)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def _of_sessions(sessions: set[int]) -> list[int]:
+    """The living processes of these sessions."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                state, _, _, session = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue
+            if int(session) in sessions and state not in "ZX":
+                found.append(int(entry))
+    return found

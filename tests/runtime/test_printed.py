@@ -1,0 +1,70 @@
+"""What models print: whole lines, bounded, whatever the pieces they come in."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.runtime.printed import LINE_BYTES_MAX, LINES_A_SECOND_MAX, Printed
+
+SECOND_NS = 1_000_000_000
+
+
+def texts(printed: Printed, *pieces: bytes, now_ns: int = 5 * SECOND_NS) -> list[str]:
+    lines = [text for piece in pieces for _, text in printed.take(piece, now_ns)]
+    return [*lines, *(text for _, text in printed.rest())]
+
+
+@given(st.lists(st.binary(max_size=20).filter(lambda piece: b"<" not in piece), max_size=30))
+def test_lines_do_not_depend_on_the_pieces_they_came_in(pieces: list[bytes]) -> None:
+    whole = b"".join(pieces)
+    assert texts(Printed(), *pieces) == texts(Printed(), whole)
+    lines = whole.split(b"\n")
+    expected = lines if lines[-1] else lines[:-1]
+    assert texts(Printed(), whole) == [line.rstrip(b"\r").decode(errors="backslashreplace") for line in expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        (b"<2>x", logging.CRITICAL),
+        (b"<3>x", logging.ERROR),
+        (b"<4>x", logging.WARNING),
+        (b"<6>x", logging.INFO),
+        (b"<7>x", logging.DEBUG),
+        (b"x", logging.INFO),
+    ],
+)
+def test_a_severity_at_the_front_is_the_level_of_the_line(line: bytes, level: int) -> None:
+    assert Printed().take(line + b"\n", 0) == [(level, "x")]
+
+
+def test_a_long_line_is_cut_and_says_so_and_the_next_one_is_whole() -> None:
+    long, after = texts(Printed(), b"a" * 10_000, b"a" * 90_000 + b"\nnext\n")
+    assert long == "a" * LINE_BYTES_MAX + f" ... (cut: longer than {LINE_BYTES_MAX} bytes)"
+    assert after == "next"
+
+
+def test_lines_beyond_the_limit_are_counted_and_named_once_the_second_is_over() -> None:
+    printed = Printed()
+    second = 7 * SECOND_NS
+    assert len(printed.take(b"x\n" * 1500, second)) == LINES_A_SECOND_MAX
+    assert printed.take(b"x\n" * 700 + b"half a", second + 1) == []
+    lines = printed.take(b" line\n", second + SECOND_NS)
+    assert [text for _, text in lines] == [
+        "1200 lines are missing here: more than 1000 a second were printed",
+        "half a line",
+    ]
+
+
+@pytest.mark.fault("R6")
+def test_a_hundred_megabytes_leave_nothing_behind() -> None:
+    printed = Printed()
+    shown = 0
+    for number in range(1600):
+        shown += sum(len(text) for _, text in printed.take(b"y" * 65536, number))
+    shown += sum(len(text) for _, text in printed.rest())
+    assert shown < 2 * LINE_BYTES_MAX
