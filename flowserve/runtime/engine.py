@@ -21,8 +21,10 @@ from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED, Statistics, rows_as_json
 from flowserve.runtime.accounts import record_batch, record_ensemble
+from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock
 from flowserve.runtime.deployment import Deployment, Entry
+from flowserve.runtime.hosts import Processes
 from flowserve.runtime.instance import Completions, Host, Outcome
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.pump import Pump
@@ -37,7 +39,8 @@ from flowserve.values import Request, Response
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the operator chose. `python_execution`: "thread" or "inline". `gpu` False maps KIND_GPU to the CPU.
+    """What the operator chose. `python_execution`: "process", "thread" or "inline". `gpu` False maps KIND_GPU to the
+    CPU.
     `rate_limit`: None is off; else the resources that were given, none of them meaning that models' own needs decide.
     """
 
@@ -61,6 +64,7 @@ class Engine:
             self.dispatcher = LimitedDispatcher(self._start, self._answered, self.limiter, refused=self._refused)
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
         self.generations = Generations(self.dispatcher.remove)
+        self.processes = Processes(self.clock) if SUPPORTED else None
         self._statistics: dict[ModelKey, Statistics] = {}
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
         self._turnstile = Turnstile()
@@ -371,11 +375,15 @@ async def open_engine(
         nursery.start_soon(engine.run_pump, name="pump")
         nursery.start_soon(engine.run_turnstile, name="turnstile")
         nursery.start_soon(engine.generations.run, name="reaper")
+        if engine.processes is not None:
+            await nursery.start(engine.processes.run, name="processes")
         try:
             yield engine
         finally:
             with trio.CancelScope(shield=True):
                 hung = await engine.close(trio.current_time() + exit_timeout_s)
+                if engine.processes is not None:
+                    await engine.processes.close()
             if on_close is not None:
                 on_close(hung)
             nursery.cancel_scope.cancel()

@@ -1,0 +1,89 @@
+"""Which host an instance gets, and what hosts share.
+
+Decided here: what the word in a model's `execution` parameter, or the server's default for its backend, comes to. It
+knows every kind of host and nothing of what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from flowserve.backends.base import LoadedModel, RunsInProcess
+from flowserve.config.types import InstanceGroup, ModelConfig
+from flowserve.errors import Unsupported
+from flowserve.runtime.children import Children
+from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.instance import Host, LocalHost
+from flowserve.runtime.placement import Placement
+from flowserve.runtime.process_host import ProcessHost
+from flowserve.runtime.process_inputs import InputPacker
+from flowserve.runtime.readiness import Readiness
+
+MakeHost = Callable[[str, InstanceGroup], Host]
+
+PROCESS: Final = "process"
+# Where instances of a backend run, unless the model or the operator says otherwise: by measurement.
+DEFAULT: Final = "auto"
+
+
+class Processes:
+    """What a server has for models in processes of their own. Made on the loop."""
+
+    def __init__(self, clock: ClockNs) -> None:
+        self.children = Children(clock)
+        self.readiness = Readiness()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve them. Ends by cancellation, after `close`."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.children.run)
+            nursery.start_soon(self.readiness.run, name="children's sockets")
+            task_status.started()
+
+    async def close(self) -> None:
+        """Whatever still lives is ended."""
+        await self.children.close()
+
+
+def host_maker(
+    config: ModelConfig, model: LoadedModel, execution: str, processes: Processes | None, clock: ClockNs
+) -> MakeHost:
+    """How each instance of one model version gets its host, not yet open; called with its name and its group.
+
+    Raises Unsupported where the model cannot run in that place.
+    """
+    if execution == PROCESS:
+        return _in_processes(config, model, processes, clock)
+    placement = Placement() if execution == DEFAULT and model.may_run_inline else None
+
+    def make(name: str, group: InstanceGroup) -> Host:
+        return LocalHost(
+            name,
+            config.name,
+            model.instance(name, group),
+            len(config.inputs),
+            len(config.outputs),
+            placement,
+            clock,
+            always_inline=execution == "inline",
+            may_write=not model.is_pure,
+        )
+
+    return make
+
+
+def _in_processes(config: ModelConfig, model: LoadedModel, processes: Processes | None, clock: ClockNs) -> MakeHost:
+    if processes is None:
+        raise Unsupported(f'model \'{config.name}\': execution "process" is for Linux; use "thread"')
+    if not isinstance(model, RunsInProcess):
+        raise Unsupported(
+            f"model '{config.name}': its backend '{config.backend}' does not run in processes; "
+            'use execution "thread", "inline" or "auto"'
+        )
+    packer = InputPacker(config.inputs)
+    return lambda name, group: ProcessHost(
+        name, config, model.remote(name, group), packer, processes.children, processes.readiness, clock
+    )
