@@ -63,6 +63,10 @@ class ModelFailed(Internal):
     """A model raised, or answered with something its own configuration forbids."""
 
 
+class InstanceDied(ModelFailed):
+    """The process that ran a model ended. What it was running is never tried again: that may be what it died of."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
     """Where something was written. `file` is relative to the repository; lines and columns count from 1."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from flowserve.errors import FlowserveError, Unavailable
+from flowserve.errors import FlowserveError, InstanceDied, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.closed import Closed
@@ -222,15 +222,15 @@ class Dispatcher:
             queue.closed = queue.batcher
         queue.batcher = Closed(reason)
 
-    def batch_failed(self, batch: Batch, error: FlowserveError, *, may_retry: bool = True) -> bool:
+    def batch_failed(self, batch: Batch, error: FlowserveError) -> bool:
         """A batch raised. Returns whether it is tried again.
 
         Where the model is pure, halves of the batch are tried again, so that one request does not fail its neighbours;
-        not where its instance died of it (`may_retry` false).
+        not where its instance died of it.
         """
         self._set_free(batch)
         tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
-        if may_retry and batch.queue.is_pure and len(batch.tickets) > 1 and tickets:
+        if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not isinstance(error, InstanceDied):
             middle = (len(tickets) + 1) // 2
             for half in (tickets[:middle], tickets[middle:]):
                 if half:
