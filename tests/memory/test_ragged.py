@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,6 +63,11 @@ def test_every_kind_of_batch_input_says_what_triton_says(
     kind: str, shapes: Sequence[Shape], expected: list[object], dtype: DType
 ) -> None:
     assert made(kind, shapes, dtype) == expected
+
+
+def test_the_page_about_ragged_batches_says_the_same(root: Path) -> None:
+    rows = re.findall(r"^\| `(BATCH_\w+)` \| `(.*?)` \|", (root / "docs/ragged.md").read_text(), re.MULTILINE)
+    assert {kind: json.loads(shown) for kind, shown in rows} == {kind: made(kind, FOUR_LISTS) for kind in BATCH_INPUTS}
 
 
 def test_counts_are_one_for_each_request_and_count_all_its_rows() -> None:
