@@ -202,9 +202,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--python-execution",
         metavar="PLACE",
-        type=one_of("thread", "inline", not_yet={"process": "running Python models in processes"}),
+        type=one_of("process", "thread", "inline"),
         default="thread",
-        help="where Python models run: thread (default), or inline on the event loop, for trusted models",
+        help="where Python models run: thread (default), process, one for each instance, or inline on the event loop, "
+        "for trusted models",
     )
     models.add_argument(
         "--gpu",

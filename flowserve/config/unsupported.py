@@ -113,8 +113,8 @@ def agents(s: Subject) -> Iterator[Problem]:
 
 def places(s: Subject) -> Iterator[Problem]:
     value = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
-    if value in ("process", "ray"):
-        yield _not_yet(s, "parameters[execution]", f'execution "{value}"', 'use "thread", "inline" or "auto"')
+    if value == "ray":
+        yield _not_yet(s, "parameters[execution]", 'execution "ray"', 'use "process", "thread", "inline" or "auto"')
 
 
 UNSUPPORTED: Final[Mapping[str, Rule]] = {

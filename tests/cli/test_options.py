@@ -43,8 +43,7 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--rate-limit-resource", "R"], "--rate-limit-resource: expected NAME:COUNT or NAME:COUNT:DEVICE, got 'R'"),
         (["--rate-limit-resource", "R:1:2:3"], "expected NAME:COUNT or NAME:COUNT:DEVICE, got 'R:1:2:3'"),
         (["--rate-limit-resource", "R:-1"], "expected NAME:COUNT or NAME:COUNT:DEVICE, got 'R:-1'"),
-        (["--python-execution", "process"], "running Python models in processes is not supported yet; use thread"),
-        (["--python-execution", "gpu"], "--python-execution: expected thread or inline, got 'gpu'"),
+        (["--python-execution", "gpu"], "--python-execution: expected process or thread or inline, got 'gpu'"),
         (
             ["--load-model", "a"],
             "--load-model: choosing models at start (model control mode explicit) is not supported",
