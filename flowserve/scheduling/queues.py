@@ -103,10 +103,10 @@ class PolicyBatcher:
         level = self._levels.of(flow.priority)
         policy = self._levels.policy_of(level)
         if policy.max_size and self._size(level) >= policy.max_size:
-            where = f" at priority level {level}" if level else ""
+            line = f"priority level {level}" if level else "the queue"
             raise Unavailable(
-                f"Exceeds maximum queue size: {policy.max_size} requests wait for model '{ticket.node.model.name}'"
-                f"{where}; try again later"
+                f"Exceeds maximum queue size: {line} of model '{ticket.node.model.name}' has room for"
+                f" {policy.max_size}; try again later"
             )
         timeout_ns = policy.timeout_ns
         if timeout_ns:

@@ -66,22 +66,30 @@ class Recorder:
         *,
         is_pure: bool = False,
         needs: Sequence[Needs] = (),
+        keeps_order: bool = False,
     ) -> ModelQueue:
         chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
-        queue = ModelQueue(model.key, chosen, range(instances), is_pure=is_pure, needs=needs)
+        queue = ModelQueue(model.key, chosen, range(instances), is_pure=is_pure, needs=needs, keeps_order=keeps_order)
         self.queues[model.key] = queue
         self.dispatcher.add(queue)
         return queue
 
     def submit(
-        self, graph: Graph, request: object, inputs: Sequence[Handle | None] | None = None, stamp: int | None = None
+        self,
+        graph: Graph,
+        request: object,
+        inputs: Sequence[Handle | None] | None = None,
+        stamp: int | None = None,
+        priority: int = 0,
+        timeout_ns: int = 0,
     ) -> Flow:
         """A request by the name of `request`; one row in every input unless `inputs` says otherwise."""
         self._stamps += 1
         plan = make_plan(graph)
         given = [rows_of() for _ in graph.inputs] if inputs is None else inputs
         route = [self.queues[node.model] for node in plan.nodes]
-        flow = Flow(plan, route, given, 0, self._stamps if stamp is None else stamp, request)
+        stamp = self._stamps if stamp is None else stamp
+        flow = Flow(plan, route, given, 0, stamp, request, None, priority, timeout_ns)
         self.dispatcher.submit(flow)
         return flow
 

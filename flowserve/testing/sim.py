@@ -53,9 +53,11 @@ class Sim:
         self.time = 0
         self.log: list[tuple[object, ...]] = []
         if self.world.overtaken_max is None:
-            self.dispatcher = Dispatcher(self._run, self._answered)
+            self.dispatcher = Dispatcher(self._run, self._answered, self._refused)
         else:
-            self.dispatcher = LimitedDispatcher(self._run, self._answered, Limiter(), self.world.overtaken_max)
+            self.dispatcher = LimitedDispatcher(
+                self._run, self._answered, Limiter(), self.world.overtaken_max, self._refused
+            )
         self.queues: dict[ModelKey, ModelQueue] = {}
         self.flows: dict[int, Flow] = {}  # submitted, neither answered nor given up
         self.over: set[int] = set()  # answered or given up
@@ -63,7 +65,9 @@ class Sim:
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._busy: set[tuple[ModelKey, int]] = set()
         self._finished: dict[int, set[int]] = {}  # request -> nodes whose step is done
-        self._excused: set[int] = set()  # stood in a batch that an impure model failed as a whole
+        self._excused: set[int] = set()  # refused, or stood in a batch that an impure model failed as a whole
+        self._begun: set[tuple[int, int]] = set()  # request and node of steps that were started
+        self._lines: dict[ModelKey, Line] = {}  # of models that keep order
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._tie = count()
         self._runs = count()
@@ -108,7 +112,16 @@ class Sim:
         heapq.heappush(self._agenda, (time, next(self._tie), act))
 
     def _add_model(self, model: SimModel) -> None:
-        queue = ModelQueue(model.key, model.batcher(), range(model.instances), is_pure=model.is_pure, needs=model.needs)
+        queue = ModelQueue(
+            model.key,
+            model.batcher(),
+            range(model.instances),
+            is_pure=model.is_pure,
+            needs=model.needs,
+            keeps_order=model.keeps_order,
+        )
+        if model.keeps_order:
+            self._lines[model.key] = Line()
         self.queues[model.key] = queue
         self.batch_rows[model.key] = []
         self.dispatcher.add(queue)
@@ -122,7 +135,8 @@ class Sim:
             for i, width in enumerate(request.widths)
         ]
         route = [self.queues[node.model] for node in plan.nodes]
-        flow = Flow(plan, route, inputs, self.time, request.number, request)
+        patience = request.priority, request.timeout_ns
+        flow = Flow(plan, route, inputs, self.time, request.number, request, None, *patience)
         self.flows[request.number] = flow
         self._finished[request.number] = set()
         self._note("arrives", request.number)
@@ -144,12 +158,33 @@ class Sim:
         self._busy.add((model.key, batch.instance))
         self.batch_rows[model.key].append(batch.rows)
         self._note("runs", model.key.name, batch.instance, *map(_number, batch.tickets))
+        self._begin(batch, model)
         outcome = self._compute(batch, model)
         ns = self._random.randint(model.shortest_ns, model.longest_ns)
         if ns:
             self._at(self.time + ns, partial(self._return, batch, model, outcome))
         else:
             self._return(batch, model, outcome)
+
+    def _begin(self, batch: Batch, model: SimModel) -> None:
+        """Whoever leaves its queue now had the patience to wait for it. Halves of a batch that raised have left it."""
+        first = [ticket for ticket in batch.tickets if (_number(ticket), ticket.node.index) not in self._begun]
+        self._begun.update((_number(ticket), ticket.node.index) for ticket in first)
+        if model.keeps_order:
+            self._lines[model.key].tickets += first
+        for ticket in first:
+            patience_ns = model.patience_ns(ticket.flow.request)
+            assert patience_ns is None or self.time < ticket.queued_ns + patience_ns, "served after its deadline"
+
+    def _refused(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+        model, request = self.world.by_key[queue.key], ticket.flow.request
+        patience_ns = model.patience_ns(request)
+        if patience_ns is not None and now_ns >= ticket.queued_ns + patience_ns:
+            self._note("expires", request.number)
+        else:
+            assert 0 < model.level_policy(request).max_size <= len(queue.batcher), "refused, and there is room"
+            self._note("finds no room", request.number)
+        self._excused.add(request.number)
 
     def _compute(self, batch: Batch, model: SimModel) -> list[list[Handle | None]] | None:
         """The outputs, or None where the batch raises. Reads the inputs now: they may be gone when it returns."""
@@ -179,6 +214,8 @@ class Sim:
             self._note("raises", model.key.name, *numbers)
             if not again and len(numbers) > 1:
                 self._excused.update(numbers)
+            if not again and model.keeps_order:
+                self._lines[model.key].back.update(dict.fromkeys(batch.tickets, False))
             assert self.dispatcher.batch_failed(batch, ModelFailed("poison")) == again
             return
         self._note("returns", model.key.name, *numbers)
@@ -186,8 +223,10 @@ class Sim:
         for m, ticket in enumerate(batch.tickets):
             if model.key in ticket.flow.request.faults:
                 errors[m] = ModelFailed("a fault of its own")
-            elif not ticket.flow.done:
+            elif not ticket.flow.done and not model.keeps_order:
                 self._finished[_number(ticket)].add(ticket.node.index)
+        if model.keeps_order:
+            self._lines[model.key].back.update((ticket, m not in errors) for m, ticket in enumerate(batch.tickets))
         self.dispatcher.batch_done(batch, outputs, errors, self.time)
 
     def _answered(self, flow: Flow) -> None:
@@ -204,6 +243,8 @@ class Sim:
             assert right is None or request.number in self._excused, (
                 f"request {request.number} has no fault and failed: {flow.error}"
             )
+        for line in self._lines.values():
+            line.check_answered(flow)
         self._note("is answered", request.number, type(flow.error).__name__)
         self._over(request)
 
@@ -228,9 +269,14 @@ class Sim:
         """Every promise of DESIGN section 8 that scheduling keeps, after a turn."""
         self.dispatcher.check()
         assert self.dispatcher.in_flight == len(self.flows)
+        for line in self._lines.values():
+            for ticket in line.go_on():
+                self._finished[_number(ticket)].add(ticket.node.index)
         for key, queue in self.queues.items():
             busy = {instance for model, instance in self._busy if model == key}
             assert sorted([*queue.free, *busy]) == list(queue.instances), f"{key}: an instance is lost or doubled"
+            expiry = queue.batcher.expiry()
+            assert expiry is None or expiry > self.time, f"{key}: somebody waits whose time is over"
             if queue.free and len(queue.batcher) and not self._is_short(queue):
                 deadline = queue.batcher.deadline()
                 assert deadline is not None, f"{key}: somebody waits beside a free instance, and for nothing"
@@ -304,6 +350,36 @@ class Sim:
             assert not self.dispatcher.limiter.held(), "a resource never came home"
         assert not any(self.dispatcher.waiting().values()), "a ticket of nobody still waits"
         assert not len(self.handles), f"{len(self.handles)} tensors are held after everything is over"
+
+
+class Line:
+    """What a model that keeps order ran, in the order it was started, as far as it may not be handed on yet. `back`:
+    which of it has come back, and whether it went well.
+    """
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self.back: dict[Ticket, bool] = {}
+
+    def go_on(self) -> list[Ticket]:
+        """Those whose turn it is and that went well; who has gone is waited for by nobody."""
+        gone = []
+        while self.tickets and (self.tickets[0] in self.back or self.tickets[0].flow.done):
+            ticket = self.tickets.pop(0)
+            if self.back.pop(ticket, False) and not ticket.flow.done:
+                gone.append(ticket)
+        self.back = {ticket: went for ticket, went in self.back.items() if not ticket.flow.done}
+        return gone
+
+    def check_answered(self, flow: Flow) -> None:
+        """Nobody of a plain model is answered while an earlier one is not."""
+        if flow.plan.graph.is_ensemble:
+            return
+        for n, ticket in enumerate(self.tickets):
+            if ticket.flow is flow:
+                for earlier in self.tickets[:n]:
+                    is_ensemble = earlier.flow.plan.graph.is_ensemble
+                    assert earlier.flow.done or (is_ensemble and earlier in self.back), "answered before its turn"
 
 
 def _number(ticket: Ticket) -> int:

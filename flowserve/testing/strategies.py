@@ -19,6 +19,7 @@ from flowserve.graph.plan import NO_SLOT, Plan, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.limiter import Needs
+from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
 from flowserve.values import DType, TensorSpec
 
 FIXED = 4  # the width that inputs of fixed shape want
@@ -27,7 +28,7 @@ NOTHING = -7  # what an input that is not there counts as in a content
 
 @dataclass(frozen=True)
 class SimModel:
-    """A model whose outputs say what went into them. `policy` None: the default scheduler.
+    """A model whose outputs say what went into them. `policy` None: the default scheduler. `levels` None: one line.
 
     `shortest_ns` to `longest_ns` is how long a batch takes; where both are 0 it runs inline, inside `run`.
     """
@@ -43,9 +44,29 @@ class SimModel:
     shortest_ns: int
     longest_ns: int
     needs: tuple[Needs, ...] = ()  # of each instance, where the world has a rate limiter
+    levels: Levels | None = None
+    keeps_order: bool = False
 
     def batcher(self) -> Batcher:
-        return OneByOne() if self.policy is None else DynamicBatcher(self.policy)
+        if self.policy is None:
+            return OneByOne()
+        return DynamicBatcher(self.policy) if self.levels is None else PolicyBatcher(self.policy, self.levels)
+
+    def level_policy(self, request: SimRequest) -> LevelPolicy:
+        """What waiting means for this request."""
+        if self.policy is None or self.levels is None:
+            return LevelPolicy()
+        exists = 1 <= request.priority <= self.levels.count
+        level = request.priority if exists else self.levels.default
+        return self.levels.policies.get(level, self.levels.policy)
+
+    def patience_ns(self, request: SimRequest) -> int | None:
+        """How long it waits at most before it is refused, or None."""
+        policy = self.level_policy(request)
+        if policy.is_delayed or not policy.timeout_ns:
+            return None
+        own_ns = request.timeout_ns if policy.may_override else 0
+        return min(own_ns, policy.timeout_ns) if own_ns else policy.timeout_ns
 
     def content(self, output: int, inputs: tuple[int, ...]) -> int:
         """What output number `output` holds when the inputs hold `inputs`. Integers hash alike in every process."""
@@ -57,7 +78,7 @@ class SimRequest:
     """One request. It raises in the models it is `poison` for, fails alone in those of `faults`, and those of `omits`
     leave out their last output for it. `widths[i]` is the width of input i, None where it is not given. `wanted`: the
     outputs it asks for, None for all. `leaves_after_ns`: when its caller gives up. `follows`: the request whose end
-    makes this one arrive.
+    makes this one arrive. `priority` and `timeout_ns` are what it says itself, 0 for nothing.
     """
 
     number: int
@@ -71,6 +92,8 @@ class SimRequest:
     omits: frozenset[ModelKey] = frozenset()
     leaves_after_ns: int | None = None
     follows: int | None = None
+    priority: int = 0
+    timeout_ns: int = 0
 
     def content(self, i: int) -> int:
         return hash((self.number, i, 1 << 20))
@@ -140,6 +163,23 @@ def draw_policy(random: Random, max_batch_size: int) -> BatchPolicy:
     return BatchPolicy(max_batch_size, tuple(preferred), random.choice([0, 0, 1, 15, 100]))
 
 
+def draw_levels(random: Random, *, keeps_order: bool = False) -> Levels:
+    """Any levels and queue policies the configuration rules allow."""
+
+    def policy() -> LevelPolicy:
+        timeout_ns = random.choice([0, 0, 5, 30, 100])
+        return LevelPolicy(
+            max_size=random.choice([0, 0, 1, 2, 4]),
+            timeout_ns=timeout_ns,
+            may_override=random.random() < 0.5,
+            is_delayed=random.random() < 0.5 and not (keeps_order and timeout_ns),
+        )
+
+    count = random.choice([0, 1] if keeps_order else [0, 2, 3])
+    policies = {level: policy() for level in range(1, count + 1) if random.random() < 0.5}
+    return Levels(count, random.randint(1, count) if count else 0, policy(), policies)
+
+
 def _draw_spec(random: Random, name: str, *, may_be_optional: bool = False) -> TensorSpec:
     dims = (random.choice([-1, -1, FIXED]),)
     return TensorSpec(name, DType.FP32, dims, optional=may_be_optional and random.random() < 0.3)
@@ -149,6 +189,7 @@ def draw_model(random: Random, number: int, *, batching: bool) -> SimModel:
     limit = random.choice([1, 2, 4, 8]) if batching else 0
     inputs = [_draw_spec(random, f"I{i}", may_be_optional=i > 0) for i in range(random.randint(1, 3))]
     shortest = random.choice([0, 0, 1, 10, 50])
+    keeps_order = random.random() < 0.2
     return SimModel(
         number=number,
         key=ModelKey(f"model{number}", 1),
@@ -160,6 +201,8 @@ def draw_model(random: Random, number: int, *, batching: bool) -> SimModel:
         is_pure=random.random() < 0.6,
         shortest_ns=shortest,
         longest_ns=shortest * random.choice([1, 1, 5]),
+        levels=draw_levels(random, keeps_order=keeps_order) if random.random() < 0.4 else None,
+        keeps_order=keeps_order,
     )
 
 
@@ -265,6 +308,8 @@ def draw_request(random: Random, number: int, index: int, graph: Graph) -> SimRe
         omits=some(0.08),
         leaves_after_ns=random.randint(0, 12) * 10 if random.random() < 0.15 else None,
         follows=random.randrange(number) if number and random.random() < 0.15 else None,
+        priority=random.choice([0, 0, 1, 2, 3, 9]),
+        timeout_ns=random.choice([0, 0, 3, 50]),
     )
 
 

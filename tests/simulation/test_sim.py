@@ -38,7 +38,7 @@ def test_the_worlds_are_eventful() -> None:
     """So that a green simulation means something: all that can go wrong does, and batches form."""
     seen: Counter[object] = Counter()
     together = 0
-    for seed in range(60):
+    for seed in range(120):
         for _, what, *rest in Sim(seed).run().log:
             seen[what if what != "is answered" else (what, rest[1])] += 1
             together = max(together, len(rest) - 2) if what == "runs" else together
@@ -47,6 +47,8 @@ def test_the_worlds_are_eventful() -> None:
         "leaves",
         "runs",
         "raises",
+        "finds no room",
+        "expires",
         ("is answered", "NoneType"),
         ("is answered", "ModelFailed"),
         ("is answered", "Invalid"),

@@ -1,0 +1,256 @@
+"""Who waits in front of whom, who is refused, and whose patience ends: timelines, and Triton's numbers (3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from flowserve.errors import Unavailable
+from flowserve.graph.plan import make_plan
+from flowserve.scheduling.batcher import BatchPolicy
+from flowserve.scheduling.deadlines import Deadlines
+from flowserve.scheduling.queues import OVERTAKEN_MAX, LevelPolicy, Levels, PolicyBatcher
+from flowserve.scheduling.router import Flow, Ticket
+from flowserve.testing.recorder import rows_of, simple_model
+from flowserve.testing.strategies import plain_graph
+
+MS = 1_000_000
+SECOND = 1000 * MS
+PLAN = make_plan(plain_graph(simple_model(0)))
+Put = Callable[..., Ticket]
+
+
+def ticket(rows: int = 1, at: int = 0, priority: int = 0, timeout: int = 0, key: str = "") -> Ticket:
+    flow = Flow(PLAN, (), [rows_of(rows)], at, 0, None, None, priority, timeout)
+    made = Ticket(flow, PLAN.nodes[0], rows, key)
+    made.queued_ns = at
+    return made
+
+
+def queue_of(policy: LevelPolicy, limit: int = 8, preferred: tuple[int, ...] = (4, 8), delay: int = 0) -> PolicyBatcher:
+    """One line with `policy`."""
+    return PolicyBatcher(BatchPolicy(limit, preferred, delay), Levels(policy=policy))
+
+
+def put(batcher: PolicyBatcher, *tickets: Ticket) -> list[Ticket]:
+    for one in tickets:
+        batcher.put(one)
+        batcher.check()
+    return list(tickets)
+
+
+def everything(batcher: PolicyBatcher, at: int) -> list[list[Ticket]]:
+    """What leaves at this instant, batch by batch."""
+    batches = []
+    while batch := batcher.take(at):
+        batches.append(batch)
+        batcher.check()
+    return batches
+
+
+# ---------------------------------------------------------------------------------------------------- Triton's numbers
+
+
+def test_of_ten_requests_for_eight_places_exactly_two_are_refused() -> None:
+    batcher = queue_of(LevelPolicy(max_size=8), delay=10 * SECOND)
+    put(batcher, *(ticket() for _ in range(8)))
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="Exceeds maximum queue size: the queue of model 'a' has room for 8"):
+            batcher.put(ticket())
+    assert len(batcher) == 8
+
+
+def test_who_is_delayed_waits_for_the_whole_delay_while_later_ones_leave_at_once() -> None:
+    batcher = queue_of(LevelPolicy(timeout_ns=100 * MS, is_delayed=True), delay=10 * SECOND)
+    (first,) = put(batcher, ticket())
+    assert batcher.take(0) is None
+    assert batcher.expiry() == 100 * MS
+    assert not batcher.expire(100 * MS)
+    assert batcher.take(100 * MS) is None
+    assert batcher.expiry() is None  # once is enough
+    later = put(batcher, ticket(rows=2, at=200 * MS), ticket(rows=2, at=200 * MS))
+    assert everything(batcher, 200 * MS) == [later]
+    assert batcher.deadline() == 10 * SECOND
+    assert everything(batcher, 10 * SECOND - 1) == []
+    assert everything(batcher, 10 * SECOND) == [[first]]
+
+
+def test_a_smaller_timeout_of_its_own_counts_and_a_larger_one_does_not() -> None:
+    batcher = queue_of(LevelPolicy(timeout_ns=SECOND, may_override=True), delay=10 * SECOND)
+    hasty, patient, silent = put(batcher, ticket(timeout=100 * MS), ticket(timeout=10 * SECOND), ticket(timeout=0))
+    assert batcher.expire(100 * MS - 1) == []
+    assert batcher.expire(100 * MS) == [hasty]
+    assert batcher.expire(SECOND - 1) == []
+    assert batcher.expire(SECOND) == [patient, silent]
+    assert len(batcher) == 0
+
+
+@pytest.mark.fault("D4")
+@pytest.mark.parametrize(
+    "policy",
+    [LevelPolicy(timeout_ns=SECOND, may_override=False), LevelPolicy(timeout_ns=0, may_override=True)],
+    ids=["it may not override", "there is no default to be smaller than"],
+)
+def test_a_timeout_of_a_request_that_does_not_count_is_ignored(policy: LevelPolicy) -> None:
+    batcher = queue_of(policy, delay=10 * SECOND)
+    put(batcher, ticket(timeout=100 * MS))
+    assert batcher.expire(SECOND - 1) == []
+    assert len(batcher) == 1
+
+
+def test_two_levels_share_a_batch_and_the_higher_comes_first() -> None:
+    batcher = PolicyBatcher(BatchPolicy(8, (4, 8), 10 * SECOND), Levels(2, 2))
+    low = put(batcher, *(ticket() for _ in range(3)))
+    assert batcher.take(0) is None
+    (high,) = put(batcher, ticket(priority=1))
+    assert everything(batcher, 0) == [[high, *low]]
+
+
+def test_each_level_has_its_own_policy() -> None:
+    levels = Levels(2, 2, LevelPolicy(timeout_ns=100 * MS), {1: LevelPolicy(timeout_ns=SECOND, is_delayed=True)})
+    batcher = PolicyBatcher(BatchPolicy(8, (8,), 10 * SECOND), levels)
+    high, low = put(batcher, ticket(priority=1), ticket())
+    assert batcher.expire(100 * MS) == [low]
+    assert batcher.expire(SECOND) == []
+    assert everything(batcher, 10 * SECOND) == [[high]]
+
+
+# -------------------------------------------------------------------------------------------------------------- levels
+
+
+@pytest.mark.fault("D8")
+@pytest.mark.parametrize(("priority", "level"), [(0, 2), (1, 1), (3, 3), (4, 2), (1 << 63, 2), (-1, 2)])
+def test_a_priority_that_is_no_level_means_the_default_level(priority: int, level: int) -> None:
+    batcher = PolicyBatcher(BatchPolicy.simple(1), Levels(3, 2))
+    in_order = [put(batcher, ticket(priority=p))[0] for p in (1, 2, 3)]
+    (asked,) = put(batcher, ticket(priority=priority))
+    in_order.insert(level, asked)  # behind the one that was there
+    assert [batch[0] for batch in everything(batcher, 0)] == in_order
+
+
+def test_without_levels_priorities_mean_nothing() -> None:
+    batcher = queue_of(LevelPolicy(max_size=9), preferred=(8,))
+    in_order = put(batcher, ticket(priority=2), ticket(priority=1), ticket())
+    assert batcher.take(0) == in_order
+
+
+def test_billions_of_levels_cost_nothing() -> None:
+    batcher = PolicyBatcher(BatchPolicy.simple(2), Levels(1 << 62, 1 << 61))
+    low, high = put(batcher, ticket(priority=1 << 62), ticket(priority=1))
+    assert batcher.take(0) == [high, low]
+
+
+def test_an_urgent_one_with_another_key_leaves_first_and_alone() -> None:
+    batcher = PolicyBatcher(BatchPolicy(8, (4, 8), 10 * SECOND), Levels(2, 2))
+    low = put(batcher, ticket(key="x"), ticket(key="x"))
+    (high,) = put(batcher, ticket(priority=1, key="y"))
+    assert everything(batcher, 0) == [[high]]  # another key closes its batch at once; behind it company is waited for
+    assert everything(batcher, 10 * SECOND) == [low]
+
+
+def test_the_delay_counts_from_the_oldest_whichever_its_level() -> None:
+    batcher = PolicyBatcher(BatchPolicy(8, (8,), 100), Levels(2, 2))
+    (low,) = put(batcher, ticket(at=0))
+    (high,) = put(batcher, ticket(at=60, priority=1))
+    assert batcher.deadline() == 100
+    assert everything(batcher, 99) == []
+    assert everything(batcher, 100) == [[high, low]]
+
+
+@pytest.mark.fault("D3")
+def test_the_delayed_come_after_their_own_level_and_before_the_next() -> None:
+    delays = LevelPolicy(timeout_ns=10, is_delayed=True)
+    batcher = PolicyBatcher(BatchPolicy.simple(1), Levels(2, 2, LevelPolicy(), {1: delays}))
+    delayed, again = put(batcher, ticket(priority=1, at=0), ticket(priority=1, at=1))
+    (low,) = put(batcher, ticket(at=2))
+    assert batcher.expire(11) == []
+    (live,) = put(batcher, ticket(priority=1, at=20))
+    assert everything(batcher, 25) == [[live], [delayed], [again], [low]]
+
+
+def test_the_delayed_count_as_waiting() -> None:
+    batcher = queue_of(LevelPolicy(max_size=2, timeout_ns=10, is_delayed=True), delay=SECOND)
+    put(batcher, ticket())
+    assert batcher.expire(10) == []
+    put(batcher, ticket(at=10))
+    with pytest.raises(Unavailable, match="has room for 2"):
+        batcher.put(ticket(at=10))
+
+
+def test_one_full_level_refuses_nobody_of_another() -> None:
+    batcher = PolicyBatcher(BatchPolicy.simple(8), Levels(2, 2, LevelPolicy(max_size=1)))
+    put(batcher, ticket(priority=1), ticket(priority=2))
+    with pytest.raises(Unavailable, match="priority level 2 of model 'a' has room for 1"):
+        batcher.put(ticket())
+
+
+def test_requests_are_counted_and_not_rows() -> None:
+    batcher = queue_of(LevelPolicy(max_size=2))
+    put(batcher, ticket(rows=8), ticket(rows=8))
+    with pytest.raises(Unavailable):
+        batcher.put(ticket())
+
+
+def test_who_leaves_makes_room_and_takes_his_deadline_along() -> None:
+    batcher = queue_of(LevelPolicy(max_size=1, timeout_ns=100), delay=SECOND)
+    (leaver,) = put(batcher, ticket())
+    assert batcher.withdraw(leaver.flow) == 1
+    assert batcher.expiry() is None
+    assert batcher.deadline() is None
+    put(batcher, ticket(at=50))
+    assert batcher.expiry() == 150
+
+
+# ---------------------------------------------------------------------------------------------------------- starvation
+
+
+@pytest.mark.fault("D8")
+def test_a_lower_level_is_overtaken_so_many_times_and_then_leads_a_batch() -> None:
+    batcher = PolicyBatcher(BatchPolicy.simple(2), Levels(2, 2))
+    low = put(batcher, *(ticket() for _ in range(3)))
+    led = []
+    for _ in range(2 * OVERTAKEN_MAX + 3):
+        put(batcher, ticket(priority=1), ticket(priority=1))
+        batch = batcher.take(0)
+        assert batch is not None
+        led.append(batch[0] in low)
+    assert [n for n, is_low in enumerate(led) if is_low] == [OVERTAKEN_MAX, 2 * OVERTAKEN_MAX + 1]
+
+
+@pytest.mark.fault("D8")
+def test_every_level_that_waits_long_enough_has_its_turn() -> None:
+    batcher = PolicyBatcher(BatchPolicy.simple(1), Levels(4, 4))
+    put(batcher, *(ticket(priority=level) for level in (2, 3, 4)))
+    order = []
+    for _ in range(OVERTAKEN_MAX + 3):
+        put(batcher, ticket(priority=1))
+        (one,) = batcher.take(0) or []
+        order.append(one.flow.priority)
+    assert order == [1] * OVERTAKEN_MAX + [2, 3, 4]
+
+
+# ----------------------------------------------------------------------------------------------------------- deadlines
+
+
+def test_what_was_forgotten_is_not_due_and_not_held() -> None:
+    deadlines: Deadlines[str] = Deadlines()
+    for n in range(100):
+        deadlines.add(f"thing {n}", 1000 - n)
+    for n in range(1, 100):
+        deadlines.discard(f"thing {n}")
+        deadlines.discard(f"thing {n}")
+    assert len(deadlines) == 1
+    assert len(deadlines._heap) < 50
+    assert deadlines.soonest() == 1000
+    assert deadlines.due(999) == []
+    assert deadlines.due(1000) == ["thing 0"]
+    assert deadlines.soonest() is None
+
+
+def test_equal_deadlines_are_due_in_the_order_they_were_added() -> None:
+    deadlines: Deadlines[str] = Deadlines()
+    for name, at in (("b", 5), ("a", 5), ("later", 6), ("soon", 1)):
+        deadlines.add(name, at)
+    assert deadlines.due(5) == ["soon", "b", "a"]
+    assert "later" in deadlines
