@@ -11,6 +11,8 @@ that gives one `Instance` per copy that may run at the same time. The runtime dr
 * `run` gets tensors it may keep only until it returns, and whose arrays it must not write to unless `Work.may_write`
   says so. What it returns is owned by the runtime: arrays it does not write to again.
 * tensors have the shapes of the configuration's `dims` on both sides; a backend applies `TensorSpec.reshape` itself.
+* members of a batch have equal shapes but for their rows, except in inputs that are `TensorSpec.ragged`. What the
+  configuration asks to be made of a batch (`batch_inputs`, `batch_outputs`) is the backend's to make, or to refuse.
 * a failure of the whole batch is raised; a failure of one member is put in `Results.errors`.
 
 Backends do not know graphs, queues or clocks: `run` reports the two moments the statistics need through the clock it
