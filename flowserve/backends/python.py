@@ -111,6 +111,7 @@ class PythonInstance:
         self._group = group
         self._about = ModelFacts(source.config.name, source.files.version, source.config.inputs)
         self._answers = AnswerReader(source.config)
+        self._working = WorkingFor(source.owner)
         self._module: ModuleType | None = None
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,9 +136,14 @@ class PythonInstance:
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         about = self._about
-        requests: list[InferenceRequest] = [*map(GivenRequest, repeat(about), repeat(work), range(len(work.rows)))]
+        count = len(work.rows)
+        requests: list[InferenceRequest] = (
+            [GivenRequest(about, work, 0)]
+            if count == 1
+            else [*map(GivenRequest, repeat(about), repeat(work), range(count))]
+        )
         gathered_ns = clock()
-        with WorkingFor(self._source.owner):
+        with self._working:
             try:
                 # A list of our own: who else holds an answer is told from its reference count.
                 responses = list(self._execute(requests))
