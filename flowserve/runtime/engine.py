@@ -27,8 +27,11 @@ from flowserve.runtime.deployment import Deployment, Entry
 from flowserve.runtime.hosts import Processes
 from flowserve.runtime.instance import Completions, Host, Outcome
 from flowserve.runtime.lifecycle import Generation, Generations
+from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Pump
+from flowserve.runtime.supervisor import Supervisor
 from flowserve.runtime.turnstile import Turnstile
+from flowserve.scheduling.backoff import DELAYS, Delays
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
 from flowserve.scheduling.limited import LimitedDispatcher
@@ -48,6 +51,7 @@ class EngineOptions:
     gpu: bool = True
     strict_readiness: bool = True
     rate_limit: tuple[Available, ...] | None = None
+    restarts: Delays = DELAYS
 
 
 class Engine:
@@ -63,10 +67,11 @@ class Engine:
         else:
             self.dispatcher = LimitedDispatcher(self._start, self._answered, self.limiter, refused=self._refused)
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
-        self.generations = Generations(self.dispatcher.remove)
+        self.generations = Generations(self._forget)
         self.processes = Processes(self.clock) if SUPPORTED else None
         self._statistics: dict[ModelKey, Statistics] = {}
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
+        self.supervisor = Supervisor(self.dispatcher, self._returned, self._pump.poke, self.clock, options.restarts)
         self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
         self._stamps = count(1)
@@ -89,8 +94,14 @@ class Engine:
         if not self._is_loaded or self._is_draining:
             return False
         return not self.options.strict_readiness or all(
-            entry.state == "READY" for entry in self.entries.values() if entry.is_wanted
+            entry.state == "READY" and not any(map(self.outage, entry.ready.values()))
+            for entry in self.entries.values()
+            if entry.is_wanted
         )
+
+    def outage(self, deployment: Deployment) -> str:
+        """Why a deployment that is loaded does not answer just now, or "": no instance of a model it needs lives."""
+        return self.supervisor.outage(deployment.route)
 
     def next_stamp(self) -> int:
         """A number that grows; drawn while a request is parsed, it orders requests of one turn of the loop."""
@@ -127,11 +138,16 @@ class Engine:
         raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
 
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
-        """Rows of the repository index: one per ready version, one per name that has none."""
+        """Rows of the repository index: one per loaded version, one per name that has none."""
         rows: list[dict[str, str]] = []
         for name, entry in sorted(self.entries.items()):
             reason = {"reason": entry.reason} if entry.reason else {}
-            rows += [{"name": name, "version": str(version), "state": "READY", **reason} for version in entry.versions]
+            for version in entry.versions:
+                outage = self.outage(entry.ready[version])
+                if not outage:
+                    rows.append({"name": name, "version": str(version), "state": "READY", **reason})
+                elif not ready_only:
+                    rows.append({"name": name, "version": str(version), "state": "UNAVAILABLE", "reason": outage})
             if not entry.versions and not ready_only:
                 rows.append({"name": name, "state": entry.state, "reason": entry.reason})
         return rows
@@ -279,12 +295,13 @@ class Engine:
         needs: Sequence[Needs] = (),
         *,
         keeps_order: bool = False,
+        execution_timeout_ns: int = 0,
     ) -> None:
         """Give a model version its queue; graphs announced from now on run on it where they name `key`.
 
         The `passive` instances are closed in the end as the others are, but get no work. `files` is held until then.
         `needs` are those of each host at the rate limiter, where there is one. `keeps_order`: answers leave in the
-        order in which requests came.
+        order in which requests came. `execution_timeout_ns`: a process whose batch runs longer is killed; 0: none is.
         """
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
         queue = ModelQueue(
@@ -292,6 +309,13 @@ class Engine:
         )
         self.dispatcher.add(queue)
         self.generations.add(Generation(queue, [*hosts, *passive], model, files))
+        mortals = [host for host in hosts if isinstance(host, ProcessHost)]
+        self.supervisor.watch(queue, mortals, execution_timeout_ns)
+
+    def _forget(self, queue: ModelQueue) -> None:
+        """Nothing reaches the queue any more; its instances are about to be closed."""
+        self.dispatcher.remove(queue)
+        self.supervisor.release(queue)
 
     def announce(self, config: ModelConfig, *graphs: Graph) -> None:
         """From now on requests for this name run on these graphs, one for each version, and on no others. The models
@@ -351,6 +375,7 @@ class Engine:
         close.
         """
         self._is_draining = True
+        self.supervisor.stop()
         self.dispatcher.fail_all("Server is stopping, scheduler for model has stopped accepting new inference requests")
         return await self.generations.close(deadline)
 
@@ -375,6 +400,7 @@ async def open_engine(
         nursery.start_soon(engine.run_pump, name="pump")
         nursery.start_soon(engine.run_turnstile, name="turnstile")
         nursery.start_soon(engine.generations.run, name="reaper")
+        await nursery.start(engine.supervisor.run, name="supervisor")
         if engine.processes is not None:
             await nursery.start(engine.processes.run, name="processes")
         try:

@@ -21,6 +21,9 @@ class Delays:
     calm_ns: int = 10 * _SECOND_NS
 
 
+DELAYS: Final = Delays()
+
+
 class BackOff:
     """Counts the ends of one thing. `ends`: how often in a row it did not live for long."""
 
