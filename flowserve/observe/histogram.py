@@ -31,16 +31,6 @@ class Histogram:
         """`count` observations of the same value."""
         self.counts[bisect_left(self.edges, value)] += count
 
-    def observe_since(self, moments: Sequence[int], oldest: int, newest: int, now: int) -> None:
-        """The durations from each of `moments` to `now`; `oldest` and `newest` are the extremes among them."""
-        edges, counts = self.edges, self.counts
-        longest = bisect_left(edges, now - oldest)
-        if oldest == newest or longest == bisect_left(edges, now - newest):
-            counts[longest] += len(moments)
-            return
-        for moment in moments:
-            counts[bisect_left(edges, now - moment)] += 1
-
     def cumulated(self) -> list[int]:
         """How many observations were at most each edge, and last how many there were."""
         return list(accumulate(self.counts))

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from flowserve.observe.histogram import Histogram
 from flowserve.observe.statistics import REASONS, Statistics
-from flowserve.observe.traffic import EdgeTraffic
+from flowserve.observe.traffic import EdgeTraffic, NodeTraffic
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -76,9 +76,9 @@ _DURATIONS: Final[tuple[tuple[str, str, Callable[[Statistics], tuple[Histogram, 
 )
 # Triton's own edges for this one.
 _FIRST_RESPONSE_EDGES_MS: Final = (100, 500, 2000, 5000)
-_EDGES: Final[tuple[tuple[str, str, Callable[[EdgeTraffic], int]], ...]] = (
-    ("flowserve_edge_handed_on_bytes", "Bytes read where their producer left them", lambda edge: edge.handed_on),
-    ("flowserve_edge_copied_bytes", "Bytes gathered together before they were read", lambda edge: edge.copied),
+_EDGES: Final[tuple[tuple[str, str, Callable[[NodeTraffic, EdgeTraffic], int]], ...]] = (
+    ("flowserve_edge_handed_on_bytes", "Bytes read where their producer left them", NodeTraffic.handed_on),
+    ("flowserve_edge_copied_bytes", "Bytes gathered together before they were read", lambda _, edge: edge.copied),
 )
 
 
@@ -140,8 +140,9 @@ class _Deployments(Collector):
             yield family
         rows = HistogramMetricFamily("flowserve_batch_rows", "Executed batches by their rows", labels=_LABELS)
         for one in self._statistics:
-            edges = [str(edge) for edge in one.batch_rows.edges]
-            rows.add_metric(_labels(one), _buckets(one.batch_rows, edges), one.inference_count)
+            histogram = one.batch_rows()
+            edges = [str(edge) for edge in histogram.edges]
+            rows.add_metric(_labels(one), _buckets(histogram, edges), one.inference_count)
         yield rows
 
     def _nodes(self) -> Iterator[Metric]:
@@ -173,7 +174,7 @@ class _Deployments(Collector):
             for one in self._statistics:
                 for node in one.nodes:
                     for edge in node.edges:
-                        family.add_metric([*_labels(one), edge.producer, edge.tensor, node.name], read(edge))
+                        family.add_metric([*_labels(one), edge.producer, edge.tensor, node.name], read(node, edge))
             yield family
 
 

@@ -6,6 +6,7 @@ once per batch. It does not know who reads it, and no clock: moments come in as 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,8 +40,8 @@ class Statistics:
     each of its requests).
 
     `inference_count` counts rows (at least 1 a request), `execution_count` counts batches. `failures` counts requests
-    by reason. The histograms hold successful requests, `batch_rows` executions; `nodes` is what each node of the
-    deployment's graph has carried, by index.
+    by reason. The histograms hold successful requests; `nodes` is what each node of the deployment's graph has carried,
+    by index.
     """
 
     name: str
@@ -60,7 +61,6 @@ class Statistics:
     request_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     queue_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     compute_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
-    batch_rows: Histogram = field(default_factory=partial(Histogram, ROW_EDGES))
     nodes: tuple[NodeTraffic, ...] = ()
 
     @property
@@ -79,23 +79,29 @@ class Statistics:
         size.compute_input_ns += input_ns
         size.compute_infer_ns += infer_ns
         size.compute_output_ns += output_ns
-        self.batch_rows.observe(rows)
 
     def succeeded(self, queued: Sequence[int], started_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """Requests that were queued at these moments ran in one batch, which began at `started_ns` and took so long."""
         count = len(queued)
         compute_ns = input_ns + infer_ns + output_ns
-        queue_ns = count * started_ns - sum(queued)
+        first = queued[0]
+        if count == 1 or queued.count(first) == count:  # most batches became ready in one moment
+            waited = started_ns - first
+            queue_ns = count * waited
+            self.queue_duration.counts[bisect_left(DURATION_EDGES_NS, waited)] += count
+            self.request_duration.counts[bisect_left(DURATION_EDGES_NS, waited + compute_ns)] += count
+        else:
+            queue_ns = count * started_ns - sum(queued)
+            for moment in queued:
+                self.queue_duration.observe(started_ns - moment)
+                self.request_duration.observe(started_ns - moment + compute_ns)
+        self.compute_duration.counts[bisect_left(DURATION_EDGES_NS, compute_ns)] += count
         self.success_count += count
         self.success_ns += queue_ns + count * compute_ns
         self.queue_ns += queue_ns
         self.compute_input_ns += count * input_ns
         self.compute_infer_ns += count * infer_ns
         self.compute_output_ns += count * output_ns
-        oldest, newest = min(queued), max(queued)
-        self.queue_duration.observe_since(queued, oldest, newest, started_ns)
-        self.request_duration.observe_since(queued, oldest, newest, started_ns + compute_ns)
-        self.compute_duration.observe(compute_ns, count)
 
     def passed(self, total_ns: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """One request went through an ensemble; all but the total are sums over its steps."""
@@ -113,6 +119,13 @@ class Statistics:
         """`count` requests failed, for one of REASONS, after `total_ns` all together."""
         self.failures[reason] += count
         self.fail_ns += total_ns
+
+    def batch_rows(self) -> Histogram:
+        """Executions by their rows."""
+        histogram = Histogram(ROW_EDGES)
+        for rows, size in [*self.batches.items()]:  # the loop may go on counting while another thread reads
+            histogram.observe(rows, size.count)
+        return histogram
 
     def as_json(self) -> dict[str, Any]:
         """One row of `model_stats`. `flowserve` is ours; clients written for Triton read past it."""

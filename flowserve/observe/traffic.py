@@ -12,9 +12,9 @@ by what became of them:
 A node also counts, for each output, the bytes *placed*: a Python model's answers, one for each request, laid side by
 side once when they are taken. That is counted for the tensor and not for its edges, of which there may be several.
 
-Whether a batch is of one graph's one node, and what each input weighs, is looked up once for a batch and not for its
-requests. Written from the loop's thread only. Rows that are answered to a caller are sent from where they lie, so the
-edges that end in the answer have nothing to count and are left out.
+A batch that was handed on costs a few additions: what its edges carried follows from its rows. Written from the loop's
+thread only. Rows that are answered to a caller are sent from where they lie, so the edges that end in the answer have
+nothing to count and are left out.
 """
 
 from __future__ import annotations
@@ -33,67 +33,62 @@ _REFERENCE_BYTES = 8  # a BYTES element in host memory is a reference; what it r
 class EdgeTraffic:
     """One tensor on its way from `producer` to one consumer's `input` (an index into the model's inputs).
 
-    `row_bytes` is what one row weighs, 0 where that differs from batch to batch.
+    `row_bytes` is what one row weighs, 0 where that differs from batch to batch: there `weighed` sums what came.
     """
 
-    __slots__ = ("copied", "handed_on", "input", "producer", "regathered", "row_bytes", "tensor")
+    __slots__ = ("copied", "input", "producer", "regathered", "row_bytes", "tensor", "weighed")
 
     def __init__(self, graph: Graph, edge: Edge) -> None:
         self.producer = REQUEST if edge.producer == GRAPH else graph.nodes[edge.producer].name
         self.tensor = edge.tensor
         self.input = edge.input
-        self.row_bytes = _row_bytes(graph.nodes[edge.consumer].inputs[edge.input])
-        self.handed_on = 0
+        spec = graph.nodes[edge.consumer].inputs[edge.input]
+        self.row_bytes = 0 if spec.optional else _row_bytes(spec)
+        self.weighed = 0
         self.copied = 0
         self.regathered = 0
 
-    def carried(self, nbytes: int, copied: int, *, stayed: bool) -> None:
-        """A batch took `nbytes` over this edge, `copied` of them gathered. `stayed`: its members came together."""
-        if copied:
-            self.copied += copied
-            if stayed and self.producer != REQUEST:
-                self.regathered += copied
-        if nbytes > copied:
-            self.handed_on += nbytes - copied
-
 
 class NodeTraffic:
-    """One node of one graph. `tensors[j]` names what the model's j-th output becomes, "" where nobody reads it."""
+    """One node of one graph. `rows` are those of its batches, `foreign_rows` those of other nodes' steps among them.
+    `tensors[j]` names what the model's j-th output becomes, "" where nobody reads it.
+    """
 
-    __slots__ = ("batches", "edges", "is_fixed", "name", "placed", "rows", "tensors")
+    __slots__ = ("batches", "edges", "foreign_rows", "is_fixed", "name", "placed", "rows", "tensors")
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.name = node.name
         self.batches = 0
         self.rows = 0
+        self.foreign_rows = 0
         self.edges = tuple(EdgeTraffic(graph, edge) for edge in graph.edges if edge.consumer == node.index)
         made = {edge.output: edge.tensor for edge in graph.edges if edge.producer == node.index}
         self.tensors = tuple(made.get(j, "") for j in range(len(node.outputs)))
         self.placed = [0] * len(node.outputs)
-        # Whether the rows of a batch tell what every edge carried.
-        self.is_fixed = all(edge.row_bytes for edge in self.edges) and not any(spec.optional for spec in node.inputs)
+        # Whether its rows alone tell what every edge carried.
+        self.is_fixed = all(edge.row_bytes for edge in self.edges)
 
-    def ran(
-        self,
-        rows: int,
-        own: int,
-        sizes: Sequence[int] | None,
-        copied: Sequence[int],
-        placed: Sequence[int],
-        *,
-        stayed: bool,
-    ) -> None:
-        """A batch of `rows` rows ran, `own` of them this node's. `sizes` are the bytes of the node's own rows for each
-        of its edges, None where `is_fixed`; `copied` and `placed` are the whole batch's, as in `Results`.
-        """
+    def ran(self, rows: int, placed: Sequence[int], foreign_rows: int = 0) -> None:
+        """A batch of `rows` rows ran, all but `foreign_rows` of this node's steps; `placed[j]` bytes of its outputs."""
         self.batches += 1
         self.rows += rows
-        for k, edge in enumerate(self.edges):
-            nbytes = own * edge.row_bytes if sizes is None else sizes[k]
-            more = copied[edge.input] if copied else 0
-            edge.carried(nbytes, more if own == rows else _share(more, own, rows), stayed=stayed)
-        for j, nbytes in enumerate(placed):
-            self.placed[j] += nbytes if own == rows else _share(nbytes, own, rows)
+        if foreign_rows:
+            self.foreign_rows += foreign_rows
+        if placed:
+            for j, nbytes in enumerate(placed):
+                self.placed[j] += nbytes
+
+    def copied(self, copied: Sequence[int], *, stayed: bool) -> None:
+        """Of that batch `copied[i]` bytes of input i were gathered. `stayed`: its members became ready together."""
+        for edge in self.edges:
+            nbytes = copied[edge.input]
+            edge.copied += nbytes
+            if stayed and edge.producer != REQUEST:
+                edge.regathered += nbytes
+
+    def handed_on(self, edge: EdgeTraffic) -> int:
+        """Bytes that went over one of this node's edges as they lay."""
+        return max(0, (self.rows - self.foreign_rows) * edge.row_bytes + edge.weighed - edge.copied)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -104,7 +99,7 @@ class NodeTraffic:
                 {
                     "producer": edge.producer,
                     "tensor": edge.tensor,
-                    "handed_on_bytes": edge.handed_on,
+                    "handed_on_bytes": self.handed_on(edge),
                     "copied_bytes": edge.copied,
                     "regathered_bytes": edge.regathered,
                 }
@@ -123,8 +118,9 @@ def node_traffics(graph: Graph) -> tuple[NodeTraffic, ...]:
     return tuple(NodeTraffic(graph, node) for node in graph.nodes)
 
 
-def _share(nbytes: int, own: int, rows: int) -> int:
-    return nbytes * own // rows if rows else 0
+def share(nbytes: Sequence[int], own: int, rows: int) -> list[int]:
+    """What falls to `own` of a batch's `rows` rows."""
+    return [number * own // rows if rows else 0 for number in nbytes]
 
 
 def _row_bytes(spec: TensorSpec) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError
 from flowserve.observe.statistics import BACKEND, OTHER, Statistics
-from flowserve.observe.traffic import NodeTraffic
+from flowserve.observe.traffic import NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.dispatcher import Batch
 from flowserve.scheduling.router import Flow, Ticket
@@ -21,12 +21,7 @@ from flowserve.scheduling.router import Flow, Ticket
 def record_batch(statistics: Statistics, batch: Batch, outcome: Results | FlowserveError, now_ns: int) -> None:
     """Write one finished batch into its model's statistics, and its durations into the flows of ensembles."""
     tickets = batch.tickets
-    node = tickets[0].node
-    queued = []
-    is_alike = True
-    for ticket in tickets:
-        queued.append(ticket.queued_ns)
-        is_alike &= ticket.node is node
+    queued = [ticket.queued_ns for ticket in tickets]
     if not isinstance(outcome, Results):
         statistics.failed(len(queued), len(queued) * now_ns - sum(queued), BACKEND)
         return
@@ -35,25 +30,32 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
     infer_ns = outcome.computed_ns - outcome.gathered_ns
     output_ns = now_ns - outcome.computed_ns
     statistics.executed(max(batch.rows, 1), input_ns, infer_ns, output_ns, wall_clock_ms())
-    stayed = queued[0] == queued[-1]
-    if is_alike:
-        _carry(tickets, batch.rows, batch.rows, outcome, stayed=stayed)
+    first = tickets[0]
+    members: Sequence[Ticket] = tickets
+    if len(tickets) == 1 or [ticket.node for ticket in tickets].count(first.node) == len(tickets):
+        node: NodeTraffic = first.flow.owner.traffic[first.node.index]
+        node.ran(batch.rows, outcome.placed)
+        if not node.is_fixed:
+            _weigh(node, tickets)
+        if any(outcome.copied):
+            node.copied(outcome.copied, stayed=_stayed(tickets))
+        if not first.flow.plan.graph.is_ensemble:
+            members = ()
     else:
-        _carry_apart(batch, outcome, stayed=stayed)
+        _share_out(batch, outcome)
+        members = [ticket for ticket in tickets if ticket.flow.plan.graph.is_ensemble]
     if outcome.errors:
         failed = [queued[m] for m in outcome.errors]
         statistics.failed(len(failed), len(failed) * now_ns - sum(failed), BACKEND)
         queued = [moment for m, moment in enumerate(queued) if m not in outcome.errors]
     if queued:
         statistics.succeeded(queued, started_ns, input_ns, infer_ns, output_ns)
-    if tickets[0].flow.plan.graph.is_ensemble or len(tickets) > 1:
-        for ticket in tickets:
-            flow = ticket.flow
-            if flow.plan.graph.is_ensemble:
-                flow.queue_ns += started_ns - ticket.queued_ns
-                flow.compute_input_ns += input_ns
-                flow.compute_infer_ns += infer_ns
-                flow.compute_output_ns += output_ns
+    for ticket in members:
+        flow = ticket.flow
+        flow.queue_ns += started_ns - ticket.queued_ns
+        flow.compute_input_ns += input_ns
+        flow.compute_infer_ns += infer_ns
+        flow.compute_output_ns += output_ns
 
 
 def record_ensemble(flow: Flow, now_ns: int) -> None:
@@ -69,21 +71,29 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
     statistics.passed(total_ns, flow.queue_ns, *durations)
 
 
-def _carry(tickets: Sequence[Ticket], rows: int, own: int, results: Results, *, stayed: bool) -> None:
-    """`tickets`, all steps of one node, were `own` of a batch's `rows` rows."""
-    first = tickets[0]
-    node: NodeTraffic = first.flow.owner.traffic[first.node.index]
-    sizes = None if node.is_fixed else [_nbytes(tickets, edge.input) for edge in node.edges]
-    node.ran(rows, own, sizes, results.copied, results.placed, stayed=stayed)
-
-
-def _carry_apart(batch: Batch, results: Results, *, stayed: bool) -> None:
-    """The same for a batch of several nodes, or of several graphs."""
+def _share_out(batch: Batch, results: Results) -> None:
+    """Write a batch of several nodes, or of several graphs, into the traffic of each by its rows."""
     groups: dict[tuple[int, int], list[Ticket]] = {}
     for ticket in batch.tickets:
         groups.setdefault((id(ticket.flow.owner), ticket.node.index), []).append(ticket)
     for tickets in groups.values():
-        _carry(tickets, batch.rows, sum([ticket.rows for ticket in tickets]), results, stayed=stayed)
+        rows = sum([ticket.rows for ticket in tickets])
+        node: NodeTraffic = tickets[0].flow.owner.traffic[tickets[0].node.index]
+        node.ran(batch.rows, share(results.placed, rows, batch.rows), foreign_rows=batch.rows - rows)
+        _weigh(node, tickets)
+        if any(results.copied):
+            node.copied(share(results.copied, rows, batch.rows), stayed=_stayed(batch.tickets))
+
+
+def _stayed(tickets: Sequence[Ticket]) -> bool:
+    """Members of one batch that finished were queued again in the same moment."""
+    return all(ticket.queued_ns == tickets[0].queued_ns for ticket in tickets)
+
+
+def _weigh(node: NodeTraffic, tickets: Sequence[Ticket]) -> None:
+    for edge in node.edges:
+        if not edge.row_bytes:
+            edge.weighed += _nbytes(tickets, edge.input)
 
 
 def _nbytes(tickets: Sequence[Ticket], i: int) -> int:

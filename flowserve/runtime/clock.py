@@ -38,4 +38,4 @@ def trio_deadline(deadline_ns: int, now_ns: int) -> float:
 
 def wall_clock_ms() -> int:
     """Milliseconds since the epoch, for "last inference" and the like. Never used to decide anything."""
-    return int(time.time() * 1000)
+    return time.time_ns() // 1_000_000

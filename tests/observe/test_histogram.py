@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
+from flowserve.observe.statistics import Statistics
 
 durations = st.integers(0, 100_000_000_000) | st.sampled_from(DURATION_EDGES_NS)
 
@@ -21,16 +22,17 @@ def test_a_bucket_holds_what_is_at_most_its_edge(values: list[int]) -> None:
     ]
 
 
-@given(st.lists(durations, min_size=1), st.booleans())
-def test_a_batch_is_counted_as_its_requests_would_be_one_by_one(waits: list[int], alike: bool) -> None:
+@given(st.lists(durations, min_size=1), durations, st.booleans())
+def test_a_batch_is_counted_as_its_requests_would_be_one_by_one(waits: list[int], ran: int, alike: bool) -> None:
     waits = waits[:1] * len(waits) if alike else waits
-    now = 200_000_000_000
-    moments = [now - wait for wait in waits]
-    together, alone = Histogram(DURATION_EDGES_NS), Histogram(DURATION_EDGES_NS)
-    together.observe_since(moments, min(moments), max(moments), now)
+    started = 200_000_000_000
+    together, alone = Statistics("m", 1), Statistics("m", 1)
+    together.succeeded([started - wait for wait in waits], started, 0, ran, 0)
     for wait in waits:
-        alone.observe(wait)
-    assert together.counts == alone.counts
+        alone.passed(wait + ran, wait, 0, ran, 0)
+    for one in ("queue_duration", "request_duration", "compute_duration"):
+        assert getattr(together, one).counts == getattr(alone, one).counts
+    assert (together.success_ns, together.queue_ns) == (alone.success_ns, alone.queue_ns)
 
 
 def test_the_edges_hold_those_of_tritons_histogram_and_every_common_batch() -> None:

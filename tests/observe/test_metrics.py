@@ -41,8 +41,9 @@ def busy() -> Statistics:
     one = Statistics("m", 2, nodes=node_traffics(ALONE))
     one.executed(3, 10 * MS, 20 * MS, 30 * MS, now_ms=1)
     one.succeeded([0, 150 * MS], 151 * MS, 10 * MS, 20 * MS, 30 * MS)
-    one.nodes[0].ran(3, 3, None, copied=[48], placed=[48], stayed=True)
-    one.nodes[0].ran(1, 1, None, copied=(), placed=(), stayed=True)
+    one.nodes[0].ran(3, placed=[48])
+    one.nodes[0].copied([48], stayed=True)
+    one.nodes[0].ran(1, placed=())
     return one
 
 

@@ -197,7 +197,7 @@ async def test_histograms_and_sizes_count_what_the_counters_count() -> None:
         for one in (model, chain):
             for histogram in (one.request_duration, one.queue_duration, one.compute_duration):
                 assert histogram.cumulated()[-1] == one.success_count == 12
-            assert one.batch_rows.cumulated()[-1] == one.execution_count
+            assert one.batch_rows().cumulated()[-1] == one.execution_count
         assert {rows: size.count for rows, size in model.batches.items()} == {8: 1, 4: 1}
         assert {rows: size.count for rows, size in chain.batches.items()} == {1: 12}
 
