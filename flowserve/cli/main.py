@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments, run_options
+from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments, contradiction, run_options
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
@@ -152,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case "run":
             from flowserve.cli.run import run
 
+            if wrong := contradiction(parsed):
+                command.error(wrong)
             return run(run_options(parsed))
         case "graph":
             from flowserve.cli.graph import GraphOptions, draw

@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 MEBIBYTE: Final = 1 << 20
+ControlMode = Literal["none", "poll", "explicit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,9 @@ class RunOptions:
     strict_readiness: bool = True
     python_execution: str = "thread"
     gpu: bool = True
+    model_control_mode: ControlMode = "none"
+    load_models: tuple[str, ...] = ()
+    repository_poll_s: int = 15
     rate_limit: bool = False
     rate_limit_resources: tuple[tuple[str, int, int | None], ...] = ()
     log_verbose: int = 0
@@ -58,7 +62,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--http-restricted-api": "restricted APIs",
     "--http-thread-count": "HTTP threads (one event loop serves all connections)",
     "--id": "naming the server",
-    "--load-model": "choosing models at start (model control mode explicit)",
     "--log-file": "logging to a file (redirect standard error)",
     "--metrics-address": "a separate address for metrics (they are at /metrics of the HTTP port)",
     "--metrics-config": "metrics configuration",
@@ -70,7 +73,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--model-load-thread-count": "choosing the number of loading threads",
     "--model-namespacing": "model namespacing",
     "--pinned-memory-pool-byte-size": "pinned memory pools",
-    "--repository-poll-secs": "polling the repository",
     "--response-cache-byte-size": "the response cache",
     "--reuse-http-port": "sharing a port between servers",
     "--trace-config": "tracing",
@@ -176,11 +178,24 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--model-control-mode",
         metavar="MODE",
-        type=one_of(
-            "none", not_yet={"explicit": "loading and unloading while running", "poll": "polling the repository"}
-        ),
+        type=one_of("none", "poll", "explicit"),
         default="none",
-        help="none: load everything at start, and nothing later",
+        help="none (default): load everything at start, and nothing later; poll: follow changes in the repository; "
+        "explicit: load what --load-model names, the rest when clients ask for it",
+    )
+    models.add_argument(
+        "--load-model",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="with --model-control-mode=explicit: load this at start; may be repeated; * alone loads everything",
+    )
+    models.add_argument(
+        "--repository-poll-secs",
+        metavar="SECONDS",
+        type=whole_number(1),
+        default=15,
+        help="with --model-control-mode=poll: how often the repository is looked at; default %(default)s",
     )
     models.add_argument(
         "--rate-limit",
@@ -239,6 +254,15 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def contradiction(arguments: argparse.Namespace) -> str:
+    """What is wrong with options of `flowserve run` that are right each by itself, "" for nothing."""
+    if arguments.load_model and arguments.model_control_mode != "explicit":
+        return "--load-model chooses what is loaded at start only with --model-control-mode=explicit"
+    if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:
+        return "Wildcard model name '*' must be the ONLY startup model if specified at all."
+    return ""
+
+
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The parsed arguments of `flowserve run` as the rest of the program trusts them."""
     return RunOptions(
@@ -251,6 +275,9 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         strict_readiness=arguments.strict_readiness,
         python_execution=arguments.python_execution,
         gpu=arguments.gpu == "on",
+        model_control_mode=arguments.model_control_mode,
+        load_models=tuple(dict.fromkeys(arguments.load_model)),
+        repository_poll_s=arguments.repository_poll_secs,
         rate_limit=arguments.rate_limit == "execution_count",
         rate_limit_resources=tuple(arguments.rate_limit_resource),
         log_verbose=arguments.log_verbose,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from flowserve.cli.logs import escape
 from flowserve.runtime.deployment import Deployment, Entry
-from flowserve.runtime.loader import LoadEvent
+from flowserve.runtime.registry import LoadEvent
 
 PLAIN_WIDTH = 120
 
@@ -50,7 +50,7 @@ class Progress:
 
     def report(self, event: LoadEvent) -> None:
         """Called on the event loop for everything that happens to a model while loading."""
-        name = escape(event.name) + (f" version {event.version}" if event.version else "")
+        name = escape(event.name)
         match event.state:
             case "loading":
                 self._loading.append(name)

@@ -27,8 +27,8 @@ from flowserve.http.app import AppOptions, make_app
 from flowserve.http.limits import Limits
 from flowserve.http.server import Server
 from flowserve.memory.pool import HOST, tune_malloc
+from flowserve.runtime.control import Control, ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
-from flowserve.runtime.loader import load_repositories
 from flowserve.scheduling.limiter import Available
 
 _log = logging.getLogger("flowserve.cli")
@@ -67,25 +67,30 @@ async def _run(options: RunOptions) -> int:
         )
         if options.rate_limit_resources and not options.rate_limit:
             _log.warning("--rate-limit-resource says nothing without --rate-limit execution_count")
-        async with open_engine(
-            engine_options, exit_timeout_s=options.exit_timeout_s, on_close=_must_be_closed
-        ) as engine:
-            app = make_app(engine, AppOptions(max_body_bytes=options.http_max_input_size))
+        control_options = ControlOptions(options.model_control_mode, options.load_models, options.repository_poll_s)
+        async with (
+            open_engine(engine_options, exit_timeout_s=options.exit_timeout_s, on_close=_must_be_closed) as engine,
+            open_control(engine, [options.repository], control_options) as control,
+        ):
+            app = make_app(engine, AppOptions(max_body_bytes=options.http_max_input_size), control)
             server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
-                status = await _load(options, engine, shutdown, output(), where)
+                status = await _load(options, engine, control, shutdown, output(), where)
                 if status == 0:
                     await shutdown.asked.wait()
+                control.stop()
                 await _drain(engine, server, shutdown)
     return status
 
 
-async def _load(options: RunOptions, engine: Engine, shutdown: Shutdown, console: Console, where: str) -> int:
+async def _load(
+    options: RunOptions, engine: Engine, control: Control, shutdown: Shutdown, console: Console, where: str
+) -> int:
     """Load everything, telling the operator. Returns 0 where the server should go on (or was told to stop)."""
     try:
         with shutdown.until_asked() as loading, Progress(console) as progress:
-            failures = await load_repositories(engine, [options.repository], progress.report)
+            failures = await control.start(progress.report)
     except FlowserveError as error:
         return _failed(str(error))
     if loading.cancelled_caught:

@@ -20,12 +20,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flowserve.errors import FlowserveError, Invalid, TooLarge, Unavailable, Unsupported
+from flowserve.errors import FlowserveError, TooLarge, Unavailable, Unsupported
 from flowserve.http.errors import error_body, status_of
 from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, UnknownEncoding, check_encoding, is_version, target
-from flowserve.http.infer_header import load_json
 from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
+from flowserve.http.model_control import ModelControlRoutes
 from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
+from flowserve.runtime.control import Control
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
 from flowserve.values import TensorSpec
@@ -43,11 +44,11 @@ class AppOptions:
     max_body_bytes: int = MAX_BODY_BYTES
 
 
-def make_app(engine: Engine, options: AppOptions | None = None) -> ASGIApp:
-    """The ASGI application that serves `engine`."""
+def make_app(engine: Engine, options: AppOptions | None = None, control: Control | None = None) -> ASGIApp:
+    """The ASGI application that serves `engine`. `control`, where there is one, loads and unloads its models."""
     options = options or AppOptions()
     infer = InferRoute(engine, options.max_body_bytes)
-    rest = _starlette(engine, options)
+    rest = _starlette(engine, options, control)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -60,7 +61,7 @@ def make_app(engine: Engine, options: AppOptions | None = None) -> ASGIApp:
     return app
 
 
-def _starlette(engine: Engine, options: AppOptions) -> Starlette:
+def _starlette(engine: Engine, options: AppOptions, control: Control | None) -> Starlette:
     pages = _Pages(engine, options)
     model, versioned = PREFIX + "{name}", PREFIX + "{name}/versions/{version}"
     routes = [
@@ -68,7 +69,7 @@ def _starlette(engine: Engine, options: AppOptions) -> Starlette:
         Route("/v2/health/live", pages.live),
         Route("/v2/health/ready", pages.ready),
         Route("/v2/models/stats", pages.all_statistics),
-        Route("/v2/repository/index", pages.index, methods=["POST"]),
+        *ModelControlRoutes(engine, control, pages.body).routes(),
         Route("/metrics", pages.metrics),
         *_absent_routes(),
     ]
@@ -126,10 +127,10 @@ class _Pages:
 
     async def model_ready(self, request: Request) -> Response:
         try:
-            self._deployment(request)
+            outage = self._engine.outage(self._deployment(request))
         except Unavailable:
-            return _json({"error": "Model version not ready"}, 400)
-        return Response()
+            outage = "it is not loaded"
+        return _json({"error": f"Model version not ready: {outage}"}, 400) if outage else Response()
 
     async def config(self, request: Request) -> Response:
         return _json(self._deployment(request).config.json)
@@ -140,14 +141,6 @@ class _Pages:
 
     async def all_statistics(self, request: Request) -> Response:
         return _json({"model_stats": self._engine.statistics()})
-
-    async def index(self, request: Request) -> Response:
-        body = await self._body(request)
-        asked = load_json(body) if body else {}
-        ready = asked.get("ready", False) if isinstance(asked, dict) else None
-        if not isinstance(ready, bool):
-            raise Invalid('the body of a repository index request is {} or {"ready": true}')
-        return _json(self._engine.index(ready_only=ready))
 
     async def metrics(self, request: Request) -> Response:
         # Off the loop: with many deployments the text takes a tenth of a second to write.
@@ -160,7 +153,8 @@ class _Pages:
     def _deployment(self, request: Request) -> Deployment:
         return self._engine.find(*_names(request))
 
-    async def _body(self, request: Request) -> bytes:
+    async def body(self, request: Request) -> bytes:
+        """The whole body. Raises TooLarge, and Unsupported for one that is compressed."""
         check_encoding(request.headers.get("content-encoding", "").encode("latin-1"))
         body = bytearray()
         async for piece in request.stream():
@@ -187,11 +181,8 @@ def _tensor(spec: TensorSpec, batch: list[int]) -> dict[str, Any]:
 def _absent_routes() -> list[Route]:
     """Triton's other endpoints, each saying what it would need."""
     model, versioned = PREFIX + "{name}", PREFIX + "{name}/versions/{version}"
-    repository, shared = "/v2/repository", "{kind:str}sharedmemory"
-    control = [f"{repository}/models/{{name}}/{verb}" for verb in ("load", "unload")]
-    control += [f"{repository}/{{repository}}/models/{{name}}/{verb}" for verb in ("load", "unload")]
+    shared = "{kind:str}sharedmemory"
     table: list[tuple[Handler, list[str], list[str]]] = [
-        (_model_control, ["POST"], control),
         (_absent("the generate extension"), ["POST"], [f"{path}/generate" for path in (model, versioned)]),
         (
             _absent("the generate extension (generate_stream)"),
@@ -214,12 +205,6 @@ def _absent(feature: str) -> Handler:
         raise Unsupported(f"{feature} is not supported yet")
 
     return absent
-
-
-async def _model_control(request: Request) -> Response:
-    raise Unavailable(
-        "explicit model load / unload is not allowed if polling is enabled; this server loads its models once, at start"
-    )
 
 
 # ---------------------------------------------------------------------------------------------- answers

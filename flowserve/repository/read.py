@@ -7,9 +7,9 @@ once. What the backends say comes through a function that is handed in: this roo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flowserve.config.load import Draft, finish, read_draft
+from flowserve.config.load import Draft, draft_of, finish, parse_model_config, read_draft
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.repository.layout import ModelFolder, missing_versions, versions_to_serve
@@ -32,16 +32,22 @@ class ReadModel:
 
 
 def read_model(
-    folder: ModelFolder, default_files: Mapping[str, str], complete: Complete, *, gpu: bool = True
+    folder: ModelFolder,
+    default_files: Mapping[str, str],
+    complete: Complete,
+    *,
+    gpu: bool = True,
+    config_json: str = "",
 ) -> ReadModel:
     """Read one folder; its files are opened once, so that a change meanwhile gives the old or the new state, never a
     mixture.
 
-    `default_files`: what a version folder holds, by backend. `gpu` False puts on the CPU what asks for a GPU. Blocks.
+    `default_files`: what a version folder holds, by backend. `gpu` False puts on the CPU what asks for a GPU.
+    `config_json`: a configuration in the place of the folder's own. Blocks.
     Raises Problems with every mistake of the folder.
     """
     try:
-        draft = read_draft(folder.path, folder.repository, default_files)
+        draft = _draft(folder, default_files, config_json)
     except OSError as error:
         raise Problems([Problem(f"cannot be read: {error.strerror}", Place(folder.name))]) from error
     versions, problems = _versions(folder, draft)
@@ -62,6 +68,18 @@ def read_model(
     if problems:
         raise Problems(problems)
     return ReadModel(folder, config, versions, (*folder.warnings, *_warnings(folder, config)))
+
+
+def _draft(folder: ModelFolder, default_files: Mapping[str, str], config_json: str) -> Draft:
+    if not config_json:
+        return read_draft(folder.path, folder.repository, default_files)
+    try:
+        message, source = parse_model_config(config_json, f"{folder.name}/config", "json")
+    except Problems as problems:
+        first, *others = problems.problems
+        said = replace(first, message=f"Invalid config override: {first.message}")
+        raise Problems([said, *others]) from None
+    return draft_of(message, source, folder.path, default_files)
 
 
 def _versions(folder: ModelFolder, draft: Draft) -> tuple[tuple[int, ...], list[Problem]]:

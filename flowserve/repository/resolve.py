@@ -7,7 +7,7 @@ models are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowserve.config.types import ModelConfig
@@ -32,18 +32,27 @@ class Resolution:
 
 
 def resolve(
-    configs: Mapping[str, ModelConfig], versions: Mapping[str, Sequence[int]], failed: Mapping[str, FlowserveError]
+    configs: Mapping[str, ModelConfig],
+    versions: Mapping[str, Sequence[int]],
+    failed: Mapping[str, FlowserveError],
+    only: Collection[str] | None = None,
 ) -> Resolution:
-    """Compile everything that can be. `versions[name]` are the versions to serve of `configs[name]`."""
+    """Compile everything that can be. `versions[name]` are the versions to serve of `configs[name]`.
+
+    `only`: what to compile; the rest is taken to be right, and the answer is silent about it, except for `failed`.
+    """
+    asked = configs.keys() if only is None else only
     failures = dict(failed)
     reasons = {name: _reason(error) for name, error in failures.items()}
     available = {
         name: dict.fromkeys(versions[name], config) for name, config in configs.items() if name not in failures
     }
-    models = tuple(sorted(name for name in available if not configs[name].is_ensemble))
+    models = tuple(sorted(name for name in available if name in asked and not configs[name].is_ensemble))
     graphs = {name: {version: compile_model(configs[name], version) for version in versions[name]} for name in models}
     ensembles = []
     for name in containment_order({name: configs[name] for name in available}):
+        if name not in asked:
+            continue
         try:
             graphs[name] = {
                 version: compile_ensemble(configs[name], version, available, reasons) for version in versions[name]

@@ -1,0 +1,205 @@
+"""What is in force: which models are to be served, on which graphs, and why some are not.
+
+Decided here: what one change means for everything else, and that it takes effect in one go: new generations, the
+ensembles that are compiled against them, what is withdrawn. Between two requests everything is old or everything is
+new. It does not know what asked for the change (control.py) nor how a model is opened (loader.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.graph.types import ModelKey
+from flowserve.repository.changes import above, steps_of
+from flowserve.repository.read import ReadModel
+from flowserve.repository.resolve import Resolution, resolve
+from flowserve.runtime.deployment import Entry
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.lifecycle import Generation
+from flowserve.runtime.loader import Loaded, Loader
+
+log = logging.getLogger("flowserve.load")
+
+UNLOADED = "unloaded"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEvent:
+    """Something happened to a name. `state` is "loading", "ready", "failed" or "unloaded"."""
+
+    name: str
+    state: str
+    reason: str = ""
+    seconds: float = 0.0
+
+
+Report = Callable[[LoadEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A name that is to be served, as it was read.
+
+    `digest` is that of the files it was read from, "" where nobody compares or part of it came with a load call.
+    `files` is the private folder of one that did. `is_explicit`: somebody asked for it by name, not only for what
+    contains it.
+    """
+
+    read: ReadModel
+    digest: str = ""
+    files: object = None
+    is_explicit: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.read.config.name
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A name that is ready to take over. `loaded` is empty for an ensemble."""
+
+    known: Known
+    loaded: Mapping[int, Loaded] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Registry:
+    """Touched from the loop's thread. Changes are put in force one after the other."""
+
+    def __init__(self, engine: Engine, loader: Loader, report: Report) -> None:
+        self.known: dict[str, Known] = {}
+        self.failed: dict[str, FlowserveError] = {}  # why a name is not served that is known, or was asked for
+        self.report = report
+        self._engine = engine
+        self._loader = loader
+        self._keys: dict[str, list[ModelKey]] = {}  # the current generations of each plain model
+        self._one_by_one = trio.Lock()
+
+    def is_serving(self, name: str) -> bool:
+        entry = self._engine.entries.get(name)
+        return entry is not None and bool(entry.ready)
+
+    def steps(self) -> dict[str, frozenset[str]]:
+        """What everything that is known is made of."""
+        return {name: steps_of(known.read.config) for name, known in self.known.items()}
+
+    def loading(self, name: str, *, is_wanted: bool = False) -> None:
+        """Something that does not serve yet is being loaded. `is_wanted`: the server is not ready without it."""
+        entry = self._engine.entries.setdefault(name, Entry(name))
+        entry.is_wanted = entry.is_wanted or is_wanted
+        if not entry.ready:
+            entry.state, entry.reason = "LOADING", ""
+
+    def fail(self, name: str, error: FlowserveError) -> None:
+        """A load failed. What serves under this name goes on serving, and the index says why it is not the new one."""
+        entry = self._engine.entries.setdefault(name, Entry(name))
+        if entry.ready:
+            entry.reason = f"the last load failed, the one before it serves on: {error}"
+        else:
+            self.failed[name] = error
+            entry.state, entry.reason = "UNAVAILABLE", str(error)
+        self.report(LoadEvent(name, "failed", str(error)))
+
+    def unchanged(self, name: str, *, is_explicit: bool) -> None:
+        """It was asked for again, and is what serves already."""
+        if is_explicit:
+            self.known[name] = replace(self.known[name], is_explicit=True)
+        self._engine.entries[name].reason = ""
+
+    async def put_in_force(self, built: Sequence[Built]) -> dict[str, FlowserveError]:
+        """Let these take over, and compile again whatever contains them. Returns which of them could not, and why.
+
+        An ensemble that does not fit what is there does not replace one that does.
+        """
+        async with self._one_by_one:
+            accepted = {one.known.name: one for one in built}
+            refused: dict[str, FlowserveError] = {}
+            while accepted:
+                known = self.known | {name: one.known for name, one in accepted.items()}
+                resolution, affected = await self._resolve(known, accepted.keys())
+                worse = {name for name in accepted if name in resolution.failed and self.is_serving(name)}
+                if not worse:
+                    self._swap(accepted, resolution, affected)
+                    refused |= {name: resolution.failed[name] for name in accepted if name in resolution.failed}
+                    break
+                for name in worse:
+                    refused[name] = resolution.failed[name]
+                    self.fail(name, refused[name])
+                    del accepted[name]
+            return refused
+
+    async def take_out(self, names: Collection[str]) -> dict[str, list[Generation]]:
+        """Serve these no longer, nor what contains them. Returns what each ran on, which closes after their last
+        request; `unloaded` waits for that.
+        """
+        async with self._one_by_one:
+            out = [name for name in names if name in self.known or name in self.failed]
+            retired: dict[str, list[Generation]] = {}
+            for name in out:
+                self.failed[name] = Unavailable(UNLOADED)
+            known = {name: one for name, one in self.known.items() if name not in out}
+            resolution, affected = await self._resolve(known, out)
+            self.known = known
+            for name in out:
+                retired[name] = self._retire(name, keep=())
+                self._engine.withdraw_name(name, UNLOADED)
+                entry = self._engine.entries[name]
+                entry.state, entry.is_wanted = "UNLOADING", False
+            for name in self._announce({}, resolution, affected):
+                self._engine.entries[name].is_wanted = False  # whoever unloads a step means it
+            return retired
+
+    async def unloaded(self, name: str, generations: Collection[Generation]) -> None:
+        """Say that a name is unloaded, once the last request that ran on it is over."""
+        for generation in generations:
+            await generation.closed.wait()
+        entry = self._engine.entries[name]
+        if entry.state == "UNLOADING":
+            entry.state = "UNAVAILABLE"
+        self.report(LoadEvent(name, "unloaded"))
+
+    async def _resolve(self, known: Mapping[str, Known], changed: Collection[str]) -> tuple[Resolution, frozenset[str]]:
+        """What can be served of `changed` and what contains them; and which names these are."""
+        steps = {name: steps_of(one.read.config) for name, one in known.items()}
+        affected = (frozenset(changed) & known.keys()) | above(changed, steps)
+        configs = {name: one.read.config for name, one in known.items()}
+        versions = {name: one.read.versions for name, one in known.items()}
+        failed = {name: error for name, error in self.failed.items() if name not in affected}
+        return await trio.to_thread.run_sync(resolve, configs, versions, failed, affected), affected
+
+    def _swap(self, built: Mapping[str, Built], resolution: Resolution, affected: Collection[str]) -> None:
+        """Synchronous: no request sees half of it."""
+        for name, one in built.items():
+            self.known[name] = one.known
+            self._loader.give(one.known.read, one.loaded, one.known.files)
+            keys = [ModelKey(name, version) for version in one.loaded]
+            self._retire(name, keep=keys)
+            self._keys[name] = keys
+        self._announce(built, resolution, affected)
+
+    def _announce(self, built: Mapping[str, Built], resolution: Resolution, affected: Collection[str]) -> list[str]:
+        """Let everything affected run on its new graphs. Returns what cannot be served any more."""
+        lost = []
+        for name in sorted(affected):
+            if name in resolution.graphs:
+                self.failed.pop(name, None)
+                self._engine.announce(self.known[name].read.config, *resolution.graphs[name].values())
+                self.report(LoadEvent(name, "ready", seconds=built[name].seconds if name in built else 0.0))
+                continue
+            error = self.failed[name] = resolution.failed[name]
+            if name in built or self.is_serving(name):
+                self.report(LoadEvent(name, "failed", str(error)))
+            self._engine.withdraw_name(name, str(error))
+            lost.append(name)
+        return lost
+
+    def _retire(self, name: str, keep: Collection[ModelKey]) -> list[Generation]:
+        """Retire the current generations of a name, but for those that were just replaced."""
+        keys = self._keys.pop(name, [])
+        return [self._engine.generations.retire(key) for key in keys if key not in keep]
