@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from flowserve.config.model_config_pb2 import BatchInput as BatchInputProto
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
-from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy
+from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy, ModelWarmup
 from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Message
 from flowserve.config.types import (
     BatchInput,
@@ -28,6 +28,8 @@ from flowserve.config.types import (
     RateLimiter,
     SourceMap,
     VersionPolicy,
+    WarmupInput,
+    WarmupSample,
 )
 from flowserve.values import BY_NUMBER, TensorSpec
 
@@ -48,6 +50,7 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
         instance_groups=tuple(_instance_group(group) for group in message.instance_group),
         batch_inputs=_batch_inputs(message),
         batch_outputs=_batch_outputs(message),
+        warmup=tuple(_warmup_sample(sample) for sample in message.model_warmup),
         default_model_filename=message.default_model_filename,
         parameters={key: message.parameters[key].string_value for key in message.parameters},
         json=to_json(message),
@@ -115,6 +118,24 @@ def _batch_inputs(message: ModelConfigProto) -> tuple[BatchInput, ...]:
 def _batch_outputs(message: ModelConfigProto) -> tuple[BatchOutput, ...]:
     made = message.batch_output
     return tuple(BatchOutput(tuple(each.target_name), source) for each in made for source in each.source_input)
+
+
+def _warmup_sample(sample: ModelWarmup) -> WarmupSample:
+    return WarmupSample(
+        name=sample.name,
+        batch_size=sample.batch_size,
+        count=sample.count or 1,
+        inputs={
+            name: WarmupInput(
+                dtype=BY_NUMBER[given.data_type],
+                dims=tuple(given.dims),
+                is_random=given.WhichOneof("input_data_type") == "random_data",
+                file=given.input_data_file,
+            )
+            for name, given in sample.inputs.items()
+            if given.data_type in BY_NUMBER
+        },
+    )
 
 
 def _version_policy(message: ModelConfigProto) -> VersionPolicy:

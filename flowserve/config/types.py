@@ -130,6 +130,28 @@ class BatchOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmupInput:
+    """What a warm-up request holds in one input: zeros, or random values, or what a `file` in warmup/ says. `dims`
+    leave out the batch dimension.
+    """
+
+    dtype: DType
+    dims: tuple[int, ...]
+    is_random: bool = False
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupSample:
+    """`count` batches of `batch_size` equal requests; a `batch_size` of 0 says not to run it."""
+
+    name: str
+    batch_size: int
+    count: int
+    inputs: Mapping[str, WarmupInput]
+
+
+@dataclass(frozen=True, slots=True)
 class VersionPolicy:
     """Exactly one of the three: the `latest` N, all, or the `specific` ones."""
 
@@ -158,6 +180,7 @@ class ModelConfig:
     instance_groups: tuple[InstanceGroup, ...] = ()
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
+    warmup: tuple[WarmupSample, ...] = ()
     default_model_filename: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     json: Mapping[str, Any] = field(default_factory=dict)

@@ -45,11 +45,6 @@ def cache(s: Subject) -> Iterator[Problem]:
         yield _not_yet(s, "response_cache", "response_cache")
 
 
-def warmup(s: Subject) -> Iterator[Problem]:
-    if s.message.model_warmup and not s.is_ensemble:
-        yield _not_yet(s, "model_warmup", "model_warmup")
-
-
 def inflight_limit(s: Subject) -> Iterator[Problem]:
     if s.message.ensemble_scheduling.max_inflight_requests > 0:
         yield _not_yet(s, "ensemble_scheduling.max_inflight_requests", "max_inflight_requests", "0 means no limit")
@@ -121,7 +116,6 @@ UNSUPPORTED: Final[Mapping[str, Rule]] = {
     "N1": sequences,
     "N2": decoupled,
     "N6": cache,
-    "N7": warmup,
     "N11": inflight_limit,
     "N12": reshapes,
     "N13": shape_tensors,

@@ -27,8 +27,10 @@ def refusals(limiter: Limiter, configs: Mapping[str, ModelConfig]) -> dict[str, 
         problems = []
         here: list[Needs] = []
         for index, group in enumerate(config.instance_groups):
+            if group.passive:
+                continue
             needs = needs_of(group)
-            problem = None if group.passive else limiter.refusal(needs, [*accepted, *here])
+            problem = limiter.refusal(needs, [*accepted, *here])
             if problem is None:
                 here.append(needs)
             else:

@@ -224,6 +224,19 @@ def test_rule_M17_some_instance_serves(said: Said) -> None:
     ]
 
 
+@pytest.mark.parametrize("value", ["", "soon", "0", "0.0", "-1", "1e3", "nan", "1000001", "5s"])
+def test_rule_M18_execution_timeout_is_a_number_of_seconds(said: Said, value: str) -> None:
+    hint = 'write seconds, more than 0 and at most 1000000, such as "2.5"'
+    assert said("M18", f'parameters {{ key: "execution_timeout" value {{ string_value: "{value}" }} }}') == [
+        f"1:14: parameter 'execution_timeout' of model 'm' is \"{value}\" ({hint})"
+    ]
+
+
+@pytest.mark.parametrize("value", ["1", "0.5", "1000000"])
+def test_rule_M18_a_time_that_can_be_kept_is_right(said: Said, value: str) -> None:
+    assert said("M18", f'parameters {{ key: "execution_timeout" value {{ string_value: "{value}" }} }}') == []
+
+
 # Tensors
 
 
@@ -527,6 +540,33 @@ def test_rule_M55_a_warmup_sample_is_whole(said: Said) -> None:
 def test_rule_M56_a_warmup_file_stays_inside(said: Said) -> None:
     text = 'model_warmup { inputs { key: "X" value { input_data_file: "../../x" } } }'
     assert said("M56", text) == ["1:42: warmup file '../../x' of input 'X' leads out of the model's folder for m"]
+
+
+WARMED_UP = """max_batch_size: 4 input { name: "X" data_type: TYPE_FP32 dims: [ -1, 3 ] }
+model_warmup { name: "s" batch_size: 4 inputs { key: "%s" value { data_type: %s dims: [ %s ] zero_data: true } } }
+"""
+
+
+def test_rule_M57_a_warmup_input_is_one_of_the_models(said: Said) -> None:
+    assert said("M57", WARMED_UP % ("X", "TYPE_FP32", "7, 3")) == []
+    assert said("M57", WARMED_UP % ("x", "TYPE_FP32", "7, 3")) == [
+        "2:49: warmup input 'x' is not an input of model m (it has X)"
+    ]
+    assert said("M57", WARMED_UP % ("X", "TYPE_INT8", "7, 4")) == [
+        "2:66: warmup input 'X' of model m has data_type TYPE_INT8 (the input is TYPE_FP32)",
+        "2:87: warmup input 'X' of model m has dims [7, 4] (the input's are [-1, 3], without the batch dimension)",
+    ]
+
+
+def test_rule_M58_a_warmup_batch_is_one_that_the_model_takes(said: Said) -> None:
+    text = WARMED_UP % ("X", "TYPE_FP32", "7, 3")
+    assert said("M58", text) == []
+    assert said("M58", text.replace("batch_size: 4 inputs", "batch_size: 5 inputs")) == [
+        "2:26: warmup sample 's' of model m has batch_size 5 (at most 4 requests run at once)"
+    ]
+    text = 'max_batch_size: 0 model_warmup { name: "s" batch_size: %d }'
+    assert said("M58", text % 1) == []
+    assert len(said("M58", text % 2)) == 1
 
 
 # Sequences

@@ -94,10 +94,6 @@ def test_refusal_N6_response_caches(refused: Refused) -> None:
     assert refused(MODEL % "" + text) == ["4:1: model 'm': response_cache is not supported yet [N6]"]
 
 
-def test_refusal_N7_warmup(refused: Refused) -> None:
-    assert refused(MODEL % "" + "model_warmup { }") == ["4:1: model 'm': model_warmup is not supported yet [N7]"]
-
-
 def test_refusal_N11_inflight_limits(refused: Refused) -> None:
     assert refused(PIPE % ("", "max_inflight_requests: 16", "")) == [
         "4:23: model 'm': max_inflight_requests is not supported yet (0 means no limit) [N11]"

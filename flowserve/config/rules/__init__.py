@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from flowserve.config.rules import batching, ensembles, model, ragged, sequences, tensors
+from flowserve.config.rules import batching, ensembles, model, ragged, sequences, tensors, warmup
 from flowserve.config.rules.subject import Rule, Subject
 from flowserve.errors import Problem
 
@@ -32,6 +32,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "M15": model.metrics_are_whole,
     "M16": model.cache_has_one_answer,
     "M17": model.some_instance_serves,
+    "M18": model.execution_timeout_is_a_time,
     "M20": tensors.every_tensor_has_a_name,
     "M21": tensors.every_tensor_has_a_data_type,
     "M22": tensors.every_tensor_has_dims,
@@ -61,8 +62,10 @@ RULES: Final[Mapping[str, Rule]] = {
     "M52": batching.policies_have_a_priority,
     "M53": batching.ordering_has_one_priority,
     "M54": batching.ordering_does_not_delay,
-    "M55": batching.warmup_inputs_are_whole,
-    "M56": batching.warmup_files_are_inside,
+    "M55": warmup.warmup_inputs_are_whole,
+    "M56": warmup.warmup_files_are_inside,
+    "M57": warmup.warmup_inputs_exist,
+    "M58": warmup.warmup_batches_fit,
     "M60": sequences.control_tensors_have_a_name,
     "M61": sequences.no_control_tensor_twice,
     "M62": sequences.no_control_kind_twice,

@@ -1,4 +1,4 @@
-"""Rules about the dynamic batcher and its queues, and about warm-up samples.
+"""Rules about the dynamic batcher and its queues.
 
 Decided here: which settings contradict each other, as on Triton. What the batcher does with them is decided in
 scheduling/.
@@ -68,24 +68,3 @@ def ordering_does_not_delay(s: Subject) -> Iterator[Problem]:
         if policy.default_timeout_microseconds and policy.timeout_action == ModelQueuePolicy.DELAY:
             text = "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true"
             yield s.problem(path, f"{text} for {s.message.name}")
-
-
-def warmup_inputs_are_whole(s: Subject) -> Iterator[Problem]:
-    for index, sample in enumerate(s.message.model_warmup):
-        for name in sorted(sample.inputs):
-            given, path = sample.inputs[name], f"model_warmup[{index}].inputs[{name}]"
-            if any(dim < 0 for dim in given.dims):
-                text = f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
-                yield s.problem(f"{path}.dims", f"{text} for {s.message.name}")
-            if given.WhichOneof("input_data_type") is None:
-                text = f"warmup setting expects input '{name}' to have input_data_type set for {s.message.name}"
-                yield s.problem(path, text, "write zero_data: true, random_data: true or input_data_file")
-
-
-def warmup_files_are_inside(s: Subject) -> Iterator[Problem]:
-    for index, sample in enumerate(s.message.model_warmup):
-        for name in sorted(sample.inputs):
-            file = sample.inputs[name].input_data_file
-            if file and (why := s.escapes("warmup", file)):
-                path = f"model_warmup[{index}].inputs[{name}].input_data_file"
-                yield s.problem(path, f"warmup file '{file}' of input '{name}' {why} for {s.message.name}")

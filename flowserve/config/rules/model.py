@@ -6,6 +6,7 @@ operating system (names, counts, paths).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -18,6 +19,8 @@ from flowserve.errors import Problem
 INSTANCES_MAX: Final = 1024
 NAME_MAX_BYTES: Final = 255
 EXECUTIONS: Final = ("auto", "inline", "thread", "process", "ray")
+EXECUTION_SECONDS_MAX: Final = 1_000_000
+_DECIMAL: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 def name_is_usable(s: Subject) -> Iterator[Problem]:
@@ -153,6 +156,17 @@ def execution_is_known(s: Subject) -> Iterator[Problem]:
         text = f"parameter 'execution' of model '{s.message.name}' is \"{value}\""
         hint = did_you_mean(value, EXECUTIONS) or f"it is one of {', '.join(EXECUTIONS)}"
         yield s.problem("parameters[execution]", text, hint)
+
+
+def execution_timeout_is_a_time(s: Subject) -> Iterator[Problem]:
+    parameters = s.message.parameters
+    if "execution_timeout" not in parameters:
+        return
+    value = parameters["execution_timeout"].string_value
+    if not (_DECIMAL.fullmatch(value) and 0 < float(value) <= EXECUTION_SECONDS_MAX):
+        text = f"parameter 'execution_timeout' of model '{s.message.name}' is \"{value}\""
+        hint = f'write seconds, more than 0 and at most {EXECUTION_SECONDS_MAX}, such as "2.5"'
+        yield s.problem("parameters[execution_timeout]", text, hint)
 
 
 def model_files_are_inside(s: Subject) -> Iterator[Problem]:

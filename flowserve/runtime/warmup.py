@@ -1,0 +1,129 @@
+"""Warm-up: what an instance runs before its model is ready, as its configuration's `model_warmup` says.
+
+Decided here: what a sample's tensors hold, and that its requests come to the instance as a client's would, through a
+queue of its own, so that one batch of the size that was asked for runs there and nothing of it is counted. How the
+samples are written down is config/'s; when an instance is warmed up, and what a failure means, is the loader's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import trio
+
+from flowserve.config.types import ModelConfig, WarmupInput, WarmupSample
+from flowserve.errors import FlowserveError, Invalid
+from flowserve.graph.compile import compile_model
+from flowserve.graph.types import Graph, ModelKey
+from flowserve.memory import bytes_codec
+from flowserve.observe.statistics import Statistics
+from flowserve.runtime.clock import SECOND_NS
+from flowserve.runtime.deployment import Deployment
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.instance import Host
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.scheduling.dispatcher import ModelQueue
+from flowserve.values import Array, DType, Request
+
+FOLDER: Final = "warmup"
+_INTEGERS_BELOW: Final = 128  # fits every integer type
+# Longer than any turn of the loop: a sample's requests wait for each other, and come together.
+_ALL_COME_WITHIN_NS: Final = 3600 * SECOND_NS
+
+Tensors = Mapping[str, Array]
+Samples = Sequence[tuple[WarmupSample, Tensors]]
+
+
+def read_samples(config: ModelConfig, folder: Path) -> Samples:
+    """What each sample that runs feeds to a model, one request of it. Blocks: files are read from `folder`/warmup.
+
+    Raises Invalid where a file cannot be read or holds too little.
+    """
+    return [
+        (sample, {name: _array(sample, name, given, config, folder) for name, given in sample.inputs.items()})
+        for sample in config.warmup
+        if sample.batch_size
+    ]
+
+
+async def warm_up(engine: Engine, host: Host, config: ModelConfig, version: int, samples: Samples) -> None:
+    """Run every sample on an open instance. Raises the kind of error that a sample failed with."""
+    graph = compile_model(config, version)
+    for sample, tensors in samples:
+        for _ in range(sample.count):
+            error = await _run_once(engine, host, graph, config, sample, tensors)
+            if error is not None:
+                raise type(error)(f"failed to run warmup sample '{sample.name}': {error}")
+
+
+async def _run_once(
+    engine: Engine, host: Host, graph: Graph, config: ModelConfig, sample: WarmupSample, tensors: Tensors
+) -> FlowserveError | None:
+    """One batch of as many requests as the sample says. Returns what the first that failed did."""
+    key = ModelKey(graph.name, graph.version)
+    uncounted = Statistics(key.name, key.version)
+    size = sample.batch_size
+    batcher = DynamicBatcher(BatchPolicy.simple(size, _ALL_COME_WITHIN_NS))
+    queue = ModelQueue(key, batcher, [host], observer=uncounted)
+    deployment = Deployment(config, graph, uncounted, [graph.version], (queue,))
+    errors: list[FlowserveError] = []
+
+    async def ask() -> None:
+        # Copies: a model may write into what nobody else will read.
+        request = Request({name: array.copy() for name, array in tensors.items()}, stamp=engine.next_stamp())
+        try:
+            await engine.infer(deployment, request)
+        except FlowserveError as error:
+            errors.append(error)
+            nursery.cancel_scope.cancel()
+
+    engine.dispatcher.add(queue)
+    async with trio.open_nursery() as nursery:
+        for _ in range(size):
+            nursery.start_soon(ask)
+    engine.dispatcher.remove(queue)
+    return errors[0] if errors else None
+
+
+def _array(sample: WarmupSample, name: str, given: WarmupInput, config: ModelConfig, folder: Path) -> Array:
+    """One request's tensor, with a batch dimension of 1 where the model batches."""
+    shape = (1, *given.dims) if config.max_batch_size else given.dims
+    if given.file:
+        return _from_file(sample, name, given, config, folder).reshape(shape)
+    if given.dtype is DType.BYTES:  # no strings are more random than others
+        array = np.empty(shape, np.object_)
+        array.fill(b"")
+        return array
+    if given.is_random:
+        return _random(given.dtype, shape)
+    return np.zeros(shape, given.dtype.numpy)
+
+
+def _random(dtype: DType, shape: tuple[int, ...]) -> Array:
+    """The same at every start: floats from 0 to 1, whole numbers from 0 to 127."""
+    random = np.random.default_rng(0)
+    if dtype.numpy.kind in "iu":
+        return random.integers(_INTEGERS_BELOW, size=shape).astype(dtype.numpy)
+    if dtype is DType.BOOL:
+        return random.integers(2, size=shape).astype(dtype.numpy)
+    return random.random(shape).astype(dtype.numpy)
+
+
+def _from_file(sample: WarmupSample, name: str, given: WarmupInput, config: ModelConfig, folder: Path) -> Array:
+    shown = f"{folder.name}/{FOLDER}/{given.file}"
+    where = f"warmup sample '{sample.name}' of model '{config.name}'"
+    try:
+        content = (folder / FOLDER / given.file).read_bytes()
+    except OSError as error:
+        raise Invalid(f"{where}: file '{shown}' of input '{name}' cannot be read: {error.strerror}") from error
+    count = math.prod(given.dims)
+    if given.dtype is DType.BYTES:
+        return bytes_codec.decode(content, count, name=name, model=config.name)
+    wanted = count * given.dtype.itemsize
+    if len(content) < wanted:
+        raise Invalid(f"{where}: input '{name}' needs {wanted} bytes, and file '{shown}' has {len(content)}")
+    return np.frombuffer(content, given.dtype.numpy, count)
