@@ -71,7 +71,7 @@ class Engine:
         self.processes = Processes(self.clock) if SUPPORTED else None
         self._statistics: dict[ModelKey, Statistics] = {}
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
-        self.supervisor = Supervisor(self.dispatcher, self._returned, self._pump.poke, self.clock, options.restarts)
+        self.supervisor = Supervisor(self.dispatcher, self.completions, self._pump.poke, self.clock, options.restarts)
         self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
         self._stamps = count(1)

@@ -6,7 +6,8 @@ knows every kind of host and nothing of what they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import trio
@@ -15,12 +16,14 @@ from flowserve.backends.base import LoadedModel, RunsInProcess
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
 from flowserve.runtime.children import Children
-from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.instance import Host, LocalHost
 from flowserve.runtime.placement import Placement
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.readiness import Readiness
+
+log = logging.getLogger("flowserve.load")
 
 MakeHost = Callable[[str, InstanceGroup], Host]
 
@@ -87,3 +90,14 @@ def _in_processes(config: ModelConfig, model: LoadedModel, processes: Processes 
     return lambda name, group: ProcessHost(
         name, config, model.remote(name, group), packer, processes.children, processes.readiness, clock
     )
+
+
+def execution_timeout_ns(config: ModelConfig, hosts: Sequence[Host]) -> int:
+    """After how long a batch's process is killed, 0 for never: the parameter `execution_timeout`, in seconds."""
+    seconds = float(config.parameters.get("execution_timeout", 0))
+    if seconds and not all(isinstance(host, ProcessHost) for host in hosts):
+        log.warning(
+            "model '%s': execution_timeout has no effect, since it does not run in processes of its own", config.name
+        )
+        return 0
+    return round(seconds * SECOND_NS)

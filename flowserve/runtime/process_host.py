@@ -1,14 +1,16 @@
 """Where a batch meets a model in a process of its own.
 
 Decided here: how an instance in a process is opened, given batches and closed. A batch is packed and sent on the loop,
-its answer is read on the loop; there is no thread or task per child. A process that says what cannot be is ended. What
-its end means is decided in supervisor.py, how things are sent in process_link.py.
+its answer is read on the loop; there is no thread or task per child. A process that says what cannot be is ended. When
+one has ended, what it was running fails; what else that means is decided in supervisor.py, how things are sent in
+process_link.py.
 """
 
 from __future__ import annotations
 
 import pickle
 import select
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -17,7 +19,7 @@ import trio
 from flowserve.backends.base import Remote, Results
 from flowserve.backends.child.main import Job
 from flowserve.config.types import ModelConfig
-from flowserve.errors import FlowserveError, Internal, ModelFailed, Unavailable
+from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.runtime.children import Child, Children
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome
@@ -49,6 +51,8 @@ class ProcessHost:
         self.name = name
         self.running: Batch | None = None  # what its process is busy with
         self.child: Child | None = None  # its process, once the instance is open there
+        self.ended = ""  # how its last process ended, while there is no other
+        self.on_end: Callable[[], None] | None = None  # told of that, on the loop; nobody else starts another
         self._model = config.name
         batches = config.max_batch_size > 0
         self._job = pickle.dumps(Job(config.name, name, config.inputs, config.outputs, batches, remote))
@@ -63,13 +67,9 @@ class ProcessHost:
 
     def open(self, completions: Completions) -> None:
         """Start the process and open the instance there. Blocks; called on a loader's thread. Raises what the model
-        raised, or how its process ended.
+        raised, or how its process ended. May be called again after that, and after `on_end`.
         """
         self._completions = completions
-        self.reopen()
-
-    def reopen(self) -> None:
-        """The same, again, after `bury`."""
         child = self._children.spawn(self.name, ENTRY, self._job, log_name=self._model)
         link = Link(child.socket, self._packer, self._reader)
         try:
@@ -82,9 +82,8 @@ class ProcessHost:
             link.close()
             child.kill()
             return
-        self.child, self._link = child, link
-        assert self._completions is not None
-        self._completions.token.run_sync_soon(self._readiness.watch, child.socket.fileno(), self._read)
+        self.child, self._link, self.ended = child, link, ""
+        completions.token.run_sync_soon(self._begin, child)
 
     def start(self, batch: Batch) -> Outcome | None:
         """Send a batch; None where its outcome comes later."""
@@ -105,12 +104,6 @@ class ProcessHost:
             return Internal(f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}")
         return None
 
-    def bury(self) -> Batch | None:
-        """Its process has ended. Lets go of what belonged to it and returns the batch that ran there. On the loop."""
-        self._let_go()
-        batch, self.running = self.running, None
-        return batch
-
     def close(self) -> None:
         """End the process after what it runs now. Blocks; called on a worker thread."""
         self._is_closed = True
@@ -126,6 +119,23 @@ class ProcessHost:
             self._completions.token.run_sync_soon(self._let_go)
 
     # ------------------------------------------------------------------ on the loop
+
+    def _begin(self, child: Child) -> None:
+        child.on_end = self._over
+        if child.ended:
+            self._over(child)
+        elif self.child is child:
+            self._readiness.watch(child.socket.fileno(), self._read)
+
+    def _over(self, child: Child) -> None:
+        """Its process has ended: what ran there fails at once, and is never tried again; nobody knows what it did."""
+        self._let_go()
+        self.ended = child.ended
+        batch, self.running = self.running, None
+        if batch is not None and self._completions is not None:
+            self._completions.finished(batch, InstanceDied(child.ended))
+        if self.on_end is not None:
+            self.on_end()
 
     def _let_go(self) -> None:
         link, child = self._link, self.child

@@ -1,11 +1,10 @@
 """What the end of an instance's process means: for its requests, for its model, and when there is another.
 
-Decided here: the batch that it was running fails at once and is never tried again, since nobody knows what it did; the
-instance takes no work until a new process has loaded the model; after each end that comes soon the next start comes
-later. A model none of whose instances lives is not ready, nor are the ensembles that need it. What
+Decided here: the instance takes no work until a new process has loaded the model; after each end that comes soon the
+next start comes later. A model none of whose instances lives is not ready, nor are the ensembles that need it. What
 waits for it goes on waiting while a start is near; where it is not, requests are refused and told why.
 
-That a process has ended is noticed in children.py; what belonged to it is its host's matter.
+That a process has ended is noticed in children.py; what ran there is its host's matter (process_host.py).
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from typing import Final, Protocol
 
 import trio
 
-from flowserve.errors import FlowserveError, InstanceDied
+from flowserve.errors import FlowserveError
 from flowserve.runtime.children import Child
 from flowserve.runtime.clock import SECOND_NS, ClockNs
+from flowserve.runtime.instance import Completions
 from flowserve.scheduling.backoff import BackOff, Delays
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
 
@@ -30,16 +30,19 @@ NEAR_NS: Final = SECOND_NS
 
 
 class Mortal(Protocol):
-    """An instance in a process of its own, as the supervisor sees it. `child` is its process, once it is open there."""
+    """An instance in a process of its own, as the supervisor sees it. `child` is that process, once it is open there.
+
+    `ended` says how it ended, "" while it lives; `on_end` is told of that on the loop, after the batch that ran there
+    has failed.
+    """
 
     name: str
     child: Child | None
     running: Batch | None
+    ended: str
+    on_end: Callable[[], None] | None
 
-    def bury(self) -> Batch | None:
-        """Its process has ended: let go of all that belonged to it. Returns the batch that ran there."""
-
-    def reopen(self) -> None:
+    def open(self, completions: Completions) -> None:
         """Start another process and open the instance there. Blocks. Raises FlowserveError, and may be called again."""
 
 
@@ -49,14 +52,14 @@ class Supervisor:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        failed: Callable[[Batch, FlowserveError], None],
+        completions: Completions,
         poke: Callable[[], None],
         clock: ClockNs,
         delays: Delays,
     ) -> None:
-        """`failed` ends a batch for good; `poke` looks at the queues again."""
+        """`poke`: look at the queues again."""
         self._dispatcher = dispatcher
-        self._failed = failed
+        self._completions = completions
         self._poke = poke
         self._clock = clock
         self._delays = delays
@@ -75,7 +78,10 @@ class Supervisor:
         """From now on their ends are noticed. `execution_timeout_ns`: a batch that runs longer ends its process."""
         charges = self._watched[queue] = [_Charge(queue, host, self._delays) for host in hosts]
         for charge in charges:
-            self._begin(charge)
+            charge.since_ns = self._clock()
+            charge.host.on_end = partial(self._ended, charge)
+            if charge.host.ended:
+                self._ended(charge)
             if execution_timeout_ns:
                 self._start(charge, partial(self._limit, charge, execution_timeout_ns))
 
@@ -96,50 +102,41 @@ class Supervisor:
 
     # ------------------------------------------------------------------ ends and beginnings
 
-    def _begin(self, charge: _Charge) -> None:
-        charge.since_ns = self._clock()
-        child = charge.host.child
-        assert child is not None, "only what is open is watched"
-        child.on_end = partial(self._ended, charge)
-        if child.ended:
-            self._ended(charge, child)
-
-    def _ended(self, charge: _Charge, child: Child) -> None:
-        if charge.is_released:
+    def _ended(self, charge: _Charge) -> None:
+        if charge.is_released or charge.is_away:
             return
-        batch = charge.host.bury()
-        if batch is not None:
-            self._failed(batch, InstanceDied(child.ended))
+        charge.is_away = True
         self._dispatcher.take_away(charge.queue, charge.host)
-        delay_ns = self._wait_for_next(charge, child.ended, self._clock() - charge.since_ns)
+        delay_ns = self._wait_for_next(charge, charge.host.ended, self._clock() - charge.since_ns)
         self._start(charge, partial(self._restart, charge, delay_ns))
 
     async def _restart(self, charge: _Charge, delay_ns: int) -> None:
+        host = charge.host
         while True:
             await trio.sleep(delay_ns / SECOND_NS)
-            why = await self._open(charge.host)
+            why = await self._open(host)
             if not why:
                 break
             delay_ns = self._wait_for_next(charge, why, 0)
-        log.info("instance %s runs again", charge.host.name)
+        log.info("instance %s runs again", host.name)
+        charge.is_away = False
+        charge.since_ns = self._clock()
         self._down.pop(charge.queue, None)
-        self._dispatcher.give_back(charge.queue, charge.host)
+        self._dispatcher.give_back(charge.queue, host)
         self._poke()
-        self._begin(charge)
 
-    @staticmethod
-    async def _open(host: Mortal) -> str:
+    async def _open(self, host: Mortal) -> str:
         """Returns why it is not open, or ""."""
         # A thread of its own: one that hangs in its initialize keeps no other from starting.
         limiter = trio.CapacityLimiter(1)
         try:
-            await trio.to_thread.run_sync(host.reopen, abandon_on_cancel=True, limiter=limiter)
+            await trio.to_thread.run_sync(host.open, self._completions, abandon_on_cancel=True, limiter=limiter)
         except FlowserveError as error:
             return str(error)
         except Exception as error:  # a mistake of ours about one instance ends nobody else's supervision
             log.exception("starting instance %s failed", host.name)
             return f"instance '{host.name}': {type(error).__name__}: {error}"
-        return ""
+        return host.ended
 
     def _wait_for_next(self, charge: _Charge, why: str, lived_ns: int) -> int:
         """Tell everybody that it is not there. Returns after how long it is started again."""
@@ -190,6 +187,7 @@ class _Charge:
         self.host = host
         self.back_off = BackOff(delays)
         self.since_ns = 0  # when its process began to serve
+        self.is_away = False
         self.is_released = False
         self.scopes: set[trio.CancelScope] = set()
 
