@@ -1,16 +1,16 @@
 """What models ask of the rate limiter, and which of them could never run.
 
-Decided here: which device an instance counts on, and which of two models that contradict each other is refused (the
-later by name, so that it is always the same one). How resources are counted is scheduling/limiter.py's.
+Decided here: which device an instance counts on, and which of two models that contradict each other is refused. How
+resources are counted is scheduling/limiter.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flowserve.config.types import InstanceGroup, ModelConfig
-from flowserve.errors import Problems
+from flowserve.errors import Problem, Problems
 from flowserve.scheduling.limiter import Limiter, Needs
 
 
@@ -19,25 +19,33 @@ def needs_of(group: InstanceGroup) -> Needs:
     return Needs.of(group.rate_limiter, group.gpus[0] if group.gpus else 0)
 
 
-def refusals(limiter: Limiter, configs: Mapping[str, ModelConfig]) -> dict[str, Problems]:
-    """The models, of those about to be loaded, whose instances the limiter could never let run, and why."""
-    refused: dict[str, Problems] = {}
+def refuse_what_never_runs(limiter: Limiter, config: ModelConfig, beside: Iterable[ModelConfig]) -> None:
+    """Raise Problems where the limiter could never let some instance of a model run.
+
+    `beside`: what is loaded at the same time, the model itself included or not. Of two that contradict each other the
+    later one by name is refused, so that it is always the same.
+    """
     accepted: list[Needs] = []
-    for name, config in sorted(configs.items()):
-        problems = []
-        here: list[Needs] = []
-        for index, group in enumerate(config.instance_groups):
-            if group.passive:
-                continue
-            needs = needs_of(group)
-            problem = limiter.refusal(needs, [*accepted, *here])
-            if problem is None:
-                here.append(needs)
-            else:
-                place = config.source.place(f"instance_group[{index}].rate_limiter")
-                problems.append(replace(problem, place=place))
-        if problems:
-            refused[name] = Problems(problems)
+    for other in sorted(beside, key=lambda one: one.name):
+        if other.name < config.name:
+            problems, needs = _judge(limiter, other, accepted)
+            accepted += [] if problems else needs
+    problems, _ = _judge(limiter, config, accepted)
+    if problems:
+        raise Problems(problems)
+
+
+def _judge(limiter: Limiter, config: ModelConfig, beside: Sequence[Needs]) -> tuple[list[Problem], list[Needs]]:
+    """What is wrong with a model's groups, and what the others of them need."""
+    problems: list[Problem] = []
+    accepted: list[Needs] = []
+    for index, group in enumerate(config.instance_groups):
+        if group.passive:
+            continue
+        needs = needs_of(group)
+        problem = limiter.refusal(needs, [*beside, *accepted])
+        if problem is None:
+            accepted.append(needs)
         else:
-            accepted += here
-    return refused
+            problems.append(replace(problem, place=config.source.place(f"instance_group[{index}].rate_limiter")))
+    return problems, accepted

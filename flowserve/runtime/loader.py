@@ -27,7 +27,7 @@ from flowserve.runtime.completion import complete
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.hosts import execution_timeout_ns, host_maker
 from flowserve.runtime.instance import Host
-from flowserve.runtime.limits import needs_of
+from flowserve.runtime.limits import needs_of, refuse_what_never_runs
 from flowserve.runtime.warmup import read_samples, warm_up
 
 log = logging.getLogger("flowserve.load")
@@ -59,6 +59,9 @@ class Loader:
 
         `beside` are all models that this server will have, itself included; they share the cores.
         """
+        beside = [*beside]
+        if self._engine.limiter is not None:
+            refuse_what_never_runs(self._engine.limiter, read.config, [one.config for one in beside])
         loaded: dict[int, Loaded] = {}
         runs_at_once = _runs_at_once(read.config.backend, beside)
         try:
