@@ -136,18 +136,21 @@ class Line:
 
     def post(self, parts: list[Any]) -> None:
         """All of `parts`, without waiting: small ones at the end of this turn with those of other lines, unless theirs
-        is the only request under way. Only for a line on which everything before is with the kernel or in the outbox.
+        is the only request under way. What was posted first leaves first. Only for a line on which everything before is
+        with the kernel or in the outbox.
         """
         if self._is_in_outbox:
             self.server.outbox.flush()
         if len(parts) == 1 or sum(map(len, parts)) <= _JOINED_BYTES_MAX:
             data = parts[0] if len(parts) == 1 else b"".join(parts)
-            if self.server.running > 1:
+            if self.server.running > 1 or self.server.outbox.waiting:
                 self._is_in_outbox = True
                 self.server.outbox.put(self, data)
             else:
                 self.send_now(data)
             return
+        if self.server.outbox.waiting:
+            self.server.outbox.flush()
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         try:
             _drop(views, self.sock.sendmsg(views[:_PARTS_MAX]))

@@ -21,12 +21,12 @@ class Outbox:
     """Small answers of this turn, in the order they were ready. Touched from the loop's thread only."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Line, bytes]] = []
+        self.waiting: list[tuple[Line, bytes]] = []
         self._task: Task | None = None  # the flushing task while it is parked and nobody woke it
 
     def put(self, line: Line, data: bytes) -> None:
         """Send `data` at the end of this turn."""
-        self._waiting.append((line, data))
+        self.waiting.append((line, data))
         task = self._task
         if task is not None:
             self._task = None
@@ -34,7 +34,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Send everything now."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for line, data in waiting:
             line.send_now(data)
 

@@ -1,7 +1,7 @@
 """Tasks that must go on one after the other, in the order in which they were let in.
 
-Decided here: how many turns of the loop each has before the next may go. Trio runs the tasks that are ready in one turn
-in any order; where answers keep an order (`preserve_ordering`), their tasks are woken turn by turn instead.
+Decided here: each goes on in a turn of the loop of its own. Trio runs the tasks that are ready in one turn in any
+order; where answers keep an order (`preserve_ordering`), the tasks that wait for them are woken turn by turn instead.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ class Turnstile:
             reschedule(own)
 
     async def run(self) -> None:
-        """Let one task after the other go, for ever. Each has two turns: it writes its answer in the first, and what it
-        left for the turn's burst has been sent at the end of the second.
-        """
+        """Let one task after the other go, for ever."""
         while True:
             while self._waiting:
                 reschedule(self._waiting.popleft())
-                await checkpoint()
                 await checkpoint()
             self._task = current_task()
             await wait_task_rescheduled(self._abort)

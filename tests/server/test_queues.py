@@ -1,0 +1,346 @@
+"""Priorities, queue policies and order as clients see them. Models wait at a gate that the test opens: a file."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowserve.testing.serve import Served, serving
+
+CLOSED = -1.0  # a request that holds this keeps its instance busy until the gate opens
+AT_ONCE_S = 0.3  # far less than anything here is waited for, and far more than a refusal takes
+
+ANSWER = """
+        import os
+        numbers = given("IN")
+        self.runs = getattr(self, "runs", 0) + 1
+        runs = self.runs
+        if (numbers == 13).any():
+            return refuse("thirteen is not for me")
+        if (numbers > 1000).any():
+            raise ValueError("too much for me")
+        while (numbers < 0).any() and not os.path.exists("GATE"):
+            time.sleep(0.002)
+        return answer(OUT=numbers * 0 + runs)
+"""
+CONFIG = """
+max_batch_size: %d
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] } ]
+dynamic_batching { %s }
+instance_group [ { count: %d kind: KIND_CPU } ]
+"""
+# Name -> what its batcher is told, how many instances, and how many rows a batch may have.
+MODELS: dict[str, tuple[str, int, int]] = {
+    "small": ("default_queue_policy { max_queue_size: 2 }", 1, 1),
+    "hasty": ("default_queue_policy { default_timeout_microseconds: 400000 allow_timeout_override: true }", 1, 1),
+    "deaf": ("default_queue_policy { default_timeout_microseconds: 60000000 }", 1, 1),
+    "timeless": ("default_queue_policy { allow_timeout_override: true }", 1, 1),
+    "delays": ("default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 50000 }", 1, 1),
+    "urgent": ("priority_levels: 3 default_priority_level: 2", 1, 1),
+    "ordered": ("preserve_ordering: true", 2, 1),
+    "batches": ("max_queue_delay_microseconds: 300000 preferred_batch_size: [ 3 ]", 1, 3),
+}
+PIPE = """
+platform: "ensemble"
+max_batch_size: 1
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "OTHER" data_type: TYPE_FP32 dims: [ 1 ] } ]
+ensemble_scheduling {
+  step { model_name: "small" model_version: -1 input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "OUT" } }
+  step { model_name: "deaf" model_version: -1 input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "OTHER" } }
+}
+"""  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gates")
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, gates: Path, add_model: Callable[..., Path], make_python: Any
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("queues")
+    for name, (batching, instances, limit) in MODELS.items():
+        file = make_python(ANSWER.replace("GATE", str(gates / name)))
+        add_model(folder, name, CONFIG % (limit, batching, instances), file)
+    add_model(folder, "pipe", PIPE)
+    with serving(folder) as running:
+        yield running
+        assert running.process.poll() is None, running.log
+
+
+@pytest.fixture
+def wire(server: Served, wire_to: Callable[[Served], Any]) -> Any:
+    return wire_to(server)
+
+
+class Crowd:
+    """Requests to one model, each on a connection of its own, sent one after the other."""
+
+    def __init__(self, wire: Any, model: str, gate: Path) -> None:
+        self.wire = wire
+        self.model = model
+        self.gate = gate
+        self.sockets: list[socket.socket] = []
+
+    def send(self, number: float = 0.0, model: str = "", **parameters: Any) -> socket.socket:
+        """Returns when the server has it: what comes later is behind it."""
+        connection: socket.socket = self.wire.connect()
+        self.sockets.append(connection)
+        connection.sendall(self.wire.infer_request(model or self.model, [[number]], parameters=parameters))
+        assert self.wire.get("/v2/health/live").status == 200
+        return connection
+
+    def keep_busy(self) -> socket.socket:
+        """The instance has work until the gate opens."""
+        first = self.send(CLOSED)
+        self.wire.until(lambda: self.wire.waiting(self.model) == 0, "the first one runs")
+        return first
+
+    def open(self) -> None:
+        self.gate.touch()
+
+    def answers(self) -> list[Any]:
+        """Of all, in the order they were sent."""
+        return self.wire._read_all(self.sockets, time.monotonic())  # type: ignore[no-any-return]
+
+    def answer(self, connection: socket.socket) -> Any:
+        """Of one; the others may still be waiting."""
+        return self.wire._read_all([connection], time.monotonic())[0]
+
+
+@pytest.fixture
+def crowd(wire: Any, gates: Path) -> Iterator[Callable[[str], Crowd]]:
+    crowds: list[Crowd] = []
+
+    def gather(model: str) -> Crowd:
+        crowds.append(Crowd(wire, model, gates / model))
+        return crowds[-1]
+
+    yield gather
+    for one in crowds:
+        one.open()
+        for connection in one.sockets:
+            connection.close()
+        wire.until(lambda one=one: not _is_busy(wire, one.model), "the instances are free again")
+        one.gate.unlink()
+
+
+def _is_busy(wire: Any, model: str) -> bool:
+    before = wire.statistics(model)["execution_count"]
+    assert wire.infer(model, [[0.0]]).status == 200  # behind whatever runs there
+    return bool(wire.waiting(model) or wire.statistics(model)["execution_count"] != before + 1)
+
+
+@contextmanager
+def counted(wire: Any, model: str) -> Iterator[dict[str, int]]:
+    """How many more failures of each reason the model counts when the block is over."""
+    before = wire.statistics(model)["flowserve"]["failures"]
+    grown: dict[str, int] = {}
+    yield grown
+    after = wire.statistics(model)["flowserve"]["failures"]
+    grown.update({reason: count - before[reason] for reason, count in after.items() if count != before[reason]})
+
+
+# ------------------------------------------------------------------------------------------------------------- refusal
+
+
+@pytest.mark.fault("D1")
+def test_a_full_queue_refuses_at_once_and_serves_the_others(wire: Any, crowd: Callable[[str], Crowd]) -> None:
+    small = crowd("small")
+    with counted(wire, "small") as failures:
+        small.keep_busy()
+        small.send()
+        small.send()
+        refused = small.answer(small.send())
+        assert refused.status == 503
+        assert refused.error == "Exceeds maximum queue size: the queue of model 'small' has room for 2; try again later"
+        assert refused.seconds < AT_ONCE_S
+        small.open()
+        assert [small.answer(one).status for one in small.sockets[:3]] == [200, 200, 200]
+    assert failures == {"REJECTED": 1}
+
+
+@pytest.mark.fault("E10")
+def test_an_inner_queue_that_is_full_fails_the_ensembles_request_and_leaves_nothing_behind(
+    wire: Any, crowd: Callable[[str], Crowd]
+) -> None:
+    small, deaf = crowd("small"), crowd("deaf")
+    deaf.keep_busy()
+    small.keep_busy()
+    small.send()
+    small.send()
+    with counted(wire, "small") as failures:
+        for _ in range(16):
+            refused = small.answer(small.send(model="pipe"))
+            assert refused.status == 503
+            assert refused.error.startswith(
+                "in ensemble 'pipe', Exceeds maximum queue size: the queue of model 'small'"
+            )
+    assert failures == {"REJECTED": 16}
+    assert wire.waiting("deaf") == 0  # the other branch is out of its queue
+    small.open()
+    deaf.open()
+    wire.until(lambda: wire.waiting("small") == 0, "those before are served")
+    assert small.answer(small.send(model="pipe")).status == 200
+
+
+# ------------------------------------------------------------------------------------------------------------ deadlines
+
+
+@pytest.mark.fault("D2")
+def test_who_waits_too_long_is_told_so_at_its_deadline_while_the_instance_is_busy(
+    wire: Any, crowd: Callable[[str], Crowd]
+) -> None:
+    hasty = crowd("hasty")
+    with counted(wire, "hasty") as failures:
+        busy = hasty.keep_busy()
+        default, own = hasty.send(), hasty.send(timeout=100_000)
+        began = time.monotonic()
+        first = hasty.answer(own)
+        assert 0.0 < time.monotonic() - began < 0.3
+        second = hasty.answer(default)
+        assert time.monotonic() - began < 1.0
+        for refused in (first, second):
+            assert refused.status == 503
+            assert refused.error.startswith("Request timeout expired: it waited ")
+        hasty.open()
+        assert hasty.answer(busy).status == 200  # what runs is never timed out
+    assert failures == {"REJECTED": 2}
+
+
+@pytest.mark.fault("D2")
+def test_a_larger_timeout_of_the_clients_own_does_not_count(crowd: Callable[[str], Crowd]) -> None:
+    hasty = crowd("hasty")
+    hasty.keep_busy()
+    began = time.monotonic()
+    assert hasty.answer(hasty.send(timeout=60_000_000)).status == 503
+    assert 0.3 < time.monotonic() - began < 2.0
+
+
+@pytest.mark.fault("D4")
+@pytest.mark.parametrize("model", ["deaf", "timeless"])
+def test_a_clients_timeout_that_may_not_override_is_ignored(model: str, crowd: Callable[[str], Crowd]) -> None:
+    ignores = crowd(model)
+    ignores.keep_busy()
+    ignores.send(timeout=1)
+    ignores.open()
+    assert [answer.status for answer in ignores.answers()] == [200, 200]
+
+
+@pytest.mark.fault("D3")
+def test_whose_time_is_over_is_served_after_the_others(wire: Any, crowd: Callable[[str], Crowd]) -> None:
+    delays = crowd("delays")
+    delays.keep_busy()
+    late = delays.send()
+    time.sleep(0.1)  # its 50 ms
+    others = [delays.send(), delays.send()]
+    delays.open()
+    runs = [delays.answer(one).data[0] for one in (*others, late)]
+    assert runs == sorted(runs)
+
+
+# ---------------------------------------------------------------------------------------------------------- priorities
+
+
+@pytest.mark.fault("D8")
+def test_higher_priorities_overtake_and_strange_ones_mean_the_default(wire: Any, crowd: Callable[[str], Crowd]) -> None:
+    urgent = crowd("urgent")
+    urgent.keep_busy()
+    low = urgent.send(priority=3)
+    usual = [urgent.send(), urgent.send(priority=0), urgent.send(priority=99)]
+    high = urgent.send(priority=1)
+    urgent.open()
+    runs = [urgent.answer(one).data[0] for one in (high, *usual, low)]
+    assert runs == sorted(runs)
+    negative = wire.infer("urgent", [[0.0]], parameters={"priority": -1})
+    assert negative.status == 400
+
+
+@pytest.mark.fault("D12")
+def test_who_leaves_a_queue_with_policies_is_out_of_it(wire: Any, crowd: Callable[[str], Crowd]) -> None:
+    small = crowd("small")
+    with counted(wire, "small") as failures:
+        small.keep_busy()
+        small.send()
+        leaver = small.send()
+        small.sockets.remove(leaver)
+        leaver.close()
+        wire.until(lambda: wire.waiting("small") == 1, "the place is free")
+        small.send()
+        small.open()
+        assert [answer.status for answer in small.answers()] == [200, 200, 200]
+    assert failures == {"CANCELED": 1}
+
+
+# --------------------------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.fault("D11")
+def test_answers_leave_in_the_order_of_arrival_though_the_second_instance_is_faster(
+    wire: Any, crowd: Callable[[str], Crowd]
+) -> None:
+    ordered = crowd("ordered")
+    before = wire.statistics("ordered")["execution_count"]
+    ordered.send(CLOSED)
+    for _ in range(8):
+        ordered.send()
+    wire.until(lambda: wire.statistics("ordered")["execution_count"] == before + 8, "the other instance ran them all")
+    arrived: list[int] = []
+    with selectors.EpollSelector() as selector:
+        for n, connection in enumerate(ordered.sockets):
+            selector.register(connection, selectors.EVENT_READ, n)
+        assert selector.select(0) == [], "an answer has overtaken the first"
+        ordered.open()
+        while len(arrived) < len(ordered.sockets):
+            ready = selector.select(30)  # the kernel lists them in the order they became readable
+            assert ready
+            for key, _ in ready:
+                arrived.append(key.data)
+                selector.unregister(key.fileobj)
+    assert arrived == sorted(arrived)
+    assert [answer.status for answer in ordered.answers()] == [200] * 9
+
+
+@pytest.mark.fault("D11")
+def test_an_ordered_answer_does_not_wait_for_a_client_who_left(wire: Any, crowd: Callable[[str], Crowd]) -> None:
+    ordered = crowd("ordered")
+    slow = ordered.send(CLOSED)
+    fast = ordered.send()
+    ordered.sockets.remove(slow)
+    slow.close()
+    assert ordered.answer(fast).status == 200
+
+
+# ------------------------------------------------------------------------------------------------- members of a batch
+
+
+@pytest.mark.fault("D5")
+def test_one_request_that_the_model_refuses_fails_alone(wire: Any) -> None:
+    requests = [wire.infer_request("batches", [[number]]) for number in (1.0, 13.0, 2.0)]
+    answers, batches = wire.batches_during(["batches"], lambda: wire.together(requests))
+    assert [answer.status for answer in answers] == [200, 500, 200]
+    assert "thirteen is not for me" in answers[1].error
+    assert batches == {"batches": {3: 1}}
+
+
+@pytest.mark.fault("D6")
+def test_a_model_that_raises_fails_its_batch_and_the_next_one_is_fine(wire: Any) -> None:
+    requests = [wire.infer_request("batches", [[number]]) for number in (1.0, 2000.0, 2.0)]
+    with counted(wire, "batches") as failures:
+        answers = wire.together(requests)
+    assert [answer.status for answer in answers] == [500, 500, 500]
+    assert all("too much for me" in answer.error for answer in answers)
+    assert failures == {"BACKEND": 3}
+    fine = [wire.infer_request("batches", [[1.0]])] * 3
+    assert [answer.status for answer in wire.together(fine)] == [200, 200, 200]
