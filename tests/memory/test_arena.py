@@ -1,0 +1,207 @@
+"""Shared memory: blocks come home when their last view is gone, and nobody sees what he should not."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from flowserve.errors import Internal
+from flowserve.memory.arena import Arena, aligned
+from flowserve.memory.segment import PAGE, Lease, Segment, locate
+from flowserve.values import Array
+
+
+def test_a_block_comes_home_with_its_last_view_and_not_before() -> None:
+    arena = Arena()
+    view = arena.lease(1000).view()
+    part = view[100:200].view(np.int32).reshape(5, 5)[2]
+    del view
+    assert arena.lent_bytes == PAGE
+    del part
+    assert arena.lent_bytes == 0
+
+
+def test_a_block_that_is_free_is_used_again_before_new_memory_is() -> None:
+    arena = Arena()
+    first = arena.lease(10 * PAGE)
+    place = first.offset
+    del first
+    assert arena.lease(3 * PAGE).offset == place
+
+
+def test_neighbours_that_came_home_are_one_again() -> None:
+    arena = Arena(first_segment_bytes=4 * PAGE)
+    pieces = [arena.lease(PAGE) for _ in range(4)]
+    for index in (1, 3, 0, 2):
+        pieces[index] = None  # type: ignore[call-overload]  # the lease ends here
+    whole = arena.lease(4 * PAGE)
+    assert (whole.offset, len(arena.segments)) == (0, 1)
+
+
+def test_what_does_not_fit_gets_a_segment_that_it_fits_in() -> None:
+    arena = Arena(first_segment_bytes=4 * PAGE)
+    leases = [arena.lease(size) for size in (3 * PAGE, 2 * PAGE, 100 * PAGE)]
+    assert [segment.size for segment in arena.segments] == [4 * PAGE, 8 * PAGE, 100 * PAGE]
+    assert len({lease.segment.number for lease in leases}) == 3
+
+
+def test_a_lease_that_ends_inside_the_collector_comes_home() -> None:
+    arena = Arena()
+    circle: list[object] = [arena.lease(100).view()]
+    circle.append(circle)
+    del circle
+    gc.collect()
+    assert arena.lent_bytes == 0
+
+
+def test_where_an_array_lies_is_told_by_its_memory() -> None:
+    lease = Arena().lease(4096)
+    block = np.ndarray((16, 8), np.float32, lease.view(), 64)
+    for array, offset in ((block, 64), (block[3:5], 160), (block[3:5].reshape(-1)[4:], 176)):
+        found = locate(array)
+        assert found is not None
+        assert found[0] is lease
+        assert found[1] == lease.offset + offset
+    assert locate(block[:, 2:4]) is None, "its rows do not lie side by side"
+    assert locate(np.zeros(4)) is None
+    assert locate(np.zeros((4, 4))[1]) is None
+
+
+def test_nobody_can_shrink_what_others_read() -> None:
+    segment = Segment.create(PAGE)
+    for size in (0, 2 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW])
+def test_memory_of_others_is_not_touched_unless_its_size_is_sealed(seals: int) -> None:
+    fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, PAGE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    with pytest.raises(Internal, match="size is not sealed"):
+        Segment.read_shared(fd)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_memory_of_others_has_whole_pages(size: int) -> None:
+    fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    with pytest.raises(Internal, match=f"it has {size} bytes"):
+        Segment.read_shared(fd)
+
+
+def test_what_is_no_memory_is_refused(tmp_path: os.PathLike[str]) -> None:
+    file = os.open(os.path.join(tmp_path, "file"), os.O_CREAT | os.O_RDWR)
+    with pytest.raises(Internal):
+        Segment.read_shared(file)
+
+
+def test_a_reader_cannot_write_and_sees_what_the_writer_writes() -> None:
+    writer = Segment.create(PAGE)
+    reader = Segment.read_shared(os.dup(writer.fd))
+    writer.memory[7] = 9
+    assert reader.memory[7] == 9
+    assert not reader.memory.flags.writeable
+    assert not Lease(reader, 0, 8, lambda _: None, None).view().flags.writeable
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(writer.open_for_reading(), b"x", 0)
+
+
+def test_a_private_reader_writes_into_pages_of_its_own_until_it_throws_them_away() -> None:
+    writer = Segment.create(2 * PAGE)
+    reader = Segment.read_private(writer.open_for_reading(), 1)
+    writer.memory[:] = 5
+    reader.memory[10] = 6
+    assert writer.memory[10] == 5
+    whole = np.empty(20, np.uint8)
+    reader.read_into(whole, 0)
+    assert set(whole.tolist()) == {5}, "the writer's bytes, past the reader's own"
+    writer.memory[:] = 7
+    assert reader.memory[11] == 5, "its own page is stale"
+    reader.forget_writes(10, 11)
+    assert set(reader.memory.tolist()) == {7}
+
+
+class Blocks(RuleBasedStateMachine):
+    """A writer that fills blocks, readers that write into theirs, and views that live for as long as they like."""
+
+    views = Bundle("views")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena(first_segment_bytes=4 * PAGE)
+        self.readers: dict[int, Segment] = {}
+        self.live: dict[int, tuple[Array, int, int]] = {}  # by key: a view, its value, the bytes of its whole block
+        self.next = 0
+
+    def reader_of(self, segment: Segment) -> Segment:
+        if segment.number not in self.readers:
+            self.readers[segment.number] = Segment.read_private(segment.open_for_reading(), segment.number)
+        return self.readers[segment.number]
+
+    @rule(target=views, nbytes=st.integers(1, 6 * PAGE))
+    def take(self, nbytes: int) -> int:
+        view = self.arena.lease(nbytes).view()
+        assert len(view) == nbytes
+        assert view.ctypes.data % 64 == 0
+        self.next += 1
+        view[:] = self.next % 251
+        self.live[self.next] = (view, self.next % 251, nbytes)
+        return self.next
+
+    @rule(key=views, first=st.integers(0, 100), last=st.integers(1, 100))
+    def look_at_a_part(self, key: int, first: int, last: int) -> None:
+        if key in self.live:
+            view, value, nbytes = self.live[key]
+            self.live[key] = (view[min(first, len(view) - 1) :][:last], value, nbytes)
+
+    @rule(key=consumes(views))
+    def drop(self, key: int) -> None:
+        self.live.pop(key, None)
+
+    @rule(key=views)
+    def read_and_scribble(self, key: int) -> None:
+        """What a model in another process does: it sees the writer's bytes, and writes over them."""
+        if key not in self.live:
+            return
+        view, value, _ = self.live[key]
+        found = locate(view)
+        assert found is not None
+        reader = self.reader_of(found[0].segment)
+        start, stop = found[1], found[1] + len(view)
+        theirs = reader.memory[start:stop]
+        assert (theirs == value).all()
+        theirs[:] = 255
+        reader.forget_writes(start, stop)
+
+    @invariant()
+    def nobody_disturbs_anybody(self) -> None:
+        for view, value, _ in self.live.values():
+            assert (view == value).all()
+
+    @invariant()
+    def blocks_are_lent_exactly_while_a_view_lives(self) -> None:
+        pages = sum(-(-nbytes // PAGE) for *_, nbytes in self.live.values())
+        assert self.arena.lent_bytes == pages * PAGE
+        self.arena.check()
+
+    def teardown(self) -> None:
+        self.live.clear()
+        assert self.arena.lent_bytes == 0
+
+
+TestBlocks = Blocks.TestCase
+
+
+def test_tensors_of_one_block_begin_at_whole_cache_lines() -> None:
+    assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
