@@ -1,5 +1,49 @@
-"""The public door: re-exports only."""
+"""The public door: re-exports only.
+
+They are imported when they are asked for: a command that draws nothing and serves nothing answers at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from flowserve.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from flowserve.authoring.graph import Graph
+    from flowserve.authoring.parts import model_folder, onnx_model
+    from flowserve.errors import FlowserveError, Problems
+    from flowserve.graph.builder import Tensor
+    from flowserve.graph.functions import model
+
+_WHERE = {
+    "Graph": "flowserve.authoring.graph",
+    "FlowserveError": "flowserve.errors",
+    "Problems": "flowserve.errors",
+    "Tensor": "flowserve.graph.builder",
+    "model": "flowserve.graph.functions",
+    "model_folder": "flowserve.authoring.parts",
+    "onnx_model": "flowserve.authoring.parts",
+}
+
+__all__ = [
+    "Graph",
+    "Tensor",
+    "model",
+    "onnx_model",
+    "model_folder",
+    "FlowserveError",
+    "Problems",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'flowserve' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

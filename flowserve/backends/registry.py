@@ -24,6 +24,8 @@ GROUP: Final = "flowserve.backends"
 
 # name: module, class, default file
 _BUILT_IN: Final = {
+    # Before "python", whose a model.py is where nothing else is said.
+    "callable": ("flowserve.backends.callable", "CallableBackend", "model.py"),
     "onnxruntime": ("flowserve.backends.onnxruntime", "OnnxRuntime", "model.onnx"),
     "python": ("flowserve.backends.python", "PythonBackend", "model.py"),
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments, contradiction, run_options
+from flowserve.errors import FlowserveError
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
@@ -39,6 +40,7 @@ examples:
 RUN_EXAMPLES: Final = """\
 examples:
   flowserve run graphs/                                serve on http://127.0.0.1:8000
+  flowserve run steps:graph                            the graph of that name in the Python module steps
   flowserve run graphs/ --http-port 0                  pick a free port; the last line says which
   flowserve run graphs/ --http-address 0.0.0.0         let other machines in; put a gateway in front
   flowserve run graphs/ --exit-on-error false          serve what loads, though some model does not
@@ -148,6 +150,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _refuse_leftovers(command, leftovers)
     if parsed.repository is None:
         command.error(f"which repository? Say: {command.prog} REPO")
+    if ":" in str(parsed.repository) and not parsed.repository.exists():
+        return _with_graph_of_module(parsed, command)
+    return _run(parsed, command)
+
+
+def _with_graph_of_module(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
+    """The same with a graph that is written in Python, as the repository it would be."""
+    from flowserve.cli.check import Printer
+    from flowserve.cli.target import Target
+
+    try:
+        target = Target(str(parsed.repository))
+    except FlowserveError as error:
+        Printer(sys.stderr, sys.stderr.isatty()).failure("", error)
+        return 1
+    parsed.repository = target.path
+    if parsed.command == "graph":
+        parsed.model = parsed.model or target.name
+    return _run(parsed, command)
+
+
+def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
     match parsed.command:
         case "run":
             from flowserve.cli.run import run

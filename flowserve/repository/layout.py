@@ -63,7 +63,12 @@ def scan(repository: Path) -> list[ModelFolder]:
 
 def is_model_folder(path: Path) -> bool:
     """Whether a folder is one model's rather than a repository of them."""
-    return (path / CONFIG_FILE).exists() or bool(path.is_dir() and _model_folder(path.parent, path).versions)
+    return (path / CONFIG_FILE).exists() or bool(path.is_dir() and model_folder_at(path).versions)
+
+
+def model_folder_at(path: Path) -> ModelFolder:
+    """The model in a folder; what is around the folder is its repository."""
+    return _model_folder(path.parent, path)
 
 
 def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool = False) -> tuple[int, ...]:

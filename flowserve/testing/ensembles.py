@@ -7,7 +7,6 @@ said to be.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,18 +14,10 @@ from hypothesis import strategies as st
 
 from flowserve.config.types import Ensemble, EnsembleStep, ModelConfig, SourceMap
 from flowserve.errors import Place
-from flowserve.values import BY_WIRE, TensorSpec
+from flowserve.graph.notation import tensor
+from flowserve.values import TensorSpec
 
 Step = tuple[str, Mapping[str, str], Mapping[str, str]]
-
-
-def tensor(name: str, text: str) -> TensorSpec:
-    """`tensor("X", "FP32[3,-1]")`; a "?" at the end makes it optional."""
-    match = re.fullmatch(r"(\w+)\[([-\d,]*)\](\??)", text)
-    if match is None:
-        raise ValueError(f"not a tensor: {text!r}")
-    dtype, dims, optional = match.groups()
-    return TensorSpec(name, BY_WIRE[dtype], tuple(int(dim) for dim in dims.split(",") if dim), bool(optional))
 
 
 def tensors(texts: Mapping[str, str]) -> tuple[TensorSpec, ...]:

@@ -60,14 +60,14 @@ def test_an_unknown_backend_is_refused_listing_the_known_ones() -> None:
     with pytest.raises(Unsupported) as caught:
         registry.find("tensorrt")
     assert str(caught.value) == (
-        "unable to find backend library for backend 'tensorrt': flowserve has onnxruntime, python"
+        "unable to find backend library for backend 'tensorrt': flowserve has callable, onnxruntime, python"
     )
 
 
 @pytest.mark.usefixtures("third_party")
 def test_a_package_adds_its_backend_by_an_entry_point() -> None:
     assert isinstance(registry.find("third"), Third)
-    with pytest.raises(Unsupported, match="flowserve has broken, onnxruntime, python, third"):
+    with pytest.raises(Unsupported, match="flowserve has broken, callable, onnxruntime, python, third"):
         registry.find("unknown")
 
 

@@ -1,0 +1,233 @@
+"""`flowserve.Graph`: a graph written in Python, which is the same thing as its files and its pictures.
+
+Decided here: what a graph in Python can do besides being wired (graph/builder.py): be checked, saved and loaded, drawn,
+served. Every one of these goes through the configurations and rules that files go through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowserve.authoring.files import SavedPart, contents, write_private, write_to_keep
+from flowserve.authoring.parts import FolderModel
+from flowserve.backends import registry
+from flowserve.config.load import draft_of, finish
+from flowserve.config.types import ModelConfig, SourceMap
+from flowserve.config.write import message_of
+from flowserve.errors import FlowserveError, Problem, Problems
+from flowserve.graph.builder import Declared, Outputs, Part, Sketch, Tensor, caller
+from flowserve.render.formats import format_of, render
+from flowserve.repository.override import PrivateFolder
+from flowserve.repository.resolve import resolve
+from flowserve.runtime.reading import Reading
+from flowserve.values import TensorSpec
+
+
+class Graph(Declared):
+    """A graph of models, written step by step. Parts are called on tensors, which wires them; nothing is computed.
+
+        graph = Graph("shout")
+        graph.output("LOUD", louder(graph.input("TEXT", "BYTES[1]")))
+
+    `max_batch_size` None: what all of its models can take. `max_inflight_requests` limits how many responses of one
+    request may be in one step; 0: no limit. Equal graphs are those that would be saved as the same files.
+    """
+
+    def __init__(self, name: str, *, max_batch_size: int | None = None, max_inflight_requests: int = 0) -> None:
+        self.name = name
+        self.place = caller()
+        self.sketch = Sketch(name, self.place, max_batch_size)
+        if max_inflight_requests:
+            self.sketch.options["ensemble_scheduling"] = {"max_inflight_requests": max_inflight_requests}
+
+    # Wiring
+
+    def input(self, name: str, tensor: str) -> Tensor:
+        """A tensor that requests carry: `graph.input("IMAGE", "UINT8[-1,-1,3]")`, dims without the batch dimension."""
+        return self.sketch.add_input(name, tensor)
+
+    def output(self, name: str, tensor: Tensor | Outputs | None = None, *, spec: str = "") -> None:
+        """Answer a tensor under this name. None: the one that a step called so. `spec` "": as its step says."""
+        self.sketch.add_output(name, tensor, spec)
+
+    def step(self, part: Part, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> None:
+        """A step wired by names, as in a file: the part's tensor -> the graph's tensor."""
+        self.sketch.add_step(part, inputs, outputs)
+
+    # What it is as a part
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.sketch.input_specs()
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.sketch.output_specs()
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.sketch.batch_size()
+
+    def config(self) -> dict[str, Any]:
+        return self.sketch.config()
+
+    def source(self) -> SourceMap:
+        return self.sketch.source()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Graph):
+            return NotImplemented
+        return self.name == other.name and contents(self._parts()) == contents(other._parts())
+
+    __hash__ = None  # type: ignore[assignment]  # a graph grows while it is written
+
+    def __repr__(self) -> str:
+        return f"<graph {self.name!r} of {len(self.sketch.calls)} steps>"
+
+    # Checking
+
+    def check(self) -> None:
+        """Raise Problems with every mistake of this graph and the graphs in it, each with its line. Blocks."""
+        self._read()
+
+    def _read(self) -> Reading:
+        """The configurations of everything, compiled. Raises Problems."""
+        parts = self._parts()
+        problems = [problem for part in parts if isinstance(part, Graph) for problem in part.sketch.problems]
+        problems += _ambiguous(self)
+        configs: dict[str, ModelConfig] = {}
+        failed: dict[str, FlowserveError] = {}
+        for part in parts:
+            try:
+                configs[part.name] = part.read.config if isinstance(part, FolderModel) else _config(part)
+            except FlowserveError as error:
+                failed[part.name] = error
+        versions = {part.name: part.read.versions if isinstance(part, FolderModel) else (1,) for part in parts}
+        resolution = resolve(configs, versions, failed)
+        for part in parts:
+            problems += _problems_of(resolution.failed.get(part.name), part)
+        if problems:
+            raise Problems(sorted(problems, key=lambda problem: problem.place or self.place))
+        return Reading(configs, resolution, ())
+
+    def _parts(self) -> list[SavedPart]:
+        """Everything this graph is made of, each once, itself last."""
+        found: dict[str, SavedPart] = {}
+        for part in _walk(self):
+            found.setdefault(part.name, part)
+        return list(found.values())
+
+    # Files
+
+    def save(self, folder: str | Path) -> None:
+        """Write a repository of this graph and all that it is made of: a folder for each. Blocks.
+
+        Raises Problems, and writes nothing, where the graph has mistakes, a folder exists, or a function cannot be
+        imported from a module.
+        """
+        self.check()
+        write_to_keep(self._parts(), Path(folder))
+
+    @classmethod
+    def load(cls, folder: str | Path, name: str = "") -> Graph:
+        """Read a graph from its own folder, or from a repository that has one graph, or one called `name`. Blocks.
+
+        Raises Problems where the files cannot be read; mistakes in them are for `check`.
+        """
+        from flowserve.authoring.load import load_graph
+
+        return load_graph(Path(folder), name)
+
+    def write_private(self) -> PrivateFolder:
+        """A repository of this graph for this process alone, which exists as long as what is returned. Blocks.
+
+        Functions need no module there. Raises Problems.
+        """
+        self.check()
+        private = PrivateFolder()
+        write_private(self._parts(), private.path)
+        return private
+
+    # Pictures
+
+    def to_text(self) -> str:
+        return self._draw("text").decode()
+
+    def to_dot(self) -> str:
+        return self._draw("dot").decode()
+
+    def to_mermaid(self) -> str:
+        return self._draw("mermaid").decode()
+
+    def to_svg(self) -> str:
+        return self._draw("svg").decode()
+
+    def to_html(self) -> str:
+        return self._draw("html").decode()
+
+    def to_json(self) -> str:
+        """docs/pictures.md describes it."""
+        return self._draw("json").decode()
+
+    def to_png(self) -> bytes:
+        """Raises Unsupported where Pillow is not installed."""
+        return self._draw("png")
+
+    def draw(self, file: str | Path) -> None:
+        """Write the picture that the file's name asks for, as `flowserve graph -o` does. Blocks."""
+        Path(file).write_bytes(self._draw(format_of(Path(file))))
+
+    def _draw(self, picture: str) -> bytes:
+        """Raises Problems: what has mistakes has no graph to draw."""
+        reading = self._read()
+        return render(reading.resolution.graphs[self.name][1], reading.facts(), picture)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """What notebooks show: the picture, or the mistakes."""
+        try:
+            return {"image/svg+xml": self.to_svg(), "text/vnd.mermaid": self.to_mermaid(), "text/plain": repr(self)}
+        except Problems as problems:
+            return {"text/plain": f"{self!r}\n{problems}"}
+
+    # Serving
+
+    def serve(self, *, http_address: str = "127.0.0.1", http_port: int = 8000) -> int:
+        """Serve over HTTP until SIGTERM or Ctrl-C, as `flowserve run` does; returns its status. Raises Problems."""
+        from flowserve.cli.options import RunOptions
+        from flowserve.cli.run import run
+
+        private = self.write_private()
+        return run(RunOptions(private.path, http_address=http_address, http_port=http_port))
+
+
+def _walk(graph: Graph) -> Iterator[SavedPart]:
+    """Every part of every graph inside, inner ones first."""
+    for part in graph.sketch.parts():
+        if isinstance(part, Graph) and part is not graph:
+            yield from _walk(part)
+        elif isinstance(part, SavedPart):
+            yield part
+    yield graph
+
+
+def _ambiguous(graph: Graph) -> Iterator[Problem]:
+    first: dict[str, SavedPart] = {}
+    for part in {id(part): part for part in _walk(graph)}.values():
+        if first.setdefault(part.name, part) is not part:
+            text = (
+                f"two parts of graph '{graph.name}' are called '{part.name}'; the first is at {first[part.name].place}"
+            )
+            yield Problem(text, part.place, "B7", "give one of them another name")
+
+
+def _config(part: Declared) -> ModelConfig:
+    message = message_of(part.config(), part.place.file)
+    return finish(draft_of(message, part.source(), Path(part.folder or part.name), registry.default_files()), None)
+
+
+def _problems_of(error: FlowserveError | None, part: Part) -> list[Problem]:
+    if error is None:
+        return []
+    return [*error.problems] if isinstance(error, Problems) else [Problem(str(error), part.place)]

@@ -1,0 +1,113 @@
+"""A graph of files as a graph in Python.
+
+Decided here: that an ensemble becomes a graph whose steps are wired by name, and every other deployment a part that is
+its folder. Places stay those of the files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from flowserve.authoring.graph import Graph
+from flowserve.authoring.parts import FolderModel
+from flowserve.config.load import CONFIG_FILE
+from flowserve.config.parse import read_text
+from flowserve.config.suggest import did_you_mean
+from flowserve.config.types import SourceMap
+from flowserve.config.write import fields_of
+from flowserve.errors import Place, Problem, Problems
+from flowserve.graph.builder import Call, Part, Wanted
+from flowserve.repository.layout import is_model_folder, scan
+from flowserve.values import DType, TensorSpec
+
+SCHEDULING: Final = "ensemble_scheduling"
+BY_CONFIG_NAME: Final = {dtype.config_name: dtype for dtype in DType}
+
+
+def load_graph(folder: Path, name: str) -> Graph:
+    """`folder` is a graph's own, or a repository; `name` "" is the only graph of it that is in no other."""
+    folder = folder.resolve()
+    if is_model_folder(folder):
+        folder, name = folder.parent, folder.name
+    return _Loader(folder).graph(name or _outermost(folder))
+
+
+class _Loader:
+    """Reads one repository, each deployment once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._parts: dict[str, Part] = {}
+        self._around: list[str] = []  # the graphs that are being read, outermost first
+
+    def graph(self, name: str) -> Graph:
+        home, file = self._folder / name, f"{name}/{CONFIG_FILE}"
+        fields, source = fields_of(read_text(home / CONFIG_FILE, file), file)
+        if SCHEDULING not in fields:
+            text = f"'{name}' is a model and no graph"
+            raise Problems([Problem(text, Place(file), "B8", "flowserve.model_folder makes it a part of one")])
+        graph = Graph(name, max_batch_size=int(fields.pop("max_batch_size", 0)))
+        graph.place, graph.folder = source.place(""), home
+        sketch = graph.sketch
+        sketch.place = graph.place
+        for number, one in enumerate(fields.pop("input", ())):
+            place = source.place(f"input[{number}]")
+            sketch.given[one.get("name", "")] = (_spec(one, place), place)
+        for number, one in enumerate(fields.pop("output", ())):
+            place = source.place(f"output[{number}]")
+            sketch.wanted.append(Wanted(one.get("name", ""), None, _spec(one, place), place))
+        self._around.append(name)
+        for number, step in enumerate(fields[SCHEDULING].pop("step", ())):
+            sketch.calls.append(self._call(step, source, f"{SCHEDULING}.step[{number}]"))
+        self._around.pop()
+        sketch.options = {key: value for key, value in fields.items() if key not in ("name", "platform")}
+        return graph
+
+    def _call(self, step: dict[str, Any], source: SourceMap, path: str) -> Call:
+        name, place = step.get("model_name", ""), source.place(path)
+        if name not in self._parts:
+            self._parts[name] = self._part(name, source.place(f"{path}.model_name"))
+        inputs, outputs = (dict(step.get(side, {})) for side in ("input_map", "output_map"))
+        return Call(self._parts[name], inputs, outputs, place, int(step.get("model_version", 0)))
+
+    def _part(self, name: str, place: Place) -> Part:
+        home = self._folder / name
+        if name in self._around:
+            circle = " -> ".join([*self._around[self._around.index(name) :], name])
+            raise Problems([Problem(f"circular dependency between ensembles: {circle}", place, "G1")])
+        if not name or not is_model_folder(home):
+            text = f"ensemble {self._around[-1]} contains models that are not available or ambiguous: {name}"
+            hint = did_you_mean(name, [folder.name for folder in scan(self._folder)])
+            raise Problems([Problem(text, place, "G2", hint)])
+        return self.graph(name) if _is_graph(home) else FolderModel(home, place)
+
+
+def _is_graph(home: Path) -> bool:
+    file = home / CONFIG_FILE
+    return file.exists() and SCHEDULING in fields_of(read_text(file, f"{home.name}/{CONFIG_FILE}"), home.name)[0]
+
+
+def _outermost(folder: Path) -> str:
+    """The only graph of a repository that no other one contains."""
+    graphs = {}
+    for found in scan(folder):
+        if _is_graph(found.path):
+            text = read_text(found.path / CONFIG_FILE, f"{found.name}/{CONFIG_FILE}")
+            steps = fields_of(text, found.name)[0][SCHEDULING].get("step", ())
+            graphs[found.name] = {step.get("model_name") for step in steps}
+    inside = set().union(*graphs.values())
+    outermost = [name for name in graphs if name not in inside]
+    if len(outermost) != 1:
+        found_ones = f"one of {', '.join(outermost)}" if outermost else "there is none"
+        raise Problems([Problem(f"which graph of '{folder}' shall be loaded? Name it: {found_ones}", rule="B8")])
+    return outermost[0]
+
+
+def _spec(written: dict[str, Any], place: Place) -> TensorSpec:
+    dtype = BY_CONFIG_NAME.get(written.get("data_type", ""))
+    if dtype is None:
+        raise Problems([Problem(f"tensor '{written.get('name', '')}' has no data type", place, "B8")])
+    dims = tuple(int(dim) for dim in written.get("dims", ()))
+    optional, labels = bool(written.get("optional")), written.get("label_filename", "")
+    return TensorSpec(written.get("name", ""), dtype, dims, optional, labels=labels)

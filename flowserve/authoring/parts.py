@@ -1,0 +1,102 @@
+"""Steps of a graph that are files: an ONNX file, or the folder of a deployment.
+
+Decided here: that such a model is read when it is named, since its tensors must be known to be wired; what is wrong
+with it is said at that line of Python. A lone ONNX file gets a folder of its own around it, private to this process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flowserve.backends import registry
+from flowserve.config.load import CONFIG_FILE
+from flowserve.config.write import text_of
+from flowserve.errors import Place, Problem, Problems
+from flowserve.graph.builder import Part, caller
+from flowserve.repository.layout import is_model_folder, model_folder_at
+from flowserve.repository.override import PrivateFolder
+from flowserve.repository.read import ReadModel, read_model
+from flowserve.runtime.completion import complete
+from flowserve.values import TensorSpec
+
+
+class FolderModel(Part):
+    """A model that lies in a folder, `path`, as a repository holds it."""
+
+    def __init__(self, path: Path, place: Place, private: PrivateFolder | None = None) -> None:
+        self.name = path.name
+        self.path = path
+        self.place = place
+        self._private = private  # the folder disappears with it
+        self.read: ReadModel = self._read()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.read.config.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.read.config.outputs
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.read.config.max_batch_size
+
+    def __repr__(self) -> str:
+        return f"<model {self.name!r} of {self.read.config.backend}>"
+
+    def _read(self) -> ReadModel:
+        if not is_model_folder(self.path):
+            text = f"'{self.path}' is no model's folder: neither {CONFIG_FILE} nor a version folder is in it"
+            raise Problems([Problem(text, self.place, "B4")])
+        try:
+            return read_model(model_folder_at(self.path), registry.default_files(), complete)
+        except Problems as problems:
+            if self._private is None:
+                raise
+            # The file of the place is one that we wrote; the user's word is the call.
+            raise Problems([replace(problem, place=self.place) for problem in problems.problems]) from None
+
+
+def onnx_model(
+    file: str | Path,
+    *,
+    name: str = "",
+    max_batch_size: int | None = None,
+    max_queue_delay_us: int = 0,
+    instances: int = 0,
+) -> FolderModel:
+    """The model of an ONNX file; its tensors are those of the file. Blocks while it is read. Raises Problems.
+
+    `name` is the file's where nothing is said. `max_batch_size` None: 4 with the dynamic batcher where the file's first
+    dimensions vary, else 0, as a repository would have it; above 0: batches of so many rows, dynamically formed.
+    `instances` 0: as many as onnxruntime models have by default.
+    """
+    place, path = caller(), Path(file).resolve()
+    if not path.is_file():
+        raise Problems([Problem(f"there is no file '{file}'", place, "B4")])
+    config: dict[str, Any] = {"name": name or path.stem, "backend": "onnxruntime"}
+    if max_batch_size is not None:
+        config["max_batch_size"] = max_batch_size
+    if max_batch_size:
+        config["dynamic_batching"] = {"max_queue_delay_microseconds": max_queue_delay_us} if max_queue_delay_us else {}
+    if instances:
+        config["instance_group"] = [{"count": instances}]
+    private = PrivateFolder()
+    home = private.path / config["name"]
+    (home / "1").mkdir(parents=True)
+    (home / CONFIG_FILE).write_text(text_of(config, home.name), encoding="utf-8")
+    (home / "1" / "model.onnx").symlink_to(path)
+    for beside in path.parent.glob(f"{path.name}?*"):  # weights that exporters put beside the file: net.onnx.data
+        (home / "1" / beside.name).symlink_to(beside)
+    return FolderModel(home, place, private)
+
+
+def model_folder(path: str | Path) -> FolderModel:
+    """The model in a folder as a repository holds it: config.pbtxt, and 1/model.py, 1/model.onnx or another file.
+
+    Its name is the folder's. Blocks while it is read. Raises Problems.
+    """
+    return FolderModel(Path(path).resolve(), caller())

@@ -1,0 +1,154 @@
+"""Models that are functions over numpy arrays: what their decorator declares.
+
+Decided here: that data types, dims and batching are said once, beside the function, and what the configuration of such
+a model is. How the function meets a batch is backends/callable.py's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+from flowserve.config.types import SourceMap
+from flowserve.errors import FlowserveError, Place, Problem, Problems
+from flowserve.graph.builder import Declared, caller, tensor_json
+from flowserve.graph.notation import tensor
+from flowserve.values import TensorSpec
+
+Execution = Literal["thread", "auto", "inline"]
+Function = Callable[..., Any]
+BACKEND: Final = "callable"
+
+
+class FunctionModel(Declared):
+    """A function with what it promises. Calling it on tensors wires it; `function` is what was decorated."""
+
+    def __init__(
+        self,
+        function: Function,
+        *,
+        name: str,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+        max_batch_size: int,
+        max_queue_delay_us: int,
+        instances: int,
+        execution: Execution,
+        is_pure: bool,
+        place: Place,
+    ) -> None:
+        self.function = function
+        self.name = name
+        self.max_queue_delay_us = max_queue_delay_us
+        self.instances = instances
+        self.execution = execution
+        self.is_pure = is_pure
+        self.place = place
+        self._inputs = inputs
+        self._outputs = outputs
+        self._max_batch_size = max_batch_size
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._outputs
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._max_batch_size
+
+    def __repr__(self) -> str:
+        return f"<model {self.name!r} of function {self.function.__module__}.{self.function.__qualname__}>"
+
+    def config(self) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "name": self.name,
+            "backend": BACKEND,
+            "max_batch_size": self._max_batch_size,
+            "input": [tensor_json(spec) for spec in self._inputs],
+            "output": [tensor_json(spec) for spec in self._outputs],
+            "instance_group": [{"count": self.instances, "kind": "KIND_CPU"}],
+            "parameters": {"execution": {"string_value": self.execution}},
+        }
+        if self._max_batch_size:
+            delay = {"max_queue_delay_microseconds": self.max_queue_delay_us} if self.max_queue_delay_us else {}
+            made["dynamic_batching"] = delay
+        return made
+
+    def source(self) -> SourceMap:
+        """Every field was written in the decorator."""
+        return SourceMap(self.place.file, dict.fromkeys(self.config(), self.place))
+
+
+def model(
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, str],
+    *,
+    name: str = "",
+    max_batch_size: int = 0,
+    max_queue_delay_us: int = 0,
+    instances: int = 1,
+    execution: Execution = "thread",
+    is_pure: bool = False,
+) -> Callable[[Function], FunctionModel]:
+    """Declare a function a model: `@model({"X": "FP32[4]"}, {"Y": "FP32[1]"}, max_batch_size=16)`.
+
+    The function gets one array per input, in the order of `inputs`, and returns one per output: an array, a tuple in
+    the order of `outputs`, or a dict by name. With `max_batch_size` above 0 it gets whole batches, rows in front, and
+    the dynamic batcher forms them. Arrays are read-only; BYTES are object arrays of `bytes`.
+
+    `name` is the function's where nothing is said. `execution`: "thread" gives each instance a thread of its own,
+    "inline" runs on the event loop (for microseconds' work only), "auto" measures. `is_pure` promises that it has no
+    effects and that nobody writes to what it returned: a batch that raised is then tried again in halves. Raises
+    Problems.
+    """
+    place = caller()
+
+    def decorate(function: Function) -> FunctionModel:
+        mistakes = _mismatch(function, len(inputs))
+        given, made = (_specs(side, mistakes) for side in (inputs, outputs))
+        mistakes += [f"input '{s.name}' is optional: a function gets all of its inputs" for s in given if s.optional]
+        if mistakes:
+            raise Problems([Problem(text, place, "B3") for text in mistakes])
+        return FunctionModel(
+            function,
+            name=name or function.__name__,
+            inputs=given,
+            outputs=made,
+            max_batch_size=max_batch_size,
+            max_queue_delay_us=max_queue_delay_us,
+            instances=instances,
+            execution=execution,
+            is_pure=is_pure,
+            place=place,
+        )
+
+    return decorate
+
+
+def _specs(side: Mapping[str, str], mistakes: list[str]) -> tuple[TensorSpec, ...]:
+    """The tensors of one side; what is wrong with the others goes to `mistakes`."""
+    specs = []
+    for port, text in side.items():
+        try:
+            specs.append(tensor(port, text))
+        except FlowserveError as error:
+            mistakes.append(str(error))
+    return tuple(specs)
+
+
+def _mismatch(function: Function, count: int) -> list[str]:
+    """Why a function cannot be called with so many arrays; [] where it can, or where that cannot be told."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in functions often have none
+        return []
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return [f"function '{function.__name__}' does not take {count} arrays: it is {function.__name__}{signature}"]
+    return []
