@@ -79,6 +79,7 @@ def add_function(
     inline: bool = True,
     placement: Placement | None = None,
     is_pure: bool = False,
+    keeps_order: bool = False,
 ) -> list[FunctionInstance]:
     """Serve a model made of functions, one instance for each, FP32 `dims` in and out. Blocks while instances open."""
     spec_in, spec_out = TensorSpec("IN", DType.FP32, dims), TensorSpec("OUT", DType.FP32, dims)
@@ -93,7 +94,7 @@ def add_function(
         hosts.append(host)
     key = ModelKey(name, 1)
     queue = DynamicBatcher(BatchPolicy.simple(max_batch_size)) if batcher is None else batcher
-    engine.add_model(key, queue, hosts, model)
+    engine.add_model(key, queue, hosts, model, keeps_order=keeps_order)
     node = Node(0, name, key, (spec_in,), (spec_out,), max_batch_size)
     edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
     config = _config(name, "functions", (spec_in,), (spec_out,), max_batch_size)

@@ -1,0 +1,188 @@
+"""Order and patience on a running loop: what the pure machines decide has to arrive in the tasks that wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from flowserve.errors import Unavailable
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.turnstile import Turnstile
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
+from flowserve.testing.engine import add_chain, add_function
+from flowserve.values import Array, Request
+
+
+def request(engine: Engine, value: float, priority: int = 0, timeout_us: int = 0) -> Request:
+    array = np.full((1, 4), value, np.float32)
+    return Request({"IN": array}, priority=priority, timeout_us=timeout_us, stamp=engine.next_stamp())
+
+
+class Gate:
+    """A model that lets 0 through when it is opened, and everything else at once."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def __call__(self, array: Array) -> Array:
+        assert array[0, 0] != 0 or self._open.wait(10)
+        return array
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.mark.fault("D11")
+async def test_tasks_go_on_in_the_order_in_which_they_asked() -> None:
+    async with open_engine(EngineOptions()) as engine:
+        gate = Gate()
+        add_function(engine, "ordered", [gate, gate], batcher=OneByOne(), inline=False, keeps_order=True)
+        add_chain(engine, "pipe", ["ordered"])
+        told: list[float] = []
+
+        async def ask(value: float) -> None:
+            name = "pipe" if value % 2 else "ordered"
+            response = await engine.infer(engine.find(name), request(engine, value))
+            told.append(float(response.outputs["OUT"][0, 0]))
+
+        async with trio.open_nursery() as nursery:
+            for value in range(20):
+                nursery.start_soon(ask, float(value))
+                await wait_all_tasks_blocked()  # one after the other, so that it is known who was first
+            assert told == []
+            gate.open()
+        assert told == [float(value) for value in range(20)]
+
+
+async def test_who_leaves_when_it_is_told_already_does_no_harm() -> None:
+    async with open_engine(EngineOptions()) as engine:
+        add_function(engine, "ordered", [lambda array: array], keeps_order=True)
+        deployment = engine.find("ordered")
+        told: list[float] = []
+
+        async def ask(value: float, scope: trio.CancelScope) -> None:
+            with scope:
+                await engine.infer(deployment, request(engine, value))
+                told.append(value)
+
+        scopes = [trio.CancelScope() for _ in range(8)]
+        async with trio.open_nursery() as nursery:
+            for value, scope in enumerate(scopes):
+                nursery.start_soon(ask, float(value), scope)
+            await wait_all_tasks_blocked(0.0)
+        assert sorted(told) == [float(value) for value in range(8)]
+        async with trio.open_nursery() as nursery:
+            for value, scope in enumerate(scopes := [trio.CancelScope() for _ in range(8)]):
+                nursery.start_soon(ask, float(value), scope)
+            for _ in range(4):  # the first few have gone on by then, and the rest stand at the turnstile
+                await trio.lowlevel.checkpoint()
+            for scope in scopes:
+                scope.cancel()
+        await wait_all_tasks_blocked()
+        assert engine.dispatcher.in_flight == 0
+        engine.dispatcher.check()
+
+
+async def test_the_turnstile_lets_one_task_go_per_turn() -> None:
+    turnstile = Turnstile()
+    gone: list[int] = []
+
+    async def wait(number: int) -> None:
+        turnstile.let_in(trio.lowlevel.current_task())
+        await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
+        gone.append(number)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(turnstile.run)
+        await wait_all_tasks_blocked()
+        for number in range(10):
+            nursery.start_soon(wait, number)
+            await trio.lowlevel.checkpoint()
+        await wait_all_tasks_blocked()
+        assert gone == [*range(10)]
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.fault("D2")
+async def test_a_timeout_ends_the_waiting_of_a_lone_request_while_its_instance_is_busy() -> None:
+    async with open_engine(EngineOptions()) as engine:
+        gate = Gate()
+        levels = Levels(policy=LevelPolicy(timeout_ns=60_000_000_000, may_override=True))
+        add_function(engine, "hasty", [gate], batcher=PolicyBatcher(BatchPolicy.simple(1), levels), inline=False)
+        deployment = engine.find("hasty")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.infer, deployment, request(engine, 0.0))
+            await wait_all_tasks_blocked()
+            began = time.monotonic()
+            with pytest.raises(Unavailable, match="Request timeout expired: it waited"):
+                await engine.infer(deployment, request(engine, 1.0, timeout_us=30_000))
+            assert 0.03 <= time.monotonic() - began < 5
+            gate.open()
+        assert deployment.statistics.failures["REJECTED"] == 1
+        assert deployment.statistics.success_count == 1
+
+
+async def test_a_request_takes_its_priority_through_every_step() -> None:
+    async with open_engine(EngineOptions()) as engine:
+        gate = Gate()
+        levels = PolicyBatcher(BatchPolicy.simple(1), Levels(2, 2))
+        add_function(engine, "first", [lambda array: array])
+        add_function(engine, "urgent", [gate], batcher=levels, inline=False)
+        add_chain(engine, "pipe", ["first", "urgent"])
+        told: list[float] = []
+
+        async def ask(value: float, priority: int) -> None:
+            response = await engine.infer(engine.find("pipe"), request(engine, value, priority))
+            told.append(float(response.outputs["OUT"][0, 0]))
+
+        async with trio.open_nursery() as nursery:
+            for value, priority in ((0.0, 0), (1.0, 0), (2.0, 2), (3.0, 1)):
+                nursery.start_soon(ask, value, priority)
+                await wait_all_tasks_blocked()
+            gate.open()
+        assert told == [0.0, 3.0, 1.0, 2.0]
+
+
+@pytest.mark.fault("D12")
+async def test_those_behind_a_leaver_leave_as_the_batch_they_have_become() -> None:
+    async with open_engine(EngineOptions()) as engine:
+        policy = BatchPolicy(16, (2, 6), 3600_000_000_000)
+        (instance,) = add_function(engine, "prefers", [lambda array: array], batcher=DynamicBatcher(policy))
+        deployment = engine.find("prefers")
+        leaver = trio.CancelScope()
+
+        async def ask_and_leave() -> None:
+            with leaver:
+                await engine.infer(deployment, request(engine, 1.0))
+
+        two_rows = Request({"IN": np.ones((2, 4), np.float32)}, stamp=1000)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask_and_leave)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(engine.infer, deployment, two_rows)
+            await wait_all_tasks_blocked()
+            leaver.cancel()
+        assert instance.batches == [[2]]
+        assert deployment.statistics.failures["CANCELED"] == 1
+
+
+async def test_a_step_that_was_withdrawn_is_counted_where_it_waited() -> None:
+    async with open_engine(EngineOptions()) as engine:
+        waits = DynamicBatcher(BatchPolicy.simple(16, 3600_000_000_000))
+        add_function(engine, "first", [lambda array: array])
+        add_function(engine, "second", [lambda array: array], batcher=waits)
+        add_chain(engine, "pipe", ["first", "second"])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.infer, engine.find("pipe"), request(engine, 1.0))
+            await wait_all_tasks_blocked()
+            assert sum(engine.dispatcher.waiting().values()) == 1
+            nursery.cancel_scope.cancel()
+        assert engine.find("second").statistics.failures["CANCELED"] == 1
+        assert engine.find("first").statistics.failures["CANCELED"] == 0
+        assert engine.find("pipe").statistics.failures["CANCELED"] == 1
