@@ -160,26 +160,18 @@ def run_message(head: tuple[Any, ...], tickets: Sequence[Ticket]) -> bytes:
     """A `RUN` message: `head`, and what the batch's requests say of themselves."""
     wanted = [ticket.node.wanted or ticket.flow.wanted for ticket in tickets]
     requests = [request_facts(ticket.flow.request) for ticket in tickets]
+    for m, facts in enumerate(requests):
+        if facts[-1]:
+            requests[m] = (*facts[:-1], {name: _plain_value(value) for name, value in facts[-1].items()})
     try:
         return marshal.dumps((*head, requests, wanted))
     except ValueError:
-        # Somebody who calls from Python may give parameters that are mappings and numbers of other makes.
-        plain = [(*facts[:-1], _plain(facts[-1])) for facts in requests]
-        try:
-            return marshal.dumps((*head, plain, wanted))
-        except ValueError:
-            raise Internal("a request holds what cannot be sent to a model's process") from None
-
-
-def _plain(parameters: Any) -> dict[str, Any]:
-    return {str(name): _plain_value(value) for name, value in parameters.items()}
+        raise Internal("a request holds a parameter that is no text, number or boolean") from None
 
 
 def _plain_value(value: Any) -> Any:
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return value.item() if isinstance(value, np.generic) else str(value)
+    """A parameter's value. Somebody who calls from Python may give numpy's numbers, which marshal takes for bytes."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _copy(i: int, m: int, tensors: Sequence[Tensor], is_bytes: bool) -> _Copy:

@@ -1,0 +1,282 @@
+"""Models in processes of their own, behind a real engine: the same answers, batches that stay whole without being
+copied, and nobody's data but one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from flowserve.backends import registry
+from flowserve.backends.base import Results
+from flowserve.config.types import InstanceGroup
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.hosts import PROCESS, host_maker
+from flowserve.runtime.process_host import ProcessHost
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.testing.backends import Repository, config_of, spec
+from flowserve.testing.engine import add_chain
+from flowserve.values import Array, DType, Request
+
+pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+
+MODEL = """
+import os, sys, threading
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.runs = 0
+        self.kept = []
+
+    def execute(self, requests):
+        self.runs += 1
+        return [self.answer(request, request.inputs()[0].as_numpy()) for request in requests]
+
+    def answer(self, request, given):
+{body}
+"""
+OUT = "        return pb_utils.InferenceResponse([pb_utils.Tensor('OUT', {})])"
+
+
+class Served:
+    """An engine with models in processes, each FP32 `IN` to `OUT` of one row size."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine = engine
+        self.repository = Repository(folder)
+        self.hosts: dict[str, ProcessHost] = {}
+        self.results: dict[str, list[Results]] = {}
+
+    async def add(self, name: str, body: str, *, width: int = 64, dtype: DType = DType.FP32) -> ProcessHost:
+        self.repository.write(name, "1/model.py", MODEL.format(body=body))
+        given, made = spec("IN", (width,), dtype), spec("OUT", (width,), dtype)
+        config = config_of(name=name, inputs=[given], outputs=[made], max_batch_size=16)
+        model = registry.find("python").load(config, self.repository.files(name), {})
+        engine = self.engine
+        host = host_maker(config, model, PROCESS, engine.processes, engine.clock)(
+            f"{name}_0", InstanceGroup(name, "KIND_CPU")
+        )
+        assert isinstance(host, ProcessHost)
+        await trio.to_thread.run_sync(host.open, engine.completions)
+        key = ModelKey(name, 1)
+        engine.add_model(key, DynamicBatcher(BatchPolicy.simple(16)), [host], model)
+        node = Node(0, name, key, (given,), (made,), 16)
+        edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
+        engine.announce(config, Graph(name, 1, (given,), (made,), 16, (node,), edges))
+        self.hosts[name] = host
+        self._listen(host)
+        return host
+
+    def _listen(self, host: ProcessHost) -> None:
+        """Keep the results of each batch, as the engine gets them."""
+        found = self.results.setdefault(host.name.removesuffix("_0"), [])
+        completions = self.engine.completions
+        finished = completions.finished
+
+        def listening(batch: Any, outcome: Any) -> None:
+            if batch.instance is host and isinstance(outcome, Results):
+                found.append(outcome)
+            finished(batch, outcome)
+
+        completions.finished = listening
+
+    async def ask(self, name: str, array: Array, **facts: Any) -> Array:
+        request = Request({"IN": array}, stamp=self.engine.next_stamp(), **facts)
+        return (await self.engine.infer(self.engine.find(name), request)).outputs["OUT"]
+
+    async def ask_all(self, name: str, arrays: Sequence[Array]) -> list[Array | FlowserveError]:
+        """All in one turn of the loop."""
+        answers: list[Any] = [None] * len(arrays)
+
+        async def one(index: int) -> None:
+            try:
+                answers[index] = await self.ask(name, arrays[index])
+            except FlowserveError as error:
+                answers[index] = error
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(arrays)):
+                nursery.start_soon(one, index)
+        return answers
+
+    def lent_bytes(self) -> int:
+        """What the models' arenas on this side have in somebody's hands."""
+        return sum(host._packer.arena.lent_bytes for host in self.hosts.values())
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with open_engine(EngineOptions()) as engine:
+        yield Served(engine, tmp_path)
+
+
+def row(number: float, width: int = 64) -> Array:
+    return np.full((1, width), number, np.float32)
+
+
+async def test_a_batch_of_sixteen_stays_one_through_a_chain_of_processes_and_nothing_is_copied_between(
+    served: Served,
+) -> None:
+    for name, what in (("twice", "given * 2"), ("plus", "given + 1"), ("minus", "given - 3")):
+        await served.add(name, OUT.format(what))
+    add_chain(served.engine, "chain", ["twice", "plus", "minus"])
+    for _ in range(3):
+        answers = await served.ask_all("chain", [row(number) for number in range(16)])
+        assert [answer.tolist() for answer in answers if isinstance(answer, np.ndarray)] == [
+            row(number * 2 - 2).tolist() for number in range(16)
+        ]
+    nbytes = 16 * 64 * 4
+    assert [list(one.copied) for one in served.results["twice"]] == [[nbytes]] * 3, "requests lie where they came"
+    for name in ("plus", "minus"):
+        assert [list(one.copied) for one in served.results[name]] == [[0]] * 3
+        assert [list(one.placed) for one in served.results[name]] == [[nbytes]] * 3
+    del answers
+    served.results.clear()
+    assert served.lent_bytes() == 0
+
+
+async def test_two_readers_of_one_output_may_both_write_into_it(served: Served) -> None:
+    scribble = "        given *= 10\n" + OUT.format("given")
+    await served.add("source", OUT.format("given + 1"))
+    for name in ("left", "right"):
+        await served.add(name, scribble)
+    parts = [served.engine.find(name) for name in ("source", "left", "right")]
+    nodes = tuple(
+        Node(i, p.name, ModelKey(p.name, 1), p.graph.inputs, p.graph.outputs, 16) for i, p in enumerate(parts)
+    )
+    inputs = parts[0].graph.inputs
+    outputs = tuple(spec(name, (64,)) for name in ("SOURCE", "LEFT", "RIGHT"))
+    edges = [Edge("IN", GRAPH, 0, 0, 0), Edge("s", 0, 0, 1, 0), Edge("s", 0, 0, 2, 0)]
+    edges += [Edge(f"o{i}", i, 0, GRAPH, i) for i in range(3)]
+    config = config_of("", name="fork", inputs=inputs, outputs=outputs, max_batch_size=16)
+    served.engine.announce(config, Graph("fork", 1, inputs, outputs, 16, nodes, tuple(edges), is_ensemble=True))
+    given = row(4)
+    response = await served.engine.infer(served.engine.find("fork"), Request({"IN": given}))
+    assert {name: array[0, 0] for name, array in response.outputs.items()} == {"SOURCE": 5, "LEFT": 50, "RIGHT": 50}
+    assert given[0, 0] == 4
+    assert [list(one.copied) for name in ("left", "right") for one in served.results[name]] == [[0], [0]]
+
+
+async def test_a_model_may_keep_its_input_and_nobody_overwrites_it(served: Served) -> None:
+    body = """
+        self.kept.append(given)
+        if len(self.kept) > 3:
+            del self.kept[:2]
+        sums = [float(array[0, 0]) for array in self.kept]
+        given = given * 0 + np.array(sums + [0] * (4 - len(sums)), np.float32)
+""" + OUT.format("given")
+    host = await served.add("keeps", body, width=4)
+    said = [(await served.ask("keeps", row(number, 4))).tolist()[0] for number in range(1, 8)]
+    assert said[2] == [1, 2, 3, 0]
+    assert said[3] == [3, 4, 0, 0]
+    assert said[6] == [5, 6, 7, 0], "what it kept is what it got, though seven batches came after"
+    link = host._link
+    assert link is not None
+    with trio.fail_after(5):
+        while len(link._kept) > 3:  # it says itself what it has let go of  # noqa: ASYNC110
+            await trio.sleep(0.001)
+    assert served.lent_bytes() == len(link._kept) * 4096
+
+
+async def test_an_input_dropped_by_a_thread_of_the_models_comes_home_while_it_idles(served: Served) -> None:
+    body = """
+        threading.Timer(0.05, self.kept.clear).start()
+        self.kept.append(given)
+""" + OUT.format("given + 1")
+    host = await served.add("later", body)
+    await served.ask("later", row(1))
+    link = host._link
+    assert link is not None
+    with trio.fail_after(5):
+        while link._kept:  # noqa: ASYNC110
+            await trio.sleep(0.001)
+    assert served.lent_bytes() == 0
+
+
+async def test_a_request_is_seen_whole_and_answers_may_fail_one_by_one(served: Served) -> None:
+    body = """
+        facts = [request.request_id(), request.correlation_id(), request.flags(), request.timeout(),
+                 request.priority(), request.parameters(), request.requested_output_names(), request.model_name()]
+        error = pb_utils.TritonError(repr(facts), pb_utils.TritonError.INVALID_ARG)
+        return pb_utils.InferenceResponse(error=error)
+"""
+    await served.add("tells", body)
+    long = "x" * 50_000  # a message that does not fit into a message
+    for name in ("r1", long):
+        with pytest.raises(Invalid) as told:
+            await served.ask(
+                "tells",
+                row(1),
+                id=name,
+                sequence_id=7,
+                sequence_start=True,
+                timeout_us=5,
+                priority=2,
+                parameters={"a": 1, "b": "c", "n": np.float64(0.5)},
+            )
+        facts = [name, 7, 1, 5, 2, '{"a": 1, "b": "c", "n": 0.5}', ["OUT"], "tells"]
+        assert str(told.value) == repr(facts)[:4096]
+
+
+async def test_what_a_model_raises_fails_its_batch_in_its_own_words(served: Served) -> None:
+    await served.add("raises", "        raise ValueError('too ' + 'much')")
+    with pytest.raises(ModelFailed, match="instance 'raises_0', message: ValueError: too much"):
+        await served.ask("raises", row(1))
+    answers = await served.ask_all("raises", [row(1), row(2)])
+    assert all(isinstance(answer, ModelFailed) for answer in answers)
+    assert served.lent_bytes() == 0
+
+
+async def test_text_and_large_tensors_go_through_processes(served: Served) -> None:
+    await served.add(
+        "shout", OUT.format("np.array([[t.upper() for t in r] for r in given], object)"), width=2, dtype=DType.BYTES
+    )
+    text = np.array([[b"a\0b", "ü".encode()]], np.object_)
+    assert (await served.ask("shout", text)).tolist() == [[b"A\0B", "ü".encode()]]
+    await served.add("large", OUT.format("given + 1"), width=1_000_000)
+    large = np.arange(4_000_000, dtype=np.float32).reshape(4, -1)
+    for _ in range(3):
+        answer = await served.ask("large", large)
+        assert (answer == large + 1).all()
+    del answer
+    assert served.lent_bytes() == 0
+
+
+async def test_a_model_that_cannot_be_opened_says_why_and_leaves_no_process(served: Served) -> None:
+    for body, why in (
+        ("raise RuntimeError('no weights')", "initialize failed: RuntimeError: no weights"),
+        ("os._exit(3)", "ended with exit status 3"),
+        ("os.kill(os.getpid(), 9)", "SIGKILL"),
+    ):
+        broken = MODEL.replace("self.runs = 0", body)
+        served.repository.write("broken", "1/model.py", broken.format(body=OUT.format("given")))
+        config = config_of(name="broken", inputs=[spec("IN")], outputs=[spec("OUT")], max_batch_size=4)
+        model = registry.find("python").load(config, served.repository.files("broken"), {})
+        make = host_maker(config, model, PROCESS, served.engine.processes, served.engine.clock)
+        host = make("broken_0", InstanceGroup("broken", "KIND_CPU"))
+        with pytest.raises(ModelFailed, match=why):
+            await trio.to_thread.run_sync(host.open, served.engine.completions)
+
+
+async def test_a_process_that_says_what_cannot_be_is_ended_and_its_requests_fail(served: Served) -> None:
+    """A model that finds its socket and answers in the backend's place."""
+    body = """
+        import socket, struct, gc
+        for one in gc.get_objects():
+            if isinstance(one, socket.socket):
+                one.send(struct.pack("<9Q", 4 | 9 << 8, 1, 0, 0, 0, 77, 0, 4096, 1))
+""" + OUT.format("given")
+    await served.add("liar", body)
+    with trio.fail_after(30):
+        with pytest.raises(FlowserveError, match="what its process said cannot be"):
+            await served.ask("liar", row(1))
