@@ -1,0 +1,159 @@
+"""What samples hold, and how an instance is warmed up. A real engine over functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from flowserve.config.types import ModelConfig, SourceMap, WarmupInput, WarmupSample
+from flowserve.errors import Invalid, ModelFailed
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.instance import LocalHost
+from flowserve.runtime.warmup import read_samples, warm_up
+from flowserve.testing.engine import FunctionInstance, add_function
+from flowserve.values import Array, DType, TensorSpec
+
+SPEC = TensorSpec("IN", DType.FP32, (4,))
+
+
+def config(*samples: WarmupSample, max_batch_size: int = 4) -> ModelConfig:
+    outputs = (TensorSpec("OUT", DType.FP32, (4,)),)
+    return ModelConfig("m", "functions", "", max_batch_size, (SPEC,), outputs, SourceMap("m"), warmup=samples)
+
+
+def sample(given: WarmupInput, name: str = "s", batch_size: int = 1, count: int = 1) -> WarmupSample:
+    return WarmupSample(name, batch_size, count, {"IN": given})
+
+
+def held(given: WarmupInput, folder: Path = Path(), max_batch_size: int = 4) -> Array:
+    ((_, tensors),) = read_samples(config(sample(given), max_batch_size=max_batch_size), folder)
+    return tensors["IN"]
+
+
+# ---------------------------------------------------------------------------------------------------- what samples hold
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_zeros_are_zeros_of_every_type_with_a_batch_dimension_of_one(dtype: DType) -> None:
+    array = held(WarmupInput(dtype, (2, 3)))
+    assert (array.dtype, array.shape) == (dtype.numpy, (1, 2, 3))
+    assert all(element == (b"" if dtype is DType.BYTES else 0) for element in array.ravel().tolist())
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_random_values_are_within_bounds_and_the_same_at_every_start(dtype: DType) -> None:
+    given = WarmupInput(dtype, (1000,), is_random=True)
+    array = held(given)
+    assert (array.dtype, array.shape) == (dtype.numpy, (1, 1000))
+    assert (array == held(given)).all()
+    if dtype is DType.BYTES:
+        assert set(array.ravel().tolist()) == {b""}
+    else:
+        assert 0 <= array.min() < array.max() <= (127 if dtype.numpy.kind in "iu" else 1)
+
+
+def test_a_model_without_batching_gets_no_batch_dimension() -> None:
+    assert held(WarmupInput(DType.FP32, (2, 3)), max_batch_size=0).shape == (2, 3)
+
+
+def test_a_file_holds_the_tensor_row_by_row(tmp_path: Path) -> None:
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "numbers").write_bytes(np.arange(9, dtype="<f4").tobytes())
+    (tmp_path / "warmup" / "words").write_bytes(b"\x02\0\0\0hi\0\0\0\0")
+    array = held(WarmupInput(DType.FP32, (2, 4), file="numbers"), tmp_path)
+    assert array.tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    assert held(WarmupInput(DType.BYTES, (2,), file="words"), tmp_path).tolist() == [[b"hi", b""]]
+
+
+def test_a_file_that_is_not_there_or_too_short_is_named_from_the_repository(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    (folder / "warmup").mkdir(parents=True)
+    (folder / "warmup" / "short").write_bytes(b"1234567")
+    with pytest.raises(Invalid) as caught:
+        held(WarmupInput(DType.FP32, (2,), file="short"), folder)
+    assert str(caught.value) == (
+        "warmup sample 's' of model 'm': input 'IN' needs 8 bytes, and file 'm/warmup/short' has 7"
+    )
+    with pytest.raises(Invalid, match="file 'm/warmup/none' of input 'IN' cannot be read: No such file or directory"):
+        held(WarmupInput(DType.FP32, (2,), file="none"), folder)
+
+
+def test_a_sample_of_no_rows_is_not_run() -> None:
+    assert read_samples(config(sample(WarmupInput(DType.FP32, (4,)), batch_size=0)), Path()) == []
+
+
+# --------------------------------------------------------------------------------------------------------- running them
+
+
+def instance_of(engine: Engine, instance: FunctionInstance, *, inline: bool) -> LocalHost:
+    host = LocalHost("m_0", "m", instance, 1, 1, None, engine.clock, always_inline=inline, may_write=False)
+    host.open(engine.completions)
+    return host
+
+
+ZEROS = sample(WarmupInput(DType.FP32, (4,)), "zeros", batch_size=3, count=2)
+RANDOM = sample(WarmupInput(DType.FP32, (4,), is_random=True), "random")
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
+@pytest.mark.parametrize("options", [EngineOptions(), EngineOptions(rate_limit=())], ids=["free", "limited"])
+async def test_each_sample_runs_in_batches_of_its_size_in_the_order_of_the_file(
+    inline: bool, options: EngineOptions
+) -> None:
+    async with open_engine(options) as engine:
+        add_function(engine, "busy", [lambda array: array])
+        instance = FunctionInstance(lambda array: array)
+        host = instance_of(engine, instance, inline=inline)
+        model = config(ZEROS, RANDOM)
+        await warm_up(engine, host, model, 1, read_samples(model, Path()))
+        assert instance.batches == [[1, 1, 1], [1, 1, 1], [1]]
+        assert engine.dispatcher.in_flight == 0
+        engine.dispatcher.check()
+        assert [statistics.name for statistics, _ in engine.counters()] == ["busy"]
+        await trio.to_thread.run_sync(host.close)
+
+
+async def test_a_sample_that_fails_is_named_and_those_after_it_do_not_run() -> None:
+    def fail(array: Array) -> Array:
+        raise ValueError("cold")
+
+    async with open_engine(EngineOptions()) as engine:
+        instance = FunctionInstance(fail)
+        host = instance_of(engine, instance, inline=False)
+        model = config(ZEROS, RANDOM)
+        with pytest.raises(ModelFailed, match=r"^failed to run warmup sample 'zeros': .*cold"):
+            await warm_up(engine, host, model, 1, read_samples(model, Path()))
+        assert instance.batches == [[1, 1, 1]]
+        assert engine.dispatcher.in_flight == 0
+        await trio.to_thread.run_sync(host.close)
+
+
+async def test_a_sample_that_does_not_fit_the_model_is_refused_as_a_request_would_be() -> None:
+    async with open_engine(EngineOptions()) as engine:
+        instance = FunctionInstance(lambda array: array)
+        host = instance_of(engine, instance, inline=True)
+        model = config(replace(ZEROS, inputs={}))
+        with pytest.raises(Invalid, match=r"^failed to run warmup sample 'zeros': .*expected 1 inputs but got 0 inputs"):
+            await warm_up(engine, host, model, 1, read_samples(model, Path()))
+        assert instance.batches == []
+        await trio.to_thread.run_sync(host.close)
+
+
+async def test_loading_that_is_given_up_leaves_a_warmup_behind_without_harm(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_engine(EngineOptions(rate_limit=())) as engine:
+        instance = FunctionInstance(lambda array: array)
+        host = instance_of(engine, instance, inline=True)
+        model = config(replace(ZEROS, count=1))
+        with trio.CancelScope() as loading:
+            loading.cancel()
+            await warm_up(engine, host, model, 1, read_samples(model, Path()))
+        await trio.sleep(1)
+        assert instance.batches == []
+        assert engine.dispatcher.in_flight == 0
+        await trio.to_thread.run_sync(host.close)
