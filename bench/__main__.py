@@ -14,13 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from bench.echo import measure_echo
-from bench.measure import Limit, Plan, Run, measure_work
+from bench.measure import measure_echo, measure_work
 from bench.report import Results, print_tables, write_json, write_plot
+from bench.runs import Limit, Plan, Run
 from bench.servers import BenchFailed
 from bench.works import WORKS
 
 RESULTS: Final = Path(__file__).parent / "results"
+
+# A comparison with another flowserve looks for differences of a few per cent, which takes more runs to see.
+ROUNDS: Final = 3
+ROUNDS_AGAINST: Final = 9
 
 # A load average above which somebody else is clearly computing here.
 BUSY: Final = 0.7
@@ -76,12 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--concurrency", type=_counts, default=(1, 8, 32), metavar="N,M", help="default 1,8,32")
     parser.add_argument("--seconds", type=_seconds, default=2.0, help="measured in each run; default 2")
-    parser.add_argument("--rounds", type=_rounds, default=3, help="medians over so many; default 3")
+    parser.add_argument(
+        "--rounds",
+        type=_rounds,
+        metavar="N",
+        help=f"medians over so many; default {ROUNDS}, {ROUNDS_AGAINST} with --against",
+    )
     parser.add_argument(
         "--python-execution",
-        choices=("inline", "thread"),
+        choices=("inline", "thread", "process"),
         default="inline",
         help="where flowserve runs model.py; default inline, which is what the targets for trusted nodes are about",
+    )
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="FOLDER_OR_COMMAND",
+        help="another flowserve, measured in turns with this one: a checkout, run by this interpreter, or a command",
     )
     parser.add_argument("--echo", action="store_true", help="measure the HTTP server alone, against uvicorn's, instead")
     parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE", help="default %(default)s")
@@ -102,7 +117,7 @@ def _say(line: str) -> None:
 def _measure(plan: Plan, works: Sequence[str], runs: list[Run], limits: list[Limit]) -> None:
     """Add what is found to `runs` and `limits`, work by work, so that a failure does not cost what came before it."""
     if not os.environ.get("TRITONSERVER"):
-        _say("TRITONSERVER is not set: flowserve is measured alone")
+        _say("TRITONSERVER is not set: no Triton is measured")
     for name in works:
         work_runs, work_limits = measure_work(WORKS[name], plan, _say)
         runs += work_runs
@@ -117,7 +132,8 @@ def _terminated(number: int, frame: object) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _terminated)
-    plan = Plan(options.concurrency, options.seconds, options.rounds, options.python_execution)
+    rounds = options.rounds or (ROUNDS_AGAINST if options.against else ROUNDS)
+    plan = Plan(options.concurrency, options.seconds, rounds, options.python_execution, options.against)
     load_before = os.getloadavg()[0]
     if load_before > BUSY:
         _say(

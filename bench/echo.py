@@ -1,15 +1,13 @@
 """A Starlette echo, on our HTTP server and on uvicorn: what the server below the app costs, with no inference at all.
 
-Decided here: the app both carry, and how the two are run. `python -m bench.echo` is our side's process.
+Decided here: the app both carry, how the two are run, and what is sent. `python -m bench.echo` is our side's process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -20,14 +18,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from bench import servers
-from bench.measure import WARMUP_S, Plan, Run, Say
 from bench.requests import post
 from bench.servers import FLOWSERVE
 
 UVICORN: Final = "uvicorn"
 WORK: Final = "echo"
-BODY_BYTES: Final = 256
+SMALL_BYTES: Final = 256
 
 
 async def _echo(request: Request) -> Response:
@@ -41,35 +37,20 @@ async def _ready(request: Request) -> Response:
 app = Starlette(routes=[Route("/echo", _echo, methods=["POST"]), Route("/ready", _ready)])
 
 
-def measure_echo(plan: Plan, say: Say) -> list[Run]:
-    """Load the echo on our server and, where uvicorn is installed, on that in turns. Raises BenchFailed."""
-    with tempfile.TemporaryDirectory(prefix="flowserve-bench-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        _write_requests(folder / "requests", max(plan.concurrency))
-        commands = {FLOWSERVE: [sys.executable, "-m", "bench.echo"]}
-        if importlib.util.find_spec("uvicorn"):
-            commands[UVICORN] = [sys.executable, "-m", "uvicorn", "bench.echo:app", "--port", "0", "--no-access-log"]
-        running = [
-            stack.enter_context(
-                servers.serving(server, command, folder / f"{server}.log", ready_path="/ready", environment={})
-            )
-            for server, command in commands.items()
-        ]
-        runs = []
-        for number in range(plan.rounds):
-            for concurrency in plan.concurrency:
-                for server in running if number % 2 == 0 else reversed(running):
-                    say(f"echo: round {number + 1} of {plan.rounds}, {server.name}, concurrency {concurrency}")
-                    measured = servers.run_load(folder / "requests", server, concurrency, WARMUP_S, plan.seconds)
-                    runs.append(Run.of(WORK, server.name, concurrency, number, measured, {}))
-        return runs
+def commands() -> dict[str, list[str]]:
+    """What carries the app: our server, and uvicorn where it is installed."""
+    found = {FLOWSERVE: [sys.executable, "-m", "bench.echo"]}
+    if importlib.util.find_spec("uvicorn"):
+        found[UVICORN] = [sys.executable, "-m", "uvicorn", "bench.echo:app", "--port", "0", "--no-access-log"]
+    return found
 
 
-def _write_requests(folder: Path, count: int) -> None:
+def write_requests(folder: Path, count: int, nbytes: int) -> None:
+    """Write `<i>.request` and `<i>.answer` for `count` connections, each with a body of its own."""
     folder.mkdir()
     generator = np.random.default_rng(3)
     for i in range(count):
-        body = generator.standard_normal(BODY_BYTES // 4).astype("<f4").tobytes()
+        body = generator.standard_normal(nbytes // 4).astype("<f4").tobytes()
         (folder / f"{i}.request").write_bytes(post("/echo", (), body))
         (folder / f"{i}.answer").write_bytes(body)
 

@@ -1,158 +1,130 @@
-"""The order of a measurement: which server is loaded when, and what is kept of it.
+"""The order of a measurement: which server is loaded when, and with what.
 
-Decided here: rounds. In each round every concurrency is run on every server in turn, the order reversed from round to
-round, so that a slow minute of the machine meets all of them; what is reported is the median over the rounds. Between
-two runs the other servers stand idle. The direct calls take their turn with no server loaded.
+Decided here: rounds. In each round every concurrency is run on every side in turn, the order reversed from round to
+round, so that a slow minute of the machine meets all of them. A side is a server and what it is asked: ours, Triton,
+another flowserve, our server's slowest step alone, an echo. Between two runs the other servers stand idle. The direct
+calls take their turn with no server loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
-from bench import servers
-from bench.load import Measured
+from bench import batches, echo, servers
 from bench.repositories import Onnxruntime, served_models, write_repository
 from bench.requests import write_requests
+from bench.runs import WARMUP_S, Limit, Plan, Run, Say
 from bench.servers import BenchFailed, Server
 from bench.works import Work
 
-WARMUP_S: Final = 0.5
 LIMIT_BATCHES: Final = (1, 8, 32)
+SLOWEST: Final = "slowest alone"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One run of the load generator. CPU in microseconds per request; `load_busy` is the share of one core that the
-    generator took, 0 to 1: near 1 it was the limit; `mean_batch` by model, rows per execution."""
+class Side:
+    """What is loaded in turn: `name` in the tables, a running server, a folder of requests, and the `models` whose
+    statistics tell how it was batched, the `graph` they belong to first; none where the server keeps no statistics."""
 
-    work: str
-    server: str
-    concurrency: int
-    round: int
-    requests: int
-    requests_per_second: float
-    p50_ms: float
-    p99_ms: float
-    server_cpu_us: float
-    load_cpu_us: float
-    load_busy: float
-    mean_batch: Mapping[str, float]
-
-    @classmethod
-    def of(
-        cls, work: str, server: str, concurrency: int, round_: int, measured: Measured, mean_batch: Mapping[str, float]
-    ) -> Self:
-        """From what the load generator measured, per second and per request."""
-        count = measured.requests
-        return cls(
-            work=work,
-            server=server,
-            concurrency=concurrency,
-            round=round_,
-            requests=count,
-            requests_per_second=count / measured.seconds,
-            p50_ms=measured.p50_ms,
-            p99_ms=measured.p99_ms,
-            server_cpu_us=measured.server_cpu_s / count * 1e6,
-            load_cpu_us=measured.load_cpu_s / count * 1e6,
-            load_busy=measured.load_cpu_s / measured.seconds,
-            mean_batch=mean_batch,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Direct calls of the same work with `batch` rows each."""
-
-    work: str
-    batch: int
-    round: int
-    rows_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What was asked for: `seconds` are measured in each run, after WARMUP_S."""
-
-    concurrency: tuple[int, ...]
-    seconds: float
-    rounds: int
-    python_execution: str
-
-
-Say = Callable[[str], None]
+    name: str
+    server: Server
+    requests: Path
+    graph: str = ""
+    models: tuple[str, ...] = ()
 
 
 def measure_work(work: Work, plan: Plan, say: Say) -> tuple[list[Run], list[Limit]]:
-    """Measure one work on flowserve and, where TRITONSERVER is set, on Triton. Raises BenchFailed."""
-    with tempfile.TemporaryDirectory(prefix="flowserve-bench-") as name:
-        folder = Path(name)
-        write_requests(work, folder / "requests", max(plan.concurrency))
-        with _both(work, plan, folder) as running:
-            return _rounds(work, plan, folder / "requests", running, say)
-
-
-@contextlib.contextmanager
-def _both(work: Work, plan: Plan, folder: Path) -> Iterator[list[Server]]:
-    with contextlib.ExitStack() as stack:
-        ours = folder / "flowserve"
-        write_repository(work, ours, Onnxruntime.BACKEND)
-        command = servers.flowserve_command(ours, plan.python_execution)
-        log = folder / "flowserve.log"
-        running = [stack.enter_context(servers.serving(servers.FLOWSERVE, command, log, environment=work.environment))]
-        if os.environ.get("TRITONSERVER"):
-            theirs = folder / "triton"
-            write_repository(work, theirs, Onnxruntime.MODEL_PY)
-            port = servers.free_port()
-            command = servers.triton_command(theirs, port)
-            log = folder / "triton.log"
-            running.append(
-                stack.enter_context(
-                    servers.serving(servers.TRITON, command, log, port=port, environment=work.environment)
-                )
-            )
-        yield running
-
-
-def _rounds(
-    work: Work, plan: Plan, requests: Path, running: Sequence[Server], say: Say
-) -> tuple[list[Run], list[Limit]]:
+    """Measure one work on flowserve and whatever it is compared with. Raises BenchFailed."""
     runs: list[Run] = []
     limits: list[Limit] = []
-    models = served_models(work)
-    for number in range(plan.rounds):
-        limits += _direct(work, number, plan.seconds / len(LIMIT_BATCHES))
-        for concurrency in plan.concurrency:
-            for server in running if number % 2 == 0 else reversed(running):
-                say(f"{work.name}: round {number + 1} of {plan.rounds}, {server.name}, concurrency {concurrency}")
-                try:
-                    runs.append(_one(work.name, models, requests, server, concurrency, number, plan.seconds))
-                except BenchFailed as error:
-                    raise BenchFailed(f"{work.name}: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="flowserve-bench-") as name, contextlib.ExitStack() as stack:
+        sides = list(_sides(work, plan, Path(name), stack))
+        for number in range(plan.rounds):
+            limits += _direct(work, number, plan.seconds / len(LIMIT_BATCHES))
+            for concurrency in plan.concurrency:
+                for side in sides if number % 2 == 0 else reversed(sides):
+                    say(f"{work.name}: round {number + 1} of {plan.rounds}, {side.name}, concurrency {concurrency}")
+                    try:
+                        runs.append(_one(work.name, side, concurrency, number, plan.seconds))
+                    except BenchFailed as error:
+                        raise BenchFailed(f"{work.name}: {error}") from error
     return runs, limits
 
 
-def _one(
-    work: str, models: Sequence[str], requests: Path, server: Server, concurrency: int, number: int, seconds: float
-) -> Run:
-    before = servers.executions(server, models)
-    measured = servers.run_load(requests, server, concurrency, WARMUP_S, seconds)
-    after = servers.executions(server, models)
-    mean_batch = {model: _mean_batch(before[model], after[model]) for model in models}
-    return Run.of(work, server.name, concurrency, number, measured, mean_batch)
+def measure_echo(plan: Plan, say: Say) -> list[Run]:
+    """Load a small echo on our server and, where uvicorn is installed, on that in turns. Raises BenchFailed."""
+    with tempfile.TemporaryDirectory(prefix="flowserve-bench-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        echo.write_requests(folder / "requests", max(plan.concurrency), echo.SMALL_BYTES)
+        sides = [
+            Side(server, _echoing(server, command, folder, stack), folder / "requests")
+            for server, command in echo.commands().items()
+        ]
+        runs = []
+        for number in range(plan.rounds):
+            for concurrency in plan.concurrency:
+                for side in sides if number % 2 == 0 else reversed(sides):
+                    say(f"echo: round {number + 1} of {plan.rounds}, {side.name}, concurrency {concurrency}")
+                    runs.append(_one(echo.WORK, side, concurrency, number, plan.seconds))
+        return runs
 
 
-def _mean_batch(before: tuple[int, int], after: tuple[int, int]) -> float:
-    rows, calls = after[0] - before[0], after[1] - before[1]
-    return rows / calls if calls else 0.0
+def _sides(work: Work, plan: Plan, folder: Path, stack: contextlib.ExitStack) -> Iterator[Side]:
+    """Start every server that `work` is measured on; they stop with `stack`."""
+    most = max(plan.concurrency)
+    requests = folder / "requests"
+    write_requests(work, requests, most)
+    models = served_models(work)
+
+    def serve(name: str, command: Sequence[str], *, port: int = 0, where: Path | None = None) -> Server:
+        log = folder / f"{name}.log"
+        return stack.enter_context(
+            servers.serving(name, command, log, port=port, environment=work.environment, folder=where)
+        )
+
+    ours = folder / "flowserve"
+    write_repository(work, ours, Onnxruntime.BACKEND)
+    server = serve(servers.FLOWSERVE, servers.flowserve_command(ours, plan.python_execution))
+    yield Side(servers.FLOWSERVE, server, requests, work.name, models)
+    if work.slowest:
+        write_requests(work.alone(), folder / "alone", most)
+        yield Side(SLOWEST, server, folder / "alone", work.slowest, (work.slowest,))
+    if plan.against:
+        program, where = servers.other_flowserve(plan.against)
+        server = serve(servers.BEFORE, servers.flowserve_command(ours, plan.python_execution, program), where=where)
+        yield Side(servers.BEFORE, server, requests, work.name, models)
+    if os.environ.get("TRITONSERVER"):
+        theirs = folder / "triton"
+        write_repository(work, theirs, Onnxruntime.MODEL_PY)
+        port = servers.free_port()
+        server = serve(servers.TRITON, servers.triton_command(theirs, port), port=port)
+        yield Side(servers.TRITON, server, requests, work.name, models)
+    if work.echo:
+        echo.write_requests(folder / "echoed", most, work.rows(1).nbytes)
+        command = echo.commands()[servers.FLOWSERVE]
+        yield Side(echo.WORK, _echoing(echo.WORK, command, folder, stack), folder / "echoed")
+
+
+def _echoing(name: str, command: Sequence[str], folder: Path, stack: contextlib.ExitStack) -> Server:
+    log = folder / f"{name}.log"
+    return stack.enter_context(servers.serving(name, command, log, ready_path="/ready", environment={}))
+
+
+def _one(work: str, side: Side, concurrency: int, number: int, seconds: float) -> Run:
+    asked = {*side.models, side.graph} if side.models else ()
+    before = batches.read(side.server, asked)
+    measured = servers.run_load(side.requests, side.server, concurrency, WARMUP_S, seconds)
+    after = batches.read(side.server, asked)
+    means = batches.mean_batches(before, after, side.models)
+    edges = batches.edge_bytes(before, after, side.graph) if side.graph else {}
+    return Run.of(work, side.name, concurrency, number, measured, means, edges)
 
 
 def _direct(work: Work, number: int, seconds: float) -> list[Limit]:
@@ -162,58 +134,10 @@ def _direct(work: Work, number: int, seconds: float) -> list[Limit]:
     for batch in LIMIT_BATCHES:
         rows = work.rows(batch)
         call(rows)
-        done, began = 0, time.perf_counter()
+        done, began, cpu_began = 0, time.perf_counter(), time.process_time()
         while (elapsed := time.perf_counter() - began) < seconds:
             call(rows)
             done += batch
-        limits.append(Limit(work.name, batch, number, done / elapsed))
+        cpu_us = (time.process_time() - cpu_began) / done * 1e6
+        limits.append(Limit(work.name, batch, number, done / elapsed, cpu_us))
     return limits
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The medians over the rounds of one (work, server, concurrency)."""
-
-    work: str
-    server: str
-    concurrency: int
-    requests_per_second: float
-    p50_ms: float
-    p99_ms: float
-    server_cpu_us: float
-    load_cpu_us: float
-    load_busy: float
-    mean_batch: Mapping[str, float]
-
-
-def summarise(runs: Sequence[Run]) -> list[Row]:
-    """Medians over the rounds, in the order in which the runs first came."""
-    groups: dict[tuple[str, int, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.work, run.concurrency, run.server), []).append(run)
-    return [
-        Row(
-            work,
-            server,
-            concurrency,
-            statistics.median(run.requests_per_second for run in group),
-            statistics.median(run.p50_ms for run in group),
-            statistics.median(run.p99_ms for run in group),
-            statistics.median(run.server_cpu_us for run in group),
-            statistics.median(run.load_cpu_us for run in group),
-            statistics.median(run.load_busy for run in group),
-            {model: statistics.median(run.mean_batch[model] for run in group) for model in group[0].mean_batch},
-        )
-        for (work, concurrency, server), group in groups.items()
-    ]
-
-
-def best_limits(limits: Sequence[Limit]) -> dict[str, tuple[int, float]]:
-    """For each work the batch size at which direct calls are fastest, and the rows per second there."""
-    speeds: dict[str, dict[int, list[float]]] = {}
-    for limit in limits:
-        speeds.setdefault(limit.work, {}).setdefault(limit.batch, []).append(limit.rows_per_second)
-    return {
-        work: max(((batch, statistics.median(all_)) for batch, all_ in by_batch.items()), key=lambda pair: pair[1])
-        for work, by_batch in speeds.items()
-    }

@@ -17,8 +17,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from bench.measure import Limit, Plan, Row, Run, best_limits, summarise
-from bench.ratios import Ratio, compare, echo_ratio
+from bench.ratios import Ratio, compare, echo_ratio, together
+from bench.runs import Best, Limit, Plan, Row, Run, best_limits, summarise
 
 SCHEMA: Final = 1
 _PIPE_WIDTH: Final = 160
@@ -28,22 +28,23 @@ _COLOURS: Final = {"flowserve": "#2a6fdb", "triton": "#8a8f98", "uvicorn": "#c98
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything one call of `python -m bench` found. `limits`: work -> (best batch size, rows per second).
-    `load_before`: the machine's load average of the last minute before we began."""
+    """Everything one call of `python -m bench` found. `limits`: direct calls at their best, by work. `together`:
+    whether batches stayed together. `load_before`: the machine's load average of the last minute before we began."""
 
     plan: Plan
     load_before: float
     runs: Sequence[Run]
     limit_runs: Sequence[Limit]
     rows: Sequence[Row]
-    limits: Mapping[str, tuple[int, float]]
+    limits: Mapping[str, Best]
     ratios: Sequence[Ratio]
+    together: Sequence[Ratio]
 
     @classmethod
     def of(cls, plan: Plan, load_before: float, runs: Sequence[Run], limit_runs: Sequence[Limit]) -> Results:
         rows, limits = summarise(runs), best_limits(limit_runs)
         ratios = compare(rows, limits, plan.python_execution) + echo_ratio(rows)
-        return cls(plan, load_before, runs, limit_runs, rows, limits, ratios)
+        return cls(plan, load_before, runs, limit_runs, rows, limits, ratios, together(rows))
 
 
 def print_tables(results: Results) -> None:
@@ -52,8 +53,12 @@ def print_tables(results: Results) -> None:
     console.print(_figures(results))
     if results.limits:
         console.print(_limits(results.limits))
+    if any(row.edges for row in results.rows):
+        console.print(_edges(results.rows))
     if results.ratios:
-        console.print(_ratios(results.ratios))
+        console.print(_ratios(results.ratios, "flowserve's ratios: figure (must / want)"))
+    if results.together:
+        console.print(_ratios(results.together, "do batches stay together? figure (must / want)"))
 
 
 def _figures(results: Results) -> Table:
@@ -85,19 +90,36 @@ def _figures(results: Results) -> Table:
     return table
 
 
-def _limits(limits: Mapping[str, tuple[int, float]]) -> Table:
+def _edges(rows: Sequence[Row]) -> Table:
+    """One line for each edge, at the highest concurrency."""
+    most = max(row.concurrency for row in rows)
+    table = Table(title=f"bytes of each edge, per request, at concurrency {most}", title_justify="left")
+    for heading in ("work", "server", "edge"):
+        table.add_column(heading)
+    for heading in ("handed on", "copied", "of these out of one batch", "placed"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        for name, edge in row.edges.items() if row.concurrency == most else ():
+            figures = (edge.handed_on, edge.copied, edge.regathered, edge.placed)
+            label = name.replace(f"{row.work}_", "")
+            table.add_row(row.work, row.server, label, *(f"{figure:,.0f}" for figure in figures))
+    return table
+
+
+def _limits(limits: Mapping[str, Best]) -> Table:
     table = Table(title="the same work by direct calls, no server", title_justify="left")
     table.add_column("work")
     table.add_column("rows/s", justify="right")
     table.add_column("at batch", justify="right")
-    for work, (batch, speed) in limits.items():
-        table.add_row(work, f"{speed:,.0f}", str(batch))
+    table.add_column("CPU us", justify="right")
+    for work, best in limits.items():
+        table.add_row(work, f"{best.rows_per_second:,.0f}", str(best.batch), f"{best.cpu_us:,.0f}")
     return table
 
 
-def _ratios(ratios: Sequence[Ratio]) -> Table:
+def _ratios(ratios: Sequence[Ratio], title: str) -> Table:
     """One line for each work and concurrency, one column for each thing compared."""
-    table = Table(title="flowserve's ratios: figure (must / want)", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("work")
     table.add_column("c", justify="right")
     columns = list(dict.fromkeys(ratio.what for ratio in ratios))
@@ -110,7 +132,7 @@ def _ratios(ratios: Sequence[Ratio]) -> Table:
 
 
 def _cell(ratio: Ratio) -> str:
-    figure = f"{ratio.figure:.2f}" if abs(ratio.figure) >= 0.01 else f"{ratio.figure:.0e}"
+    figure = f"{ratio.figure:.2f}" if abs(ratio.figure) >= 0.01 or not ratio.figure else f"{ratio.figure:.0e}"
     if ratio.verdict is None:
         return figure
     return f"[{_STYLE[ratio.verdict]}]{figure} ({ratio.must:g} / {ratio.want:g}) {ratio.verdict}[/]"
@@ -129,8 +151,8 @@ def as_json(results: Results) -> dict[str, Any]:
         "runs": [asdict(run) for run in results.runs],
         "limit_runs": [asdict(run) for run in results.limit_runs],
         "summary": [asdict(row) for row in results.rows],
-        "limits": {work: {"batch": batch, "rows_per_second": speed} for work, (batch, speed) in results.limits.items()},
-        "ratios": [asdict(ratio) for ratio in results.ratios],
+        "limits": {work: asdict(best) for work, best in results.limits.items()},
+        "ratios": [asdict(ratio) for ratio in [*results.ratios, *results.together]],
     }
 
 
@@ -165,18 +187,18 @@ def write_plot(results: Results, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _plot_work(axis: Any, rows: Sequence[Row], limit: tuple[int, float] | None) -> None:
+def _plot_work(axis: Any, rows: Sequence[Row], limit: Best | None) -> None:
     servers = list(dict.fromkeys(row.server for row in rows))
     concurrencies = list(dict.fromkeys(row.concurrency for row in rows))
     width = 0.8 / len(servers)
     for i, server in enumerate(servers):
         mine = [row for row in rows if row.server == server]
         places = [concurrencies.index(row.concurrency) + (i - (len(servers) - 1) / 2) * width for row in mine]
-        axis.bar(places, [row.requests_per_second for row in mine], width, label=server, color=_COLOURS[server])
+        axis.bar(places, [row.requests_per_second for row in mine], width, label=server, color=_COLOURS.get(server))
     top = max(row.requests_per_second for row in rows)
     # Where no server comes near the direct calls the line would only press the bars flat.
-    if limit and limit[1] < 3 * top:
-        axis.axhline(limit[1], color="#444444", linestyle="--", linewidth=1, label="direct calls")
+    if limit and limit.rows_per_second < 3 * top:
+        axis.axhline(limit.rows_per_second, color="#444444", linestyle="--", linewidth=1, label="direct calls")
     axis.set_xticks(range(len(concurrencies)), [str(concurrency) for concurrency in concurrencies])
     axis.set_xlabel("concurrency")
     axis.set_title(rows[0].work)

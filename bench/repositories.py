@@ -22,12 +22,15 @@ class Onnxruntime(Enum):
 
 
 _PYTHON_MODEL = """\
+import time
+
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
     def execute(self, requests):
+        {first}
         responses = []
         for request in requests:
 {reads}
@@ -88,9 +91,9 @@ def _write_model(folder: Path, name: str, step: Step, onnx_steps: Onnxruntime) -
     version.mkdir(parents=True)
     backend = "python"
     match step.kind:
-        case Python(expression):
+        case Python(expression, first):
             reads = "\n".join(_READ.format(name=tensor) for tensor in step.inputs)
-            (version / "model.py").write_text(_PYTHON_MODEL.format(reads=reads, expression=expression))
+            (version / "model.py").write_text(_PYTHON_MODEL.format(reads=reads, expression=expression, first=first))
         case Onnx(build):
             (version / "model.onnx").write_bytes(build())
             if onnx_steps is Onnxruntime.BACKEND:

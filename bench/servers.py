@@ -30,6 +30,7 @@ STOP_LIMIT_S: Final = 10.0
 
 FLOWSERVE: Final = "flowserve"
 TRITON: Final = "triton"
+BEFORE: Final = "before"
 
 _LISTENING = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
@@ -47,11 +48,21 @@ class Server:
     port: int
 
 
-def flowserve_command(repository: Path, python_execution: str) -> list[str]:
+def flowserve_command(repository: Path, python_execution: str, program: Sequence[str] = ()) -> list[str]:
+    """`program` is another flowserve than the one that this interpreter finds."""
     return [
-        *(sys.executable, "-m", "flowserve", "run", str(repository)),
-        *("--http-port", "0", "--python-execution", python_execution),
+        *(program or (sys.executable, "-m", "flowserve")),
+        *("run", str(repository), "--http-port", "0", "--python-execution", python_execution),
     ]
+
+
+def other_flowserve(against: str) -> tuple[list[str], Path | None]:
+    """How another flowserve is called, and in which folder: a checkout is run by this interpreter from its folder,
+    anything else is a command."""
+    folder = Path(against)
+    if folder.is_dir():
+        return [sys.executable, "-m", "flowserve"], folder
+    return shlex.split(against), None
 
 
 def triton_command(repository: Path, port: int) -> list[str]:
@@ -76,8 +87,10 @@ def serving(
     port: int = 0,
     ready_path: str = "/v2/health/ready",
     environment: Mapping[str, str],
+    folder: Path | None = None,
 ) -> Iterator[Server]:
-    """Run `command` until the block ends. With port 0 the server chooses, and prints the address it listens on.
+    """Run `command` until the block ends, in `folder` where one is given. With port 0 the server chooses, and prints
+    the address it listens on.
 
     Raises BenchFailed, with the end of its log, when it ends early or is not ready within READY_LIMIT_S.
     """
@@ -88,6 +101,7 @@ def serving(
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+            cwd=folder,
             start_new_session=True,
         )
     try:
@@ -130,20 +144,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-
-
-def executions(server: Server, models: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """For each model: rows it has computed, and executions that took, since it was loaded."""
-    counts = {}
-    for model in models:
-        url = f"http://127.0.0.1:{server.port}/v2/models/{model}/stats"
-        try:
-            with urllib.request.urlopen(url, timeout=5.0) as answer:
-                row = json.load(answer)["model_stats"][0]
-        except (OSError, LookupError, ValueError) as error:
-            raise BenchFailed(f"{server.name}: GET {url}: {error}") from error
-        counts[model] = (int(row["inference_count"]), int(row["execution_count"]))
-    return counts
 
 
 def run_load(folder: Path, server: Server, concurrency: int, warmup_s: float, seconds: float) -> Measured:

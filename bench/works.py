@@ -1,4 +1,4 @@
-"""What is measured: six small deployments, what goes into them and what must come out.
+"""What is measured: small deployments, what goes into them and what must come out.
 
 Decided here: the steps of each work, its inputs, its answers and the same work done by direct calls.
 Knows neither the files of a repository (repositories) nor HTTP (load, servers).
@@ -9,9 +9,10 @@ Every tensor is FP32; a step reads one or more inputs and writes Y. All steps ba
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,11 @@ BATCH_MAX: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Python:
-    """A `model.py` that answers request by request with one numpy expression over its inputs' names."""
+    """A `model.py` that answers request by request with one numpy expression over its inputs' names. `first` is a
+    statement that it runs once for each batch, before it answers."""
 
     expression: str
+    first: str = "pass"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,17 @@ class Step:
 class Work:
     """One deployment, named `name`, that reads X and writes Y. A single step is served as a plain model.
 
-    `environment` is given to every server measured on it, ours and the peer's alike.
+    `environment` is given to every server measured on it, ours and the peer's alike. `slowest` names the step that is
+    measured by itself besides, where the work is about that. With `echo` an echo of the same body is measured too: what
+    it costs a server to be sent such a request at all.
     """
 
     name: str
     about: str
     steps: tuple[Step, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    slowest: str = ""
+    echo: bool = False
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -81,6 +88,11 @@ class Work:
         # Small whole numbers: the answers are exact, whatever the order of the arithmetic.
         return generator.integers(-1000, 1000, (count, *self.dims)).astype(np.float32)
 
+    def alone(self) -> Work:
+        """The slowest step as a work of its own; it reads what the whole reads."""
+        step = next(step for step in self.steps if step.model == self.slowest)
+        return Work(step.model, "", (replace(step, inputs={"X": "X"}, output="Y"),), self.environment)
+
     def direct(self) -> Callable[[Array], Array]:
         """The whole work as plain calls of numpy and onnxruntime on [rows, *dims]: the limit no server can pass."""
         functions = [(step, _function(step)) for step in self.steps]
@@ -96,9 +108,11 @@ class Work:
 
 def _function(step: Step) -> Callable[..., Array]:
     match step.kind:
-        case Python(expression):
+        case Python(expression, first):
             # The text that the served model.py holds, so that both sides compute the same thing.
-            function: Callable[..., Array] = eval(f"lambda {', '.join(step.inputs)}: {expression}", {"np": np})
+            names: dict[str, Any] = {"np": np, "time": time}
+            exec(f"def function({', '.join(step.inputs)}):\n    {first}\n    return {expression}", names)
+            function: Callable[..., Array] = names["function"]
             return function
         case Onnx(build):
             return _session(build())
@@ -143,8 +157,16 @@ def _diamond(dims: tuple[int, ...]) -> tuple[Step, ...]:
     )
 
 
+def _around(name: str, first: str) -> tuple[Step, ...]:
+    """A step that does `first` for each batch, between two cheap ones."""
+    stages = (("before", Python("X * 2")), ("slow", Python("X + 1", first)), ("after", Python("X - 3")))
+    return _line(name, _SMALL, *((stage, kind, _SMALL) for stage, kind in stages))
+
+
 _SOFTMAX = Python("(e := np.exp(X)) / e.sum(axis=-1, keepdims=True)")
 _SMALL = (64,)
+# Some milliseconds of Python, so that the other steps and the server together take about a tenth of the CPU.
+_COMPUTING = "sum(range(150_000))"
 _CLASSES = (networks.CLASSES,)
 # glibc gives large blocks back to the system and fetches them again, page by page, unless told otherwise.
 _MALLOC_TUNED = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "268435456"}
@@ -152,9 +174,9 @@ _MALLOC_TUNED = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_":
 WORKS: Final[Mapping[str, Work]] = {
     work.name: work
     for work in (
-        Work("identity", "one Python model, 64 floats", _line("identity", _SMALL, ("only", Python("X"), _SMALL)), {}),
-        Work("chain", "three Python steps, 64 floats", _chain("chain", _SMALL), {}),
-        Work("diamond", "four Python steps, a branch that joins, 64 floats", _diamond(_SMALL), {}),
+        Work("identity", "one Python model, 64 floats", _line("identity", _SMALL, ("only", Python("X"), _SMALL))),
+        Work("chain", "three Python steps, 64 floats", _chain("chain", _SMALL)),
+        Work("diamond", "four Python steps, a branch that joins, 64 floats", _diamond(_SMALL)),
         Work("chain_big", "three Python steps, 600 KB", _chain("chain_big", networks.IMAGE), _MALLOC_TUNED),
         Work(
             "mlp",
@@ -166,7 +188,6 @@ WORKS: Final[Mapping[str, Work]] = {
                 ("net", Onnx(networks.perceptron), _CLASSES),
                 ("post", _SOFTMAX, _CLASSES),
             ),
-            {},
         ),
         Work(
             "cnn",
@@ -178,7 +199,19 @@ WORKS: Final[Mapping[str, Work]] = {
                 ("net", Onnx(networks.convolutions), _CLASSES),
                 ("post", _SOFTMAX, _CLASSES),
             ),
-            {},
+            echo=True,
+        ),
+        Work(
+            "slowest",
+            "three Python steps, the middle one sleeps 5 ms for each batch",
+            _around("slowest", "time.sleep(0.005)"),
+            slowest="slowest_slow",
+        ),
+        Work(
+            "slowest_busy",
+            "the same, the middle one computes for some milliseconds",
+            _around("slowest_busy", _COMPUTING),
+            slowest="slowest_busy_slow",
         ),
     )
 }

@@ -9,18 +9,36 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main
+from bench.batches import EdgeBytes
 from bench.load import Measured
-from bench.measure import Limit, Plan, Run, best_limits, summarise
 from bench.processes import cpu_seconds
-from bench.ratios import compare, echo_ratio
+from bench.ratios import Ratio, compare, echo_ratio, together
 from bench.report import Results, as_json, write_plot
+from bench.runs import Best, Limit, Plan, Run, best_limits, summarise
 from bench.servers import BenchFailed, serving
 from bench.targets import Target
 
+ROOT = Path(__file__).resolve().parents[2]
 
-def run(server: str, requests: int, number: int = 0, work: str = "chain", concurrency: int = 32) -> Run:
-    measured = Measured(requests, 2.0, 1.0, 4.0 if server == "triton" else 1.0, 0.5, 1.0)
-    return Run.of(work, server, concurrency, number, measured, {"a": 2.0})
+
+def run(
+    server: str,
+    requests: int,
+    number: int = 0,
+    work: str = "chain",
+    concurrency: int = 32,
+    mean_batch: tuple[float, ...] = (2.0,),
+    edges: dict[str, EdgeBytes] | None = None,
+    cpu_s: float = 1.0,
+) -> Run:
+    measured = Measured(requests, 2.0, 1.0, 4.0 if server == "triton" else 1.0, 0.5, cpu_s)
+    means = {f"node{i}": mean for i, mean in enumerate(mean_batch)}
+    return Run.of(work, server, concurrency, number, measured, means, edges)
+
+
+def figures(ratios: list[Ratio]) -> dict[str, tuple[float, str | None]]:
+    return {ratio.what: (round(ratio.figure, 3), ratio.verdict) for ratio in ratios}
 
 
 def test_one_bad_round_does_not_move_the_median() -> None:
@@ -32,12 +50,12 @@ def test_one_bad_round_does_not_move_the_median() -> None:
 
 def test_the_limit_is_the_batch_size_whose_median_is_best() -> None:
     limits = [
-        Limit("chain", 1, 0, 90.0),
-        Limit("chain", 8, 0, 10.0),
-        Limit("chain", 1, 1, 20.0),
-        Limit("chain", 8, 1, 200.0),
+        Limit("chain", 1, 0, 90.0, 1.0),
+        Limit("chain", 8, 0, 10.0, 2.0),
+        Limit("chain", 1, 1, 20.0, 1.0),
+        Limit("chain", 8, 1, 200.0, 4.0),
     ]
-    assert best_limits(limits) == {"chain": (8, 105.0)}
+    assert best_limits(limits) == {"chain": Best(8, 105.0, 3.0)}
 
 
 def test_trusted_nodes_are_held_against_their_targets_and_threads_are_not() -> None:
@@ -47,6 +65,40 @@ def test_trusted_nodes_are_held_against_their_targets_and_threads_are_not() -> N
     assert inline["requests/s over Triton's"].verdict == "must"
     assert inline["p99 over Triton's"].verdict == "want"
     assert {ratio.verdict for ratio in compare(rows, {}, "thread")} == {None}
+
+
+def test_nodes_in_processes_are_held_against_targets_of_their_own() -> None:
+    rows = summarise([run("flowserve", 4000), run("triton", 2000)])
+    found = {ratio.what: ratio for ratio in compare(rows, {}, "process")}["requests/s over Triton's"]
+    assert (found.must, found.want, found.verdict) == (2.0, 3.0, "must")
+
+
+def test_an_ensemble_is_compared_with_its_slowest_step_and_with_another_flowserve() -> None:
+    runs = [run("flowserve", 900), run("slowest alone", 1000), run("before", 1000)]
+    assert figures(compare(summarise(runs), {}, "inline")) == {
+        "requests/s over its slowest step's": (0.9, "want"),
+        "requests/s over before's": (0.9, "below"),
+    }
+
+
+def test_what_a_work_costs_is_what_the_server_costs_less_an_echo() -> None:
+    runs = [run("flowserve", 1000, work="cnn", cpu_s=3.0), run("echo", 1000, work="cnn", cpu_s=1.0)]
+    limits = {"cnn": Best(8, 1000.0, 1900.0)}
+    share = figures(compare(summarise(runs), limits, "inline"))["direct CPU over the server's less an echo's"]
+    assert share == (0.95, "want")
+
+
+def test_batches_that_stay_together_are_told_from_those_that_fall_apart() -> None:
+    edges = {"request > a": EdgeBytes(0, 256, 0, 0), "a > b": EdgeBytes(256, 0, 0, 256)}
+    whole = run("flowserve", 1000, mean_batch=(16.0, 16.0, 15.9), edges=edges)
+    assert figures(together(summarise([whole]))) == {
+        "rows the first node saw": (16.0, "want"),
+        "the last node's over them": (0.994, "must"),
+        "bytes/request copied out of one batch": (0.0, "want"),
+    }
+    apart = run("flowserve", 1000, mean_batch=(7.0, 3.0, 1.0), edges={"a > b": EdgeBytes(0, 256, 256, 256)})
+    assert [verdict for _, verdict in figures(together(summarise([apart]))).values()] == ["below"] * 3
+    assert together(summarise([run("flowserve", 1000, concurrency=8), run("flowserve", 1000, work="cnn")])) == []
 
 
 def test_an_extra_step_costs_half_of_what_two_more_steps_cost() -> None:
@@ -76,13 +128,13 @@ def test_where_less_is_better_the_verdicts_turn_round(figure: float, verdict: st
 
 def results() -> Results:
     runs = [run("flowserve", 6000), run("triton", 2000), run("flowserve", 10, work="cnn", concurrency=8)]
-    return Results.of(Plan((8, 32), 2.0, 1, "inline"), 0.1, runs, [Limit("cnn", 1, 0, 10.0)])
+    return Results.of(Plan((8, 32), 2.0, 1, "inline"), 0.1, runs, [Limit("cnn", 1, 0, 10.0, 5.0)])
 
 
 def test_the_json_holds_the_raw_runs_and_what_was_made_of_them() -> None:
     record = json.loads(json.dumps(as_json(results())))
     assert record["schema"] == 1
-    assert record["limits"] == {"cnn": {"batch": 1, "rows_per_second": 10.0}}
+    assert record["limits"] == {"cnn": {"batch": 1, "rows_per_second": 10.0, "cpu_us": 5.0}}
     assert {row["server"] for row in record["summary"]} == {"flowserve", "triton"}
     assert len(record["runs"]) == 3
     assert record["options"]["python_execution"] == "inline"
@@ -114,3 +166,26 @@ def test_a_server_that_does_not_start_is_reported_with_what_it_said(tmp_path: Pa
         serving("x", command, tmp_path / "log", environment={}),
     ):
         pass
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_checkout_of_another_flowserve_is_measured_in_turns_with_this_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("TRITONSERVER", raising=False)
+    (tmp_path / "flowserve").symlink_to(ROOT / "flowserve")
+    arguments = ["--work", "chain", "--concurrency", "32", "--seconds", "0.3", "--rounds", "1"]
+    files = ["--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.svg")]
+    main([*arguments, "--against", str(tmp_path), *files])
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert [run["server"] for run in record["runs"]] == ["flowserve", "before"]
+    assert set(record["runs"][0]["edges"]) == {
+        "request > chain_double",
+        "chain_double > chain_add",
+        "chain_add > chain_subtract",
+    }
+    printed = capsys.readouterr().out
+    assert "do batches stay together?" in printed
+    assert "requests/s over before's" in printed

@@ -41,6 +41,15 @@ def test_answers_differ_by_far_more_than_the_generator_tolerates(name: str) -> N
         assert difference > 5 * (ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * np.abs(answers[j]).max())
 
 
+@pytest.mark.parametrize("name", [name for name, work in WORKS.items() if work.slowest])
+def test_a_slowest_step_alone_is_one_of_the_served_models_and_answers_for_itself(name: str) -> None:
+    work = WORKS[name]
+    alone = work.alone()
+    rows = alone.rows(2)
+    assert alone.name in served_models(work)
+    np.testing.assert_array_equal(alone.direct()(rows), rows + 1)
+
+
 def test_the_chain_computes_what_its_three_steps_say() -> None:
     chain = WORKS["chain"]
     rows = chain.rows(2)

@@ -1,0 +1,84 @@
+"""Whether batches stayed together: what a server's statistics say happened between two readings.
+
+Decided here: which figures are made of them. Mean batches come from any server that speaks Triton's statistics
+extension; what each edge carried only from flowserve, under the field `flowserve` of its rows.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench.servers import BenchFailed, Server
+
+Reading = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeBytes:
+    """Bytes per request. `handed_on` were read where they lay, `copied` were gathered first, `regathered` of these in
+    spite of coming out of one batch. `placed`: the tensor's, laid side by side once, however many edges it feeds."""
+
+    handed_on: float
+    copied: float
+    regathered: float
+    placed: float
+
+
+def read(server: Server, models: Iterable[str]) -> Reading:
+    """The row of statistics of each model. Raises BenchFailed."""
+    rows = {}
+    for model in models:
+        url = f"http://127.0.0.1:{server.port}/v2/models/{model}/stats"
+        try:
+            with urllib.request.urlopen(url, timeout=5.0) as answer:
+                rows[model] = json.load(answer)["model_stats"][0]
+        except (OSError, LookupError, ValueError) as error:
+            raise BenchFailed(f"{server.name}: GET {url}: {error}") from error
+    return rows
+
+
+def mean_batches(before: Reading, after: Reading, models: Iterable[str]) -> dict[str, float]:
+    """Rows per execution of each model."""
+    means = {}
+    for model in models:
+        rows, calls = (
+            int(after[model][field]) - int(before[model][field]) for field in ("inference_count", "execution_count")
+        )
+        means[model] = rows / calls if calls else 0.0
+    return means
+
+
+def edge_bytes(before: Reading, after: Reading, graph: str) -> dict[str, EdgeBytes]:
+    """What went over each edge into a node of `graph`, as "producer > consumer"; nothing where the server does not
+    say."""
+    then, now = _sums(before[graph]), _sums(after[graph])
+    requests = _successes(after[graph]) - _successes(before[graph])
+    if not requests:
+        return {}
+    return {
+        edge: EdgeBytes(*((last - first) / requests for last, first in zip(now[edge], then[edge], strict=True)))
+        for edge in now
+    }
+
+
+def _sums(row: Mapping[str, Any]) -> dict[str, tuple[int, int, int, int]]:
+    nodes = row.get("flowserve", {}).get("nodes", ())
+    placed = {(node["name"], output["tensor"]): output["placed_bytes"] for node in nodes for output in node["outputs"]}
+    return {
+        f"{edge['producer'] or 'request'} > {node['name']}": (
+            edge["handed_on_bytes"],
+            edge["copied_bytes"],
+            edge["regathered_bytes"],
+            placed.get((edge["producer"], edge["tensor"]), 0),
+        )
+        for node in nodes
+        for edge in node["inputs"]
+    }
+
+
+def _successes(row: Mapping[str, Any]) -> int:
+    return int(row["inference_stats"]["success"]["count"])
