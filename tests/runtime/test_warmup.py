@@ -137,7 +137,7 @@ async def test_a_sample_that_does_not_fit_the_model_is_refused_as_a_request_woul
         instance = FunctionInstance(lambda array: array)
         host = instance_of(engine, instance, inline=True)
         model = config(replace(ZEROS, inputs={}))
-        with pytest.raises(Invalid, match=r"^failed to run warmup sample 'zeros': .*expected 1 inputs but got 0 inputs"):
+        with pytest.raises(Invalid, match=r"^failed to run warmup sample 'zeros': .*expected 1 inputs"):
             await warm_up(engine, host, model, 1, read_samples(model, Path()))
         assert instance.batches == []
         await trio.to_thread.run_sync(host.close)
