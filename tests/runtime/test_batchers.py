@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.runtime.batchers import batcher_for, keeps_order
 from flowserve.scheduling.batcher import DynamicBatcher, OneByOne
-from flowserve.scheduling.queues import PolicyBatcher
+from flowserve.scheduling.queues import OVERTAKEN_MAX, PolicyBatcher
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.recorder import simple_model
 from flowserve.testing.strategies import plain_graph
@@ -117,3 +118,25 @@ def test_a_model_without_a_batch_dimension_runs_requests_alone_by_priority(folde
     batcher.put(high)
     assert batcher.take(0) == [high]
     assert batcher.take(0) == [low]
+
+
+def test_the_examples_of_the_page_on_batching_are_served_as_it_says(root: Path, folder: Path) -> None:
+    examples = re.findall(r"```pbtxt\n(.*?)```", (root / "docs/batching.md").read_text(), re.DOTALL)
+    plain, preferring, limited, levels, ordered = [
+        config(folder, re.sub(r"max_batch_size: \d+\n", "", example)) for example in examples
+    ]
+    assert [type(batcher_for(one)) for one in (plain, preferring, ordered)] == [DynamicBatcher] * 3
+    assert [type(batcher_for(one)) for one in (limited, levels)] == [PolicyBatcher] * 2
+    assert [keeps_order(one) for one in (plain, ordered)] == [False, True]
+    queue = batcher_for(limited)
+    for _ in range(64):
+        queue.put(ticket())
+    with pytest.raises(Unavailable, match="Exceeds maximum queue size: the queue of model 'a' has room for 64; try"):
+        queue.put(ticket())
+    assert queue.expiry() == 200_000_000
+
+
+def test_the_page_on_batching_says_how_often_a_level_is_overtaken(root: Path) -> None:
+    page = (root / "docs/batching.md").read_text()
+    assert f"at most\n{OVERTAKEN_MAX} batches in a row" in page
+    assert f"one batch in {OVERTAKEN_MAX + 1}" in page
