@@ -45,7 +45,6 @@ main(**json.loads(sys.argv.pop(1)))
 # How long the forkserver may take to say how a child ended that has ended, and to end itself.
 REPORT_S_MAX: Final = 0.5
 END_S_MAX: Final = 2.0
-TERM_S: Final = 0.5  # between the signal that asks and the one that does not
 # A library with threads of its own would be copied by a fork without them, with its locks as they stand.
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -201,19 +200,17 @@ class Children:
                 self._nursery = None
 
     async def close(self) -> None:
-        """End whatever still lives, then the forkserver, within a bounded time. Nothing can be started afterwards."""
+        """End the forkserver and with it whatever still lives, within a bounded time. Nothing starts afterwards."""
         self._is_closed = True
-        # Told first: a model that hangs may have something to put away all the same.
-        for number, patience_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, END_S_MAX)):
-            for child in self._alive:
-                child.kill(number, why="ended with the server")
-            with trio.move_on_after(patience_s):
-                while self._alive:
-                    await self._reported.wait()
+        for child in self._alive:
+            child.why = child.why or "ended with the server"
         server, self._server = self._server, None
         if server is not None:
             server.hang_up()
             await trio.to_thread.run_sync(_wait_or_kill, server.process)
+        with trio.move_on_after(REPORT_S_MAX):
+            while self._alive:
+                await self._reported.wait()
 
     # ------------------------------------------------------------------ starting
 

@@ -408,8 +408,8 @@ async def open_engine(
         finally:
             with trio.CancelScope(shield=True):
                 hung = await engine.close(trio.current_time() + exit_timeout_s)
+                if on_close is not None:
+                    on_close(hung)
                 if engine.processes is not None:
                     await engine.processes.close()
-            if on_close is not None:
-                on_close(hung)
             nursery.cancel_scope.cancel()

@@ -38,6 +38,8 @@ _PR_SET_NAME: Final = 15
 _SEVERITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 # The kernel, out of memory, should choose a model before it chooses the server.
 _OOM_SCORE_ADDED: Final = 200
+# Between the signal that asks and the one that does not; starts again with each child that ends.
+_TERM_MS: Final = 200
 
 # What every child of ours would import first anyway.
 PRELOADED: Final = ("numpy", "flowserve.backends.child.main", "flowserve.backends.python")
@@ -154,10 +156,16 @@ class ForkServer:
                 self._reports.send(REPORT.pack(pid, status))
 
     def _end_all(self) -> None:
+        """Those that handle SIGTERM get a moment."""
+        for pid in self._alive:
+            os.kill(pid, signal.SIGTERM)
+        woken = select.poll()
+        woken.register(self._woken, select.POLLIN)
+        while self._alive and woken.poll(_TERM_MS):
+            self._reap()
         for pid in self._alive:
             _kill_group(pid)
-            with suppress(ProcessLookupError):  # one that has not come to having a group of its own
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)  # it may not have come to having a group of its own
         for pid in self._alive:
             os.waitpid(pid, 0)
 
