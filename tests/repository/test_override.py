@@ -1,0 +1,93 @@
+"""What comes with a load call: names and paths that stay where they belong, files that disappear again."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.errors import Invalid
+from flowserve.repository.override import check_name, write_files
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where private folders are made."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_files_lie_where_they_say_in_a_folder_only_this_user_can_enter() -> None:
+    files = write_files("m", {"1/model.onnx": b"one", "labels.txt": b"two", "1/more/x": b""})
+    assert (files.path / "m/1/model.onnx").read_bytes() == b"one"
+    assert (files.path / "m/labels.txt").read_bytes() == b"two"
+    assert (files.path / "m/1/more/x").exists()
+    assert files.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_they_disappear_with_the_last_who_holds_them(private: Path) -> None:
+    files = write_files("m", {"1/x": b""})
+    other = files
+    del files
+    assert other.path.exists()
+    del other
+    gc.collect()
+    assert not list(private.iterdir())
+
+
+@pytest.mark.fault("L12")
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("../x", "'..' is not"),
+        ("1/../../x", "'..' is not"),
+        ("/etc/x", "absolute"),
+        ("", "empty"),
+        ("1//x", "'' is not"),
+        ("./x", "'.' is not"),
+        ("1/", "'' is not"),
+        ("1/" + "y" * 256, "longer than 255 bytes"),
+        ("1/" + "ü" * 128, "longer than 255 bytes"),
+        ("1/a\0b", "control characters"),
+        ("1/a\nb", "control characters"),
+        ("..\\x", "backslashes"),
+    ],
+)
+def test_a_path_that_could_lead_elsewhere_is_refused_before_anything_is_written(
+    private: Path, path: str, reason: str
+) -> None:
+    with pytest.raises(Invalid, match=reason):
+        write_files("m", {"1/model.onnx": b"", path: b"x"})
+    assert not list(private.iterdir())
+
+
+def test_a_file_where_another_path_needs_a_folder_is_refused(private: Path) -> None:
+    with pytest.raises(Invalid, match="file override '1/x' cannot be written"):
+        write_files("m", {"1": b"", "1/x": b""})
+    gc.collect()
+    assert not list(private.iterdir())
+
+
+@given(st.text(max_size=20))
+def test_whatever_the_path_nothing_is_written_outside(path: str) -> None:
+    try:
+        files = write_files("m", {path: b"x"})
+    except Invalid:
+        return
+    written = [file for file in files.path.rglob("*") if file.is_file()]
+    assert [file.resolve().is_relative_to(files.path.resolve() / "m") for file in written] == [True]
+
+
+@pytest.mark.fault("L13")
+@pytest.mark.parametrize("name", ["", " \n", "..", ".", "a/b", "a\\b", "a\0b", "a\r\nX: 1", "n" * 256, "\x1b[31m"])
+def test_a_name_that_is_no_folder_of_a_repository_is_refused(name: str) -> None:
+    with pytest.raises(Invalid, match="cannot be the name of a model"):
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", ["m", "a.b", "..x", "ünïcode", "with space", "n" * 255])
+def test_ordinary_names_are_names(name: str) -> None:
+    assert check_name(name) == name
