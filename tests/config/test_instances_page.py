@@ -1,0 +1,69 @@
+"""docs/instances.md is true: its configurations are accepted, and its command gives the table beneath it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowserve.backends.registry import find
+from flowserve.cli.options import add_run_arguments, run_options
+from flowserve.config.load import Draft, finish
+from flowserve.config.types import LimitedResource, ModelConfig, RateLimiter
+from flowserve.scheduling.limited import OVERTAKEN_MAX
+from flowserve.scheduling.limiter import EVERYWHERE, Available, Limiter, Needs, Resource
+
+Read = Callable[..., Draft]
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    return (root / "docs/instances.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def configs(page: str, draft: Read) -> list[ModelConfig]:
+    texts = re.findall(r"^```pbtxt\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return [finish(draft(text, "1/model.onnx"), None) for text in texts]
+
+
+def test_its_configurations_mean_what_it_says(configs: list[ModelConfig]) -> None:
+    groups, warmup, limits = configs
+    assert [(group.name, group.count, group.kind, group.passive) for group in groups.instance_groups] == [
+        ("main", 3, "KIND_CPU", False),
+        ("spare", 1, "KIND_CPU", True),
+    ]
+    full, real = warmup.warmup
+    assert (full.batch_size, full.count, full.inputs["X"].is_random) == (16, 3, True)
+    assert (real.batch_size, real.count, real.inputs["X"].file) == (1, 1, "real.bin")
+    (group,) = limits.instance_groups
+    wanted = (LimitedResource("memory", 4), LimitedResource("licence", 1, is_global=True))
+    assert group.rate_limiter == RateLimiter(wanted, priority=2)
+
+
+def test_its_command_gives_its_table(page: str) -> None:
+    (command,) = re.findall(r"^```\n(--rate-limit-resource.*)\n```", page, re.MULTILINE)
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    options = run_options(parser.parse_args(["models", *command.split()]))
+    limiter = Limiter([Available(*given) for given in options.rate_limit_resources])
+    limiter.add([Needs({("R1", device): 1, ("R2", device): 1}) for device in (0, 1)])
+    limiter.add([Needs({("R3", EVERYWHERE): 1})])
+    table: dict[Resource, int] = {}
+    for where, *cells in re.findall(
+        r"^\| (the server|device \d) \| (\d* ?)\| (\d* ?)\| (\d* ?)\|$", page, re.MULTILINE
+    ):
+        device = EVERYWHERE if where == "the server" else int(where.split()[1])
+        table |= {(f"R{n}", device): int(cell) for n, cell in enumerate(cells, 1) if cell.strip()}
+    assert limiter.counts() == table
+
+
+def test_its_numbers_are_those_of_the_code(page: str) -> None:
+    assert f"when {OVERTAKEN_MAX} executions have gone before it" in page
+    counts = re.findall(r"\b(onnxruntime|python) (\d)\b", page)
+    assert len(counts) == 2
+    for backend, count in counts:
+        assert find(backend).default_instance_count == int(count)
