@@ -133,6 +133,16 @@ class RunsInProcess(Protocol):
         """
 
 
+@runtime_checkable
+class CompletesInProcess(Protocol):
+    """What a `Backend` has besides that runs a model's own code to complete its configuration."""
+
+    def complete_by(self, config: ModelConfig, files: ModelFiles, run: Callable[[Remote], Any]) -> Completion:
+        """As `complete`, but the model's code runs only within `run`, which does what it is told in a process of its
+        own and returns what JSON makes of the result.
+        """
+
+
 class Backend(Protocol):
     """A kind of model. Registered in backends/registry.py, or by the entry point group `flowserve.backends`."""
 

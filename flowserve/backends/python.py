@@ -50,24 +50,14 @@ class PythonBackend:
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
         """What the model's `auto_complete_config` adds. The model is imported only where it has one."""
-        source = _Source(config, files)
-        if "auto_complete_config" not in source.text():
+        return self.complete_by(config, files, lambda remote: completed_here(*remote.arguments))
+
+    def complete_by(self, config: ModelConfig, files: ModelFiles, run: Callable[[Remote], Any]) -> Completion:
+        """The same, with the model imported by `run`."""
+        if "auto_complete_config" not in _Source(config, files).text():
             return Completion()
-        module = source.import_fresh()
-        try:
-            function = getattr(source.model_class(module), "auto_complete_config", None)
-            if function is None:
-                return Completion()
-            with source.running("auto_complete_config"):
-                answer = function(pb_utils.ModelConfig(json.dumps(config.json)))
-        finally:
-            forget_model(module)
-        if not isinstance(answer, pb_utils.ModelConfig):
-            raise Invalid(
-                f"auto_complete_config function in model '{config.name}' must return a valid pb.ModelConfig object, "
-                f"it returned {type(answer).__name__}"
-            )
-        return _completion(config, answer.as_dict())
+        written = run(Remote(f"{__name__}:completed_here", (config, files)))
+        return Completion() if written is None else _completion(config, written)
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Of `options`, `execution` says whether instances may run on the loop: only where somebody asked for it."""
@@ -95,6 +85,28 @@ class PythonModel:
 
     def close(self) -> None:
         """Nothing is held between instances."""
+
+
+def completed_here(config: ModelConfig, files: ModelFiles) -> dict[str, Any] | None:
+    """What the model's `auto_complete_config` makes of its configuration, None where it has none; in the process where
+    it is called.
+    """
+    source = _Source(config, files)
+    module = source.import_fresh()
+    try:
+        function = getattr(source.model_class(module), "auto_complete_config", None)
+        if function is None:
+            return None
+        with source.running("auto_complete_config"):
+            answer = function(pb_utils.ModelConfig(json.dumps(config.json)))
+    finally:
+        forget_model(module)
+    if not isinstance(answer, pb_utils.ModelConfig):
+        raise Invalid(
+            f"auto_complete_config function in model '{config.name}' must return a valid pb.ModelConfig object, "
+            f"it returned {type(answer).__name__}"
+        )
+    return answer.as_dict()
 
 
 def instance_here(config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup) -> PythonInstance:

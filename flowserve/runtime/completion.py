@@ -1,20 +1,88 @@
 """What a model's own files say about it, asked of its backend: the bridge between repository/ and backends/.
 
-The two rooms stand on one floor and do not import each other; whoever reads a repository is handed this function.
+Decided here: a model that will run in a process of its own is asked in one, too, so that code which breaks there
+cannot take the server with it. The two rooms stand on one floor and do not import each other; whoever reads a
+repository is handed one of these functions.
 """
 
 from __future__ import annotations
 
+import pickle
+import select
 from dataclasses import replace
+from typing import Any
 
 from flowserve.backends import registry
-from flowserve.backends.base import ModelFiles
+from flowserve.backends.base import CompletesInProcess, ModelFiles, Remote
+from flowserve.backends.child import task
+from flowserve.backends.child.protocol import MESSAGE_BYTES_MAX
 from flowserve.config.types import Completion, ModelConfig
+from flowserve.errors import ModelFailed
 from flowserve.repository.layout import ModelFolder
+from flowserve.runtime.children import Child, Children
+from flowserve.runtime.hosts import PROCESS, Processes, execution_of
 
 
 def complete(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
     """Blocks while files are read. Raises Invalid or Unsupported where the backend cannot make sense of them."""
-    files = ModelFiles(folder.repository, folder.path, version)
     backend = registry.find(config.backend)
-    return replace(backend.complete(config, files), instance_count=backend.default_instance_count)
+    return replace(backend.complete(config, _files(folder, version)), instance_count=backend.default_instance_count)
+
+
+class Completer:
+    """`complete`, for a server."""
+
+    def __init__(self, python_execution: str, processes: Processes | None) -> None:
+        self._python_execution = python_execution
+        self._processes = processes
+
+    def __call__(self, config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
+        """As `complete`. Where the model's code has to be run for it, that happens where the model will run."""
+        backend = registry.find(config.backend)
+        processes = self._processes
+        if (
+            processes is None
+            or execution_of(config, self._python_execution) != PROCESS
+            or not isinstance(backend, CompletesInProcess)
+        ):
+            return complete(config, folder, version)
+        completion = backend.complete_by(
+            config, _files(folder, version), lambda remote: _ask(processes.children, config.name, remote)
+        )
+        return replace(completion, instance_count=backend.default_instance_count)
+
+
+def _files(folder: ModelFolder, version: int) -> ModelFiles:
+    return ModelFiles(folder.repository, folder.path, version)
+
+
+def _ask(children: Children, model: str, remote: Remote) -> Any:
+    """Do what `remote` says in a process made for it. Blocks. Raises what it raised, or how the process ended."""
+    child = children.spawn("auto_complete_config", task.ENTRY, pickle.dumps(remote), log_name=model)
+    with child.socket:
+        message = _all_of(child)
+    try:
+        return task.answered(message)
+    except ValueError:
+        raise ModelFailed(child.how_it_ended()) from None
+
+
+def _all_of(child: Child) -> bytes:
+    """Everything it says until its end."""
+    poll = select.poll()
+    poll.register(child.socket, select.POLLIN)
+    poll.register(child.pidfd, select.POLLIN)
+    parts: list[bytes] = []
+    while True:
+        is_over = any(number == child.pidfd for number, _ in poll.poll())
+        try:
+            part = child.socket.recv(MESSAGE_BYTES_MAX)
+        except BlockingIOError:
+            if is_over:
+                return b"".join(parts)
+            continue
+        except ConnectionError:
+            part = b""
+        if not part:
+            return b"".join(parts)
+        parts.append(part)

@@ -51,6 +51,11 @@ class Processes:
         await self.children.close()
 
 
+def execution_of(config: ModelConfig, python_execution: str) -> str:
+    """Where the model's instances run: "process", "thread", "inline", or "auto" (by measurement)."""
+    return config.parameters.get("execution", python_execution if config.backend == "python" else DEFAULT)
+
+
 def host_maker(
     config: ModelConfig, model: LoadedModel, execution: str, processes: Processes | None, clock: ClockNs
 ) -> MakeHost:

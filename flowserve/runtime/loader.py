@@ -23,9 +23,9 @@ from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import ReadModel, read_model
 from flowserve.runtime.batchers import batcher_for, keeps_order
-from flowserve.runtime.completion import complete
+from flowserve.runtime.completion import Completer
 from flowserve.runtime.engine import Engine
-from flowserve.runtime.hosts import execution_timeout_ns, host_maker
+from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_maker
 from flowserve.runtime.instance import Host
 from flowserve.runtime.limits import needs_of, refuse_what_never_runs
 from flowserve.runtime.warmup import read_samples, warm_up
@@ -42,12 +42,13 @@ class Loader:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._threads = trio.CapacityLimiter(LOAD_THREADS)
+        self._complete = Completer(engine.options.python_execution, engine.processes)
 
     async def read(self, folder: ModelFolder, config_json: str = "") -> ReadModel:
         """What a model's folder says. Raises FlowserveError."""
         read = await self._in_thread(
             lambda: read_model(
-                folder, registry.default_files(), complete, gpu=self._engine.options.gpu, config_json=config_json
+                folder, registry.default_files(), self._complete, gpu=self._engine.options.gpu, config_json=config_json
             )
         )
         for warning in read.warnings:
@@ -98,7 +99,7 @@ class Loader:
         config = read.config
         files = ModelFiles(read.folder.repository, read.folder.path, version)
         backend = registry.find(config.backend)
-        execution = self._execution(config)
+        execution = execution_of(config, self._engine.options.python_execution)
         options = {"execution": execution, "runs_at_once": str(runs_at_once)}
         loaded = Loaded(await self._in_thread(lambda: backend.load(config, files, options)))
         try:
@@ -114,11 +115,6 @@ class Loader:
             await self._in_thread(loaded.close)
             raise
         return loaded
-
-    def _execution(self, config: ModelConfig) -> str:
-        """Where the model's instances run: "process", "inline", "thread", or "auto" (by measurement)."""
-        default = self._engine.options.python_execution if config.backend == "python" else "auto"
-        return config.parameters.get("execution", default)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Blocking work of other rooms, at most LOAD_THREADS at once. What is not a FlowserveError becomes one."""
