@@ -106,8 +106,10 @@ class LimitedDispatcher(Dispatcher):
         queue.is_dirty = False
         if queue.order is not None:
             self._release(queue.order, now_ns)
+        contender = self._contenders.get(queue)
+        if contender is None:  # removed since something happened to it
+            return
         self._waiting[queue] = None
-        contender = self._contenders[queue]
         if contender.is_idle:
             contender.is_idle = False
             self.limiter.catch_up(contender.accounts.values())

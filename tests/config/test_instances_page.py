@@ -27,7 +27,7 @@ def page(root: Path) -> str:
 @pytest.fixture
 def configs(page: str, draft: Read) -> list[ModelConfig]:
     texts = re.findall(r"^```pbtxt\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    return [finish(draft(text, "1/model.onnx"), None) for text in texts]
+    return [finish(draft(text, "1/model.onnx", "warmup/real.bin"), None) for text in texts]
 
 
 def test_its_configurations_mean_what_it_says(configs: list[ModelConfig]) -> None:

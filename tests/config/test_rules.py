@@ -537,9 +537,12 @@ def test_rule_M55_a_warmup_sample_is_whole(said: Said) -> None:
 
 
 @pytest.mark.fault("C10")
-def test_rule_M56_a_warmup_file_stays_inside(said: Said) -> None:
+def test_rule_M56_a_warmup_file_is_there_and_stays_inside(said: Said) -> None:
     text = 'model_warmup { inputs { key: "X" value { input_data_file: "../../x" } } }'
     assert said("M56", text) == ["1:42: warmup file '../../x' of input 'X' leads out of the model's folder for m"]
+    assert said("M56", text.replace("../../x", "x")) == [
+        "1:42: warmup file 'x' of input 'X' does not exist for m (put it into m/warmup/)"
+    ]
 
 
 WARMED_UP = """max_batch_size: 4 input { name: "X" data_type: TYPE_FP32 dims: [ -1, 3 ] }

@@ -354,6 +354,20 @@ def test_a_caller_who_leaves_while_its_batch_runs_keeps_its_resources_until_it_i
     assert held(server) == {}
 
 
+def test_a_model_that_is_removed_leaves_nothing_behind_even_in_the_turn_in_which_it_ended() -> None:
+    server = limited()
+    queue = serve(server, A, needs(R=2))
+    serve(server, B, needs(R=1))
+    ask(server, A, 1)
+    server.turn()
+    server.done(server.running[0])
+    server.dispatcher.remove(queue)
+    ask(server, B, 2)
+    assert server.turn() == [("b", [2])]
+    assert server.limiter is not None
+    assert server.limiter.counts() == {("R", 0): 1}
+
+
 def test_a_chain_holds_resources_step_by_step() -> None:
     server = limited()
     serve(server, A, needs(R=1))

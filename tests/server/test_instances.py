@@ -185,7 +185,10 @@ def test_every_instance_is_warmed_up_before_the_model_is_ready_and_nothing_of_it
     ("data", "said"),
     [
         ('input_data_file: "short"', "input 'IN' needs 4 bytes, and file 'cold/warmup/short' has 3"),
-        ('input_data_file: "none"', "file 'cold/warmup/none' of input 'IN' cannot be read: No such file"),
+        (
+            'input_data_file: "none"',
+            "warmup file 'none' of input 'IN' does not exist for cold (put it into cold/warmup/)",
+        ),
         ('input_data_file: "minus"', "failed to run warmup sample 's': Failed to process the request(s) for model"),
     ],
     ids=["short file", "no file", "the model raises"],

@@ -63,7 +63,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "M53": batching.ordering_has_one_priority,
     "M54": batching.ordering_does_not_delay,
     "M55": warmup.warmup_inputs_are_whole,
-    "M56": warmup.warmup_files_are_inside,
+    "M56": warmup.warmup_files_are_there_and_inside,
     "M57": warmup.warmup_inputs_exist,
     "M58": warmup.warmup_batches_fit,
     "M60": sequences.control_tensors_have_a_name,

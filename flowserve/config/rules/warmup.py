@@ -26,13 +26,17 @@ def warmup_inputs_are_whole(s: Subject) -> Iterator[Problem]:
                 yield s.problem(path, text, "write zero_data: true, random_data: true or input_data_file")
 
 
-def warmup_files_are_inside(s: Subject) -> Iterator[Problem]:
+def warmup_files_are_there_and_inside(s: Subject) -> Iterator[Problem]:
     for index, sample in enumerate(s.message.model_warmup):
         for name in sorted(sample.inputs):
             file = sample.inputs[name].input_data_file
             if file and (why := s.escapes("warmup", file)):
                 path = f"model_warmup[{index}].inputs[{name}].input_data_file"
                 yield s.problem(path, f"warmup file '{file}' of input '{name}' {why} for {s.message.name}")
+            elif file and not (s.folder / "warmup" / file).is_file():
+                path = f"model_warmup[{index}].inputs[{name}].input_data_file"
+                text = f"warmup file '{file}' of input '{name}' does not exist for {s.message.name}"
+                yield s.problem(path, text, f"put it into {s.name}/warmup/")
 
 
 def warmup_inputs_exist(s: Subject) -> Iterator[Problem]:
