@@ -419,7 +419,8 @@ class Dispatcher:
         queue = batch.queue
         queue.running -= 1
         queue.free.append(batch.instance)
-        self._mark(queue)
+        if queue.batcher or queue.order is not None:
+            self._mark(queue)
 
     def _mark(self, queue: ModelQueue) -> None:
         if not queue.is_dirty:
