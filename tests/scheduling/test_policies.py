@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
-from flowserve.scheduling.dispatcher import ModelQueue
+from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
 from flowserve.scheduling.limiter import Limiter
 from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
-from flowserve.scheduling.router import Ticket
+from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.recorder import PORT, Recorder, rows_of, simple_model
 from flowserve.testing.strategies import chain_graph, plain_graph
+from flowserve.values import DType, TensorSpec
 
 A, B = simple_model(0), simple_model(1)
 ALONE = plain_graph(A)
@@ -102,6 +104,42 @@ def test_a_branch_that_finds_no_room_takes_the_other_out_of_its_queue(server: Re
     assert [told[0] for told in server.answered()] == ["refused"]
     assert server.dispatcher.waiting() == {A.key: 0, B.key: 1}
     assert server.dispatcher.in_flight == 1
+
+
+def test_a_request_that_fails_while_room_is_made_for_its_other_branch_is_answered_once() -> None:
+    answers: list[object] = []
+
+    def run(batch: Batch) -> None:
+        dispatcher.batch_failed(batch, ModelFailed("boom"))  # inline, inside the call
+
+    dispatcher = Dispatcher(run, lambda flow: answers.append(str(flow.error)))
+    server = Recorder()
+    server.dispatcher = dispatcher
+    server.serve(A, policed(limit=1, max_size=1))
+    nodes = tuple(Node(i, f"a#{i}", A.key, A.inputs, A.outputs, 16) for i in range(2))
+    edges = tuple(Edge("t", GRAPH, 0, i, 0) for i in range(2)) + tuple(Edge("t", i, 0, GRAPH, i) for i in range(2))
+    server.submit(Graph("twice", 1, PORT, PORT * 2, 16, nodes, edges, is_ensemble=True), "x")
+    dispatcher.pump(0)
+    dispatcher.check()
+    assert answers == ["boom"]
+    assert dispatcher.in_flight == 0
+    assert dispatcher.waiting() == {A.key: 0}
+
+
+def test_refusing_costs_no_look_through_the_queue(server: Recorder) -> None:
+    class Unsearched(PolicyBatcher):
+        def withdraw(self, flow: Flow) -> int:
+            raise AssertionError("the queue was searched")
+
+    policy = LevelPolicy(max_size=1, timeout_ns=50)
+    server.serve(A, Unsearched(BatchPolicy.simple(1), Levels(policy=policy)))
+    server.submit(ALONE, "runs")
+    server.turn()
+    server.submit(ALONE, "expires")
+    server.submit(ALONE, "refused")
+    server.turn()
+    server.turn(at=50)
+    assert [told[0] for told in server.answered()] == ["refused", "expires"]
 
 
 def test_who_is_refused_lets_go_of_its_tensors_without_the_collector(server: Recorder) -> None:
@@ -248,6 +286,26 @@ def test_a_leaver_frees_a_place_in_a_full_queue(server: Recorder) -> None:
     assert server.answered() == []
     server.done(server.running[0])
     assert server.turn() == [("a", ["comes"])]
+
+
+# ----------------------------------------------------------------------------------------------------- optional inputs
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DynamicBatcher(BatchPolicy.simple(8, 1000)), lambda: policed(8, 1000, max_size=9)]
+)
+def test_another_set_of_optional_inputs_closes_a_batch(server: Recorder, make: Callable[[], Batcher]) -> None:
+    model = simple_model(0, inputs=(*PORT, TensorSpec("Y", DType.FP32, (4,), optional=True)))
+    server.serve(model, make())
+    graph = plain_graph(model)
+    for request in ("both", "both too"):
+        server.submit(graph, request, [rows_of(), rows_of(width=4)])
+    assert server.turn() == []  # alike: they wait for company
+    server.submit(graph, "one", [rows_of(), None])
+    assert server.turn() == [("a", ["both", "both too"])]
+    server.done(server.running[0])
+    assert server.turn(at=999) == []  # only the last waits
+    assert server.turn(at=1000) == [("a", ["one"])]
 
 
 # --------------------------------------------------------------------------------------------------------------- order
