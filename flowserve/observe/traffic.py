@@ -6,8 +6,8 @@ by what became of them:
 
 * handed on: the consumer read them where they lay.
 * copied: they were gathered into one piece first, because the batch's parts were no neighbours. Of these, `regathered`
-  came from batches whose members had become ready in the same moment, that is out of one batch: a gap that a failed
-  member left, or answers that were not laid side by side when they were taken.
+  had come out of one batch of the producer's: a gap that a failed member left, answers that were not laid side by side
+  when they were taken, a block that the consumer's process cannot see.
 
 A node also counts, for each output, the bytes *placed*: a Python model's answers, one for each request, laid side by
 side once when they are taken. That is counted for the tensor and not for its edges, of which there may be several.
@@ -34,9 +34,10 @@ class EdgeTraffic:
     """One tensor on its way from `producer` to one consumer's `input` (an index into the model's inputs).
 
     `row_bytes` is what one row weighs, 0 where that differs from batch to batch: there `weighed` sums what came.
+    `is_joined`: the consumer waits for other producers too.
     """
 
-    __slots__ = ("copied", "input", "producer", "regathered", "row_bytes", "tensor", "weighed")
+    __slots__ = ("copied", "input", "is_joined", "producer", "regathered", "row_bytes", "tensor", "weighed")
 
     def __init__(self, graph: Graph, edge: Edge) -> None:
         self.producer = REQUEST if edge.producer == GRAPH else graph.nodes[edge.producer].name
@@ -44,9 +45,18 @@ class EdgeTraffic:
         self.input = edge.input
         spec = graph.nodes[edge.consumer].inputs[edge.input]
         self.row_bytes = 0 if spec.optional else _row_bytes(spec)
+        self.is_joined = any(
+            other.consumer == edge.consumer and other.producer not in (edge.producer, GRAPH) for other in graph.edges
+        )
         self.weighed = 0
         self.copied = 0
         self.regathered = 0
+
+    def gathered(self, nbytes: int, *, out_of_one: bool) -> None:
+        """So many bytes were copied for a batch; `out_of_one`: although they came out of one batch."""
+        self.copied += nbytes
+        if out_of_one:
+            self.regathered += nbytes
 
 
 class NodeTraffic:
@@ -77,14 +87,6 @@ class NodeTraffic:
         if placed:
             for j, nbytes in enumerate(placed):
                 self.placed[j] += nbytes
-
-    def copied(self, copied: Sequence[int], *, stayed: bool) -> None:
-        """Of that batch `copied[i]` bytes of input i were gathered. `stayed`: its members became ready together."""
-        for edge in self.edges:
-            nbytes = copied[edge.input]
-            edge.copied += nbytes
-            if stayed and edge.producer != REQUEST:
-                edge.regathered += nbytes
 
     def handed_on(self, edge: EdgeTraffic) -> int:
         """Bytes that went over one of this node's edges as they lay."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError
+from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, OTHER, Statistics
-from flowserve.observe.traffic import NodeTraffic, share
+from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.dispatcher import Batch
 from flowserve.scheduling.router import Flow, Ticket
@@ -38,7 +39,10 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
         if not node.is_fixed:
             _weigh(node, tickets)
         if any(outcome.copied):
-            node.copied(outcome.copied, stayed=_stayed(tickets))
+            for edge in node.edges:
+                nbytes = outcome.copied[edge.input]
+                if nbytes:
+                    edge.gathered(nbytes, out_of_one=_came_out_of_one_batch(edge, tickets))
         if not first.flow.plan.graph.is_ensemble:
             members = ()
     else:
@@ -82,26 +86,32 @@ def _share_out(batch: Batch, results: Results) -> None:
         node.ran(batch.rows, share(results.placed, rows, batch.rows), foreign_rows=batch.rows - rows)
         _weigh(node, tickets)
         if any(results.copied):
-            node.copied(share(results.copied, rows, batch.rows), stayed=_stayed(batch.tickets))
+            copied = share(results.copied, rows, batch.rows)
+            for edge in node.edges:
+                edge.gathered(copied[edge.input], out_of_one=False)
 
 
-def _stayed(tickets: Sequence[Ticket]) -> bool:
-    """Members of one batch that finished were queued again in the same moment."""
-    return all(ticket.queued_ns == tickets[0].queued_ns for ticket in tickets)
+def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool:
+    """Members of a batch that finished were queued again in the same moment. Where they waited for another producer
+    besides, only that their rows lie in one block can tell.
+    """
+    if edge.producer == REQUEST or any(ticket.queued_ns != tickets[0].queued_ns for ticket in tickets):
+        return False
+    if not edge.is_joined:
+        return True
+    return len({id(tensor.block) for tensor in _tensors(tickets, edge.input)}) == 1
 
 
 def _weigh(node: NodeTraffic, tickets: Sequence[Ticket]) -> None:
     for edge in node.edges:
         if not edge.row_bytes:
-            edge.weighed += _nbytes(tickets, edge.input)
+            edge.weighed += sum([tensor.nbytes for tensor in _tensors(tickets, edge.input)])
 
 
-def _nbytes(tickets: Sequence[Ticket], i: int) -> int:
-    """What the model's i-th input weighs for these tickets. Who left meanwhile has let go of it, and counts nothing."""
-    return sum(
-        [
-            tensor.nbytes
-            for ticket in tickets
-            if not ticket.flow.done and (tensor := ticket.flow.tensors[ticket.node.inputs[i]]) is not None
-        ]
-    )
+def _tensors(tickets: Sequence[Ticket], i: int) -> list[Tensor]:
+    """The model's i-th input of these tickets. Who left meanwhile has let go of it."""
+    return [
+        tensor
+        for ticket in tickets
+        if not ticket.flow.done and (tensor := ticket.flow.tensors[ticket.node.inputs[i]]) is not None
+    ]

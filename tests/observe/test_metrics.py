@@ -42,7 +42,7 @@ def busy() -> Statistics:
     one.executed(3, 10 * MS, 20 * MS, 30 * MS, now_ms=1)
     one.succeeded([0, 150 * MS], 151 * MS, 10 * MS, 20 * MS, 30 * MS)
     one.nodes[0].ran(3, placed=[48])
-    one.nodes[0].copied([48], stayed=True)
+    one.nodes[0].edges[0].gathered(48, out_of_one=False)
     one.nodes[0].ran(1, placed=())
     return one
 

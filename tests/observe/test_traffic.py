@@ -1,0 +1,76 @@
+"""What a graph's nodes and edges count, before anything ran."""
+
+from __future__ import annotations
+
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.observe.traffic import node_traffics, share
+from flowserve.values import DType, TensorSpec
+
+FIXED = TensorSpec("X", DType.FP32, (3, 4))
+TEXT = TensorSpec("T", DType.BYTES, (2,))
+WIDE = TensorSpec("W", DType.FP32, (-1,))
+MAYBE = TensorSpec("M", DType.FP32, (4,), optional=True)
+
+
+def node(index: int, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...] = (FIXED,)) -> Node:
+    return Node(index, "abcd"[index], ModelKey("abcd"[index], 1), inputs, outputs, 8)
+
+
+DIAMOND = Graph(
+    "diamond",
+    1,
+    (FIXED,),
+    (FIXED,),
+    8,
+    (node(0, (FIXED,)), node(1, (FIXED,)), node(2, (FIXED,), (FIXED, FIXED)), node(3, (FIXED, FIXED))),
+    (
+        Edge("x", GRAPH, 0, 0, 0),
+        Edge("top", 0, 0, 1, 0),
+        Edge("top", 0, 0, 2, 0),
+        Edge("left", 1, 0, 3, 0),
+        Edge("right", 2, 1, 3, 1),
+        Edge("y", 3, 0, GRAPH, 0),
+    ),
+    is_ensemble=True,
+)
+
+
+def test_every_edge_into_a_node_is_there_and_none_into_the_answer() -> None:
+    edges = [(edge.producer, edge.tensor, one.name) for one in node_traffics(DIAMOND) for edge in one.edges]
+    assert edges == [
+        ("", "x", "a"),
+        ("a", "top", "b"),
+        ("a", "top", "c"),
+        ("b", "left", "d"),
+        ("c", "right", "d"),
+    ]
+
+
+def test_only_edges_that_meet_another_producers_are_joined() -> None:
+    assert [[edge.is_joined for edge in one.edges] for one in node_traffics(DIAMOND)] == [
+        [False],
+        [False],
+        [False],
+        [True, True],
+    ]
+
+
+def test_an_output_that_nobody_reads_has_no_tensor() -> None:
+    assert [one.tensors for one in node_traffics(DIAMOND)] == [("top",), ("left",), ("", "right"), ("y",)]
+
+
+def test_rows_weigh_what_their_specs_say_and_what_varies_is_weighed_when_it_comes() -> None:
+    edges = tuple(Edge(f"t{i}", GRAPH, i, 0, i) for i in range(4))
+    specs = (FIXED, TEXT, WIDE, MAYBE)
+    (one,) = node_traffics(Graph("g", 1, specs, (FIXED,), 8, (node(0, specs),), edges))
+    assert [edge.row_bytes for edge in one.edges] == [48, 16, 0, 0]
+    assert not one.is_fixed
+    one.ran(5, (), foreign_rows=2)
+    one.edges[2].weighed += 100
+    one.edges[2].gathered(60, out_of_one=False)
+    assert [one.handed_on(edge) for edge in one.edges] == [3 * 48, 3 * 16, 40, 0]
+
+
+def test_what_a_mixed_batch_cost_is_shared_by_rows() -> None:
+    assert share([100, 10], 3, 4) == [75, 7]
+    assert share([100], 0, 0) == [0]
