@@ -180,6 +180,7 @@ class LimitedDispatcher(Dispatcher):
     def _set_free(self, batch: Batch) -> None:
         self.limiter.end(self._contenders[batch.queue].accounts[batch.instance])
         super()._set_free(batch)
+        self._mark(batch.queue)  # also where nothing waits: halves may follow, and an idle model's turn is forgotten
 
     def check(self) -> None:
         super().check()

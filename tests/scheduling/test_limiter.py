@@ -328,6 +328,15 @@ def test_the_halves_of_a_failed_batch_wait_for_resources_as_whole_ones_do() -> N
     assert held(server) == {}
 
 
+def test_the_halves_of_a_failed_batch_run_although_another_instance_found_nothing_to_do() -> None:
+    server = limited()
+    serve(server, A, needs(R=1), needs(R=0), is_pure=True)
+    ask(server, A, 1, 2)
+    server.turn()
+    assert server.raised(server.running[0])
+    assert server.turn() == [("a", [1]), ("a", [2])]
+
+
 def test_a_caller_who_leaves_while_it_waits_for_resources_leaves_nothing_behind() -> None:
     server = limited()
     serve(server, A, needs(R=1))
