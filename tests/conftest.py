@@ -35,6 +35,18 @@ def _why_no_gpu() -> str:
     return ""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cycles", type=int, default=60, help="how often the test of growth loads and unloads; 500 before a release"
+    )
+
+
+@pytest.fixture(scope="session")
+def cycles(request: pytest.FixtureRequest) -> int:
+    count: int = request.config.getoption("--cycles")
+    return count
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if marked else ""

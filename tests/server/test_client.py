@@ -389,7 +389,7 @@ def test_compressed_requests_are_refused_by_name_and_answers_come_as_they_are(cl
         assert answer.as_numpy("OUT").tolist() == [[3, 6, 9, 12]]
 
 
-def test_loading_and_unloading_are_refused(client: Client) -> None:
+def test_loading_and_unloading_are_refused_by_default(client: Client) -> None:
     text = "explicit model load / unload is not allowed if polling is enabled"
     refused(503, text, client.load_model, "times_three")
     refused(503, text, client.load_model, "times_three", config='{"backend": "onnxruntime"}')
