@@ -184,8 +184,11 @@ class Graph(Declared):
         reading = self._read()
         return render(reading.resolution.graphs[self.name][1], reading.facts(), picture)
 
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """What notebooks show: the picture, or the mistakes."""
+        """What notebooks show where they know it: the picture, or the mistakes."""
         try:
             return {"image/svg+xml": self.to_svg(), "text/vnd.mermaid": self.to_mermaid(), "text/plain": repr(self)}
         except Problems as problems:

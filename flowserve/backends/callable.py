@@ -140,12 +140,14 @@ class FunctionInstance:
         computed_ns = clock()
         made = self._in_order(answer)
         del answer  # who else holds an array is told from its reference count
-        total = sum(work.rows)
+        # A member of no rows counts as one to the batcher.
+        rows = [0 if tensor is None else tensor.shape[0] for tensor in work.inputs[0]] if self._batches else []
+        total = sum(rows)
         outputs: list[list[Tensor | None]] = []
         for number, spec in enumerate(self._outputs):
             array = self._own(made, number, spec)
             self._judge(array, spec, total)
-            outputs.append([*scatter(array, work.rows)] if self._batches else [Tensor(array)])
+            outputs.append([*scatter(array, rows)] if self._batches else [Tensor(array)])
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ class Outputs:
         return Tensor(self._graph, self._call, name)
 
     def __getattr__(self, name: str) -> Tensor:
-        if name.startswith("__"):
+        if name.startswith("_"):  # what Python and notebooks ask of anything
             raise AttributeError(name)
         return self[name]
 

@@ -50,6 +50,7 @@ def test_the_table_of_default_files_agrees_with_the_backends() -> None:
         {name: registry.find(name).default_filename for name in files}
         == files
         == {
+            "callable": "model.py",
             "onnxruntime": "model.onnx",
             "python": "model.py",
         }
@@ -75,7 +76,12 @@ def test_a_package_adds_its_backend_by_an_entry_point() -> None:
 def test_a_backend_that_cannot_be_imported_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Unsupported, match=r"backend 'broken' \(no_such_module:Broken\) cannot be loaded"):
         registry.find("broken")
-    assert registry.default_files() == {"onnxruntime": "model.onnx", "python": "model.py", "third": "model.third"}
+    assert registry.default_files() == {
+        "callable": "model.py",
+        "onnxruntime": "model.onnx",
+        "python": "model.py",
+        "third": "model.third",
+    }
     assert "backend 'broken'" in caplog.text
 
 

@@ -1,0 +1,226 @@
+"""Functions as models: what they are given, what becomes of what they return or raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve.backends.base import ModelFiles, Results, Work
+from flowserve.backends.callable import OBJECT, CallableBackend, LoadedFunction, offer
+from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
+from flowserve.errors import Invalid, ModelFailed
+from flowserve.graph.functions import FunctionModel, model
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Array, Request
+
+NOWHERE = ModelFiles(Path("r"), Path("r/m"), 1)
+
+
+def config(declared: FunctionModel, **parameters: str) -> ModelConfig:
+    return ModelConfig(
+        name=declared.name,
+        backend="callable",
+        platform="",
+        max_batch_size=declared.max_batch_size,
+        inputs=declared.inputs,
+        outputs=declared.outputs,
+        source=SourceMap("m/config.pbtxt"),
+        parameters={OBJECT: offer(declared), **parameters},
+    )
+
+
+def run(declared: FunctionModel, *members: list[Array]) -> Results:
+    """One batch. A member is its arrays, one per input."""
+    written = config(declared)
+    instance = CallableBackend().load(written, NOWHERE, {}).instance("m_0", InstanceGroup("m"))
+    instance.open()
+    batches = declared.max_batch_size > 0
+    block = [np.concatenate(column) if batches else column[0] for column in zip(*members, strict=True)]
+    rows = [len(member[0]) if batches else 1 for member in members]
+    stops = np.cumsum([0, *rows]).tolist()
+    inputs: list[list[Tensor | None]] = [
+        [Tensor(one, a, b) if batches else Tensor(one) for a, b in pairwise(stops)] for one in block
+    ]
+    work = Work(inputs, [max(count, 1) for count in rows], [Request({})] * len(rows), [()] * len(rows))
+    results = instance.run(work, lambda: 0)
+    instance.close()
+    return results
+
+
+def arrays(results: Results, output: int = 0) -> list[Any]:
+    return [tensor.array.tolist() for tensor in results.outputs[output] if tensor is not None]
+
+
+def row(*values: float) -> Array:
+    return np.array([values], np.float32)
+
+
+def function(answer: Callable[..., Any], outputs: dict[str, str] | None = None, **more: Any) -> FunctionModel:
+    return model({"X": "FP32[2]"}, outputs or {"Y": "FP32[2]"}, name="m", **{"max_batch_size": 8, **more})(answer)
+
+
+def test_a_whole_batch_is_one_array_that_nobody_copied() -> None:
+    seen: list[Array] = []
+
+    def double(x: Array) -> Array:
+        seen.append(x)
+        return x * 2
+
+    results = run(function(double), [row(1, 2)], [np.ones((2, 2), np.float32)])
+    assert [x.shape for x in seen] == [(3, 2)]
+    assert arrays(results) == [[[2, 4]], [[2, 2], [2, 2]]]
+    assert list(results.copied) == [0]
+
+
+def test_inputs_are_read_only() -> None:
+    def spoil(x: Array) -> Array:
+        x[0] = 0
+        return x
+
+    with pytest.raises(ModelFailed, match="model 'm' failed: ValueError: assignment destination is read-only"):
+        run(function(spoil), [row(1, 2)])
+
+
+def test_without_batching_a_function_gets_one_request_as_it_is() -> None:
+    results = run(function(lambda x: x + 1, max_batch_size=0), [np.zeros(2, np.float32)])
+    assert arrays(results) == [[1, 1]]
+
+
+def test_a_member_of_no_rows_gets_none_back() -> None:
+    results = run(function(lambda x: x + 1), [np.zeros((0, 2), np.float32)], [row(1, 2)])
+    assert arrays(results) == [[], [[2, 3]]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda x: (x, x.sum(1, keepdims=True)),
+        lambda x: [x, x.sum(1, keepdims=True)],
+        lambda x: {"SUM": x.sum(1, keepdims=True), "Y": x},
+    ],
+)
+def test_several_outputs_come_as_a_tuple_or_by_name(answer: Callable[[Array], Any]) -> None:
+    results = run(function(answer, {"Y": "FP32[2]", "SUM": "FP32[1]"}), [row(1, 2)])
+    assert (arrays(results, 0), arrays(results, 1)) == ([[[1, 2]]], [[[3]]])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda x: x.astype(np.float64), "output 'Y': its function promises FP32 and returned float64"),
+        (lambda x: x[:, :1], r"output 'Y': its function promises shape \[1,2\] and returned \[1,1\]"),
+        (lambda x: np.concatenate([x, x]), r"promises shape \[1,2\] and returned \[2,2\]"),
+        (lambda x: (x, x), "its function returned 2 arrays; its outputs are Y"),
+        (lambda x: {"Z": x}, "its function returned no Y; it has Z"),
+        (lambda x: None, "returned NoneType where an array was expected"),
+        (lambda x: 1 / 0, "model 'm' failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_not_as_promised_is_the_models_failure(answer: Callable[[Array], Any], said: str) -> None:
+    with pytest.raises(ModelFailed, match=said):
+        run(function(answer), [row(1, 2)])
+
+
+def test_a_function_that_ends_the_program_ends_only_its_batch() -> None:
+    def leave(x: Array) -> Array:
+        raise SystemExit(3)
+
+    with pytest.raises(ModelFailed, match="SystemExit: 3"):
+        run(function(leave), [row(1, 2)])
+
+
+def test_text_is_returned_as_bytes_and_other_objects_are_refused() -> None:
+    declared = function(lambda x: np.array([["größe", b"b"]], object), {"Y": "BYTES[2]"})
+    assert arrays(run(declared, [row(1, 2)])) == [[["größe".encode(), b"b"]]]
+    fixed = function(lambda x: np.array([["a", "b"]]), {"Y": "BYTES[2]"})
+    assert arrays(run(fixed, [row(1, 2)])) == [[[b"a", b"b"]]]
+    with pytest.raises(ModelFailed, match="returned int in an array of BYTES"):
+        run(function(lambda x: np.array([[1, 2]], object), {"Y": "BYTES[2]"}), [row(1, 2)])
+
+
+def test_an_array_that_a_function_keeps_is_copied_unless_it_promised_not_to_write_to_it() -> None:
+    kept = np.zeros((1, 2), np.float32)
+    for is_pure in (False, True):
+        kept[...] = 0
+        results = run(function(lambda x: kept, is_pure=is_pure), [row(1, 2)])
+        kept[...] = 7
+        assert arrays(results) == ([[[7, 7]]] if is_pure else [[[0, 0]]])
+
+
+def test_a_fresh_array_is_taken_as_it_is() -> None:
+    addresses: list[int] = []
+
+    def fresh(x: Array) -> Array:
+        made = x + 1
+        addresses.append(made.ctypes.data)
+        return made
+
+    tensor = run(function(fresh), [row(1, 2)]).outputs[0][0]
+    assert tensor is not None
+    assert [tensor.block.ctypes.data] == addresses
+
+
+@pytest.mark.parametrize(
+    ("declared", "written", "inline"),
+    [("thread", None, False), ("auto", None, True), ("inline", None, True), ("inline", "thread", False)],
+)
+def test_a_function_runs_on_the_loop_only_where_its_author_says_so(
+    declared: Any, written: str | None, inline: bool
+) -> None:
+    made = function(lambda x: x, execution=declared)
+    parameters = {"execution": written} if written else {}
+    assert CallableBackend().load(config(made, **parameters), NOWHERE, {}).may_run_inline is inline
+
+
+def loaded_from(folder: Path, text: str) -> LoadedFunction:
+    (folder / "m" / "1").mkdir(parents=True, exist_ok=True)
+    (folder / "m" / "1" / "model.py").write_text(text)
+    written = ModelConfig("m", "callable", "", 0, (), (), SourceMap("m/config.pbtxt"))
+    return CallableBackend().load(written, ModelFiles(folder, folder / "m", 1), {})
+
+
+WRITTEN = """
+import numpy as np
+from flowserve import model
+
+@model({"X": "FP32[2]"}, {"Y": "FP32[2]"}, max_batch_size=4, is_pure=True)
+def function(x):
+    return x
+"""
+
+
+def test_a_model_py_may_hold_the_function_and_the_decorator_completes_the_configuration(tmp_path: Path) -> None:
+    assert loaded_from(tmp_path, WRITTEN).is_pure
+    bare = ModelConfig("m", "callable", "", 0, (), (), SourceMap("m/config.pbtxt"))
+    said = CallableBackend().complete(bare, ModelFiles(tmp_path, tmp_path / "m", 1))
+    assert (said.max_batch_size, said.dynamic_batching) == (4, True)
+    assert said.inputs is not None
+    assert [str(spec.dtype) for spec in said.inputs] == ["FP32"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "import no_such_module",
+            "m/1/model.py needs the module 'no_such_module', which cannot be found; put its folder",
+        ),
+        ("1 / 0", "m/1/model.py cannot be imported: ZeroDivisionError"),
+        ("def function(x): return x", "m/1/model.py has function called 'function'; it has to be a function decorated"),
+        ("", "m/1/model.py has nothing called 'function'"),
+    ],
+)
+def test_a_model_py_without_a_model_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(Invalid, match=said):
+        loaded_from(tmp_path, text)
+
+
+def test_a_function_that_is_gone_is_said_to_be() -> None:
+    written = config(function(lambda x: x))
+    with pytest.raises(Invalid, match="model 'm': its function is gone"):
+        CallableBackend().load(written, NOWHERE, {})

@@ -1,0 +1,80 @@
+"""Commands on "module:graph", a graph that is written in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flowserve.cli.main import main
+from flowserve.testing.serve import serving
+
+MODULE = """
+from flowserve import Graph, model
+
+factor = 3
+
+def make():
+    @model({"X": "FP32[2]"}, {"Y": "FP32[2]"}, max_batch_size=4)
+    def times(x):
+        return x * factor
+    return times
+
+graph = Graph("times_three")
+graph.output("Y", make()(graph.input("X", "FP32[2]")))
+broken = Graph("broken")
+broken.output("LOST")
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The name of a module in the current folder, a new one for each test."""
+    name = f"steps_of_{request.node.name.partition('[')[0]}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "raises.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_graph_of_a_module_is_checked_and_drawn(home: str, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert main(["check", f"{home}:graph"]) == 0
+    assert b"ensemble times_three, version 1, batches up to 4" in capsysbinary.readouterr().out
+    assert main(["graph", f"{home}:graph", "--format", "mermaid"]) == 0
+    assert capsysbinary.readouterr().out.startswith(b"flowchart LR")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("{home}:broken", "{home}.py:14:10: error: must specify 'step' for ensemble 'broken' [M83]"),
+        ("{home}:grap", "module '{home}' has no graph 'grap' (did you mean \"graph\"?)"),
+        ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken)"),
+        ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
+        ("raises:graph", "module 'raises' cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "check", "graph"])
+def test_what_is_no_graph_is_said_and_nothing_is_served(
+    command: str, word: str, said: str, home: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, word.format(home=home)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said.format(home=home) in printed.err
+
+
+def test_a_folder_of_that_name_comes_first(home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / f"{home}:graph").mkdir()
+    assert main(["check", f"{home}:graph"]) == 0
+    assert "no problems in 0 deployments" in capsys.readouterr().out
+
+
+@pytest.mark.server
+def test_a_graph_of_a_module_is_served_with_functions_that_no_file_could_import(home: str) -> None:
+    body = '{"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
+    with serving(Path(f"{home}:graph")) as served:
+        asked = httpx.post(f"http://{served.address}/v2/models/times_three/infer", content=body)
+    assert asked.json()["outputs"][0]["data"] == [3.0, 6.0]
