@@ -10,7 +10,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -18,6 +18,7 @@ from bench.measure import measure_echo, measure_work
 from bench.report import Results, print_tables, write_json, write_plot
 from bench.runs import Limit, Plan, Run
 from bench.servers import BenchFailed
+from bench.start import measure_start
 from bench.works import WORKS
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -38,14 +39,19 @@ def _works(text: str) -> tuple[str, ...]:
     return names
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1 or max(counts) > 256:
-        raise argparse.ArgumentTypeError(f"expected numbers from 1 to 256 with commas between, got {text!r}")
-    return counts
+def _numbers(most: int) -> Callable[[str], tuple[int, ...]]:
+    """Reads "1,8,32"."""
+
+    def read(text: str) -> tuple[int, ...]:
+        try:
+            counts = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            counts = ()
+        if not counts or min(counts) < 1 or max(counts) > most:
+            raise argparse.ArgumentTypeError(f"expected numbers from 1 to {most} with commas between, got {text!r}")
+        return counts
+
+    return read
 
 
 def _seconds(text: str) -> float:
@@ -78,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="; ".join(f"{work.name}: {work.about}" for work in WORKS.values()),
     )
-    parser.add_argument("--concurrency", type=_counts, default=(1, 8, 32), metavar="N,M", help="default 1,8,32")
+    parser.add_argument("--concurrency", type=_numbers(256), default=(1, 8, 32), metavar="N,M", help="default 1,8,32")
     parser.add_argument("--seconds", type=_seconds, default=2.0, help="measured in each run; default 2")
     parser.add_argument(
         "--rounds",
@@ -99,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
         help="another flowserve, measured in turns with this one: a checkout, run by this interpreter, or a command",
     )
     parser.add_argument("--echo", action="store_true", help="measure the HTTP server alone, against uvicorn's, instead")
+    parser.add_argument(
+        "--start",
+        type=_numbers(1000),
+        metavar="N,M",
+        help="how long a server of N Python models takes to be ready and what it holds, in processes, instead",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE", help="default %(default)s")
     parser.add_argument(
         "--plot",
@@ -143,7 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     limits: list[Limit] = []
     failure = ""
     try:
-        if options.echo:
+        if options.start:
+            measure_start(options.start, _say)
+        elif options.echo:
             runs += measure_echo(plan, _say)
         else:
             _measure(plan, options.work, runs, limits)

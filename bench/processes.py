@@ -1,4 +1,4 @@
-"""What a tree of processes has cost so far, read from /proc.
+"""What a tree of processes has cost so far, and what it holds, read from /proc.
 
 Decided here: which processes count as one server (all descendants of the one that was started). Linux only.
 """
@@ -14,6 +14,16 @@ _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 def cpu_seconds(root: int) -> float:
     """User and system time of process `root` and all its living descendants, in steps of one clock tick (10 ms)."""
+    return sum(tree(root).values()) / _TICKS_PER_SECOND
+
+
+def memory_bytes(root: int) -> int:
+    """What the tree of `root` holds: its proportional set size, in which what n processes share counts an nth each."""
+    return sum(map(_proportional_bytes, tree(root)))
+
+
+def tree(root: int) -> dict[int, int]:
+    """`root` and all its living descendants, each with the clock ticks it has computed."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
@@ -29,9 +39,17 @@ def cpu_seconds(root: int) -> float:
         ticks[pid] = int(fields[11]) + int(fields[12])
         children.setdefault(parent, []).append(pid)
 
-    total, waiting = 0, [root]
+    found, waiting = {}, [root]
     while waiting:
         pid = waiting.pop()
-        total += ticks.get(pid, 0)
+        found[pid] = ticks.get(pid, 0)
         waiting += children.get(pid, ())
-    return total / _TICKS_PER_SECOND
+    return found
+
+
+def _proportional_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it ended meanwhile
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) << 10

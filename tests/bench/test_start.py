@@ -1,0 +1,35 @@
+"""`python -m bench --start` on a small scale."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bench.__main__ import main
+from flowserve.runtime.children import SUPPORTED
+
+pytestmark = [pytest.mark.server, pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")]
+
+
+def test_the_start_of_some_models_is_timed_and_all_their_processes_are_weighed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["--start", "1,3"])
+    said = [
+        re.fullmatch(
+            r"(\d) Python models, each in a process of its own: "
+            r"ready in (\d+\.\d) s; (\d+) processes hold (\d+) MiB \(PSS\)",
+            line,
+        )
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    # The server, the process that forks, and one for each model.
+    assert [(int(one[1]), int(one[3])) for one in said if one] == [(1, 3), (3, 5)]
+    one, three = (int(found[4]) for found in said if found)
+    assert 10 < one < three < 400
+
+
+def test_a_number_of_models_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        main(["--start", "0"])
