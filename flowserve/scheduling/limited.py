@@ -81,8 +81,8 @@ class LimitedDispatcher(Dispatcher):
                 return
 
     def next_deadline(self) -> int | None:
-        """When `pump` should be called even if nothing happens, or None. Time alone brings nothing to those who wait for
-        resources: a batch's end does.
+        """When `pump` should be called even if nothing happens, or None. Time alone brings nothing to those who wait
+        for resources: a batch's end does.
         """
         soonest = self._next_expiry() if self._expiring else None
         for queue in self._delayed:

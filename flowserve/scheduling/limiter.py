@@ -19,6 +19,10 @@ from flowserve.errors import Problem
 
 EVERYWHERE: Final = -1  # the device of a resource that the whole server shares
 
+# So many executions may an instance make up for that others made while it was busy or skipped, and no more: what was
+# never contended for is nobody's debt.
+BEHIND_MAX: Final = 16
+
 Resource = tuple[str, int]  # a name and the device it is on, or EVERYWHERE
 
 
@@ -123,8 +127,10 @@ class Limiter:
 
     def begin(self, account: Account) -> None:
         """An execution begins: its resources are held, and it was this instance's turn."""
+        priority = account.needs.priority
+        account.turn = max(account.turn, self._turn - BEHIND_MAX * priority)
         self._turn = max(self._turn, account.turn)
-        account.turn += account.needs.priority
+        account.turn += priority
         for resource, count in account.needs.amounts.items():
             self._held[resource] = self._held.get(resource, 0) + count
 

@@ -12,7 +12,7 @@ from flowserve.graph.types import Graph
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.scheduling.dispatcher import ModelQueue
 from flowserve.scheduling.limited import OVERTAKEN_MAX
-from flowserve.scheduling.limiter import EVERYWHERE, Available, Limiter, Needs
+from flowserve.scheduling.limiter import BEHIND_MAX, EVERYWHERE, Available, Limiter, Needs
 from flowserve.testing.recorder import Recorder, simple_model
 from flowserve.testing.strategies import SimModel, plain_graph
 
@@ -169,6 +169,27 @@ def test_whoever_was_idle_is_not_owed_the_turns_it_let_go_by() -> None:
         server.done(server.running[0])
         server.turn()
     assert Counter(name for name, _ in server.started[-8:]) == {"a": 4, "b": 4}
+
+
+def test_whoever_fell_behind_while_nobody_contended_makes_up_for_a_little_of_it() -> None:
+    server = limited(Available("R", 2))
+    for model in (A, B, C):
+        serve(server, model, needs(R=1))
+    ask(server, B, *range(16 * 100))
+    ask(server, A, *range(16 * 300))
+    server.turn()  # B's only instance begins something long
+    for _ in range(200):
+        finish(server, "a")
+    ask(server, C, "holds one R from now on")
+    server.turn()
+    finish(server, "a")
+    before = len(server.started)
+    for _ in range(60):
+        server.done(next(batch for batch in server.running if batch.queue.key.name != "c"))
+        server.turn()
+    ran = [name for name, _ in server.started[before:]]
+    assert ran.index("a") <= BEHIND_MAX + 2
+    assert Counter(ran[-20:]) == {"a": 10, "b": 10}
 
 
 def test_a_model_that_comes_late_has_no_catching_up_to_do() -> None:
