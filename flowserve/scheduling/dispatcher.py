@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from flowserve.errors import FlowserveError, InstanceDied, Unavailable
+from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.closed import Closed
@@ -331,30 +331,30 @@ class Dispatcher:
     def _put(self, ticket: Ticket, now_ns: int) -> None:
         queue: ModelQueue = ticket.flow.route[ticket.node.index]
         ticket.queued_ns = now_ns
+        is_full = False
         try:
             queue.batcher.put(ticket)
         except Unavailable:
-            if not self._put_after_all(queue, ticket, now_ns):
-                raise
+            is_full = True
+        if is_full:  # not in the handler: errors raised in there would hold these frames, and flows, by their context
+            self._put_after_all(queue, ticket, now_ns)
         if not queue.is_dirty:
             queue.is_dirty = True
             self._dirty.append(queue)
 
-    def _put_after_all(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> bool:
-        """The queue is full, perhaps of what free instances take this very moment. False: it is and stays full."""
-        flow = ticket.flow
+    def _put_after_all(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+        """The queue is full, perhaps of what free instances take this very moment. Raises Unavailable where it stays
+        full, and Cancelled where the flow is over meanwhile.
+        """
         if queue.free:
             self._start(queue, now_ns)
-            if flow.done:  # what ran inline failed it
-                return False
-            try:
-                queue.batcher.put(ticket)
-            except Unavailable:
-                pass
-            else:
-                return True
-        self._give_up(queue, ticket, now_ns)
-        return False
+            if ticket.flow.done:  # what ran inline failed it
+                raise Cancelled("its request is over")
+        try:
+            queue.batcher.put(ticket)
+        except Unavailable:
+            self._give_up(queue, ticket, now_ns)
+            raise
 
     def _give_up(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
         """A ticket that is in no queue will not run; its flow is about to fail."""

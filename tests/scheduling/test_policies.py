@@ -106,24 +106,38 @@ def test_a_branch_that_finds_no_room_takes_the_other_out_of_its_queue(server: Re
     assert server.dispatcher.in_flight == 1
 
 
-def test_a_request_that_fails_while_room_is_made_for_its_other_branch_is_answered_once() -> None:
+@pytest.mark.parametrize("depth", [0, 1], ids=["its first steps", "later steps"])
+def test_a_request_that_fails_while_room_is_made_for_its_other_branch_is_answered_once(depth: int) -> None:
+    runs: list[str] = []
     answers: list[object] = []
 
     def run(batch: Batch) -> None:
-        dispatcher.batch_failed(batch, ModelFailed("boom"))  # inline, inside the call
+        """Inline, inside the call."""
+        runs.append(batch.queue.key.name)
+        if batch.queue.key == A.key:
+            dispatcher.batch_failed(batch, ModelFailed("boom"))
+        else:
+            dispatcher.batch_done(batch, [[rows_of()]], {}, 0)
 
     dispatcher = Dispatcher(run, lambda flow: answers.append(str(flow.error)))
     server = Recorder()
     server.dispatcher = dispatcher
     server.serve(A, policed(limit=1, max_size=1))
-    nodes = tuple(Node(i, f"a#{i}", A.key, A.inputs, A.outputs, 16) for i in range(2))
-    edges = tuple(Edge("t", GRAPH, 0, i, 0) for i in range(2)) + tuple(Edge("t", i, 0, GRAPH, i) for i in range(2))
-    server.submit(Graph("twice", 1, PORT, PORT * 2, 16, nodes, edges, is_ensemble=True), "x")
+    server.serve(B)
+    first = [Node(0, "b", B.key, B.inputs, B.outputs, 16)][:depth]
+    nodes = (*first, *(Node(i + depth, f"a#{i}", A.key, A.inputs, A.outputs, 16) for i in range(2)))
+    source = 0 if depth else GRAPH
+    edges = [Edge("in", GRAPH, 0, 0, 0)] * depth
+    edges += [Edge("t", source, 0, i + depth, 0) for i in range(2)] + [
+        Edge("t", i + depth, 0, GRAPH, i) for i in range(2)
+    ]
+    server.submit(Graph("twice", 1, PORT, PORT * 2, 16, nodes, tuple(edges), is_ensemble=True), "x")
     dispatcher.pump(0)
     dispatcher.check()
     assert answers == ["boom"]
+    assert runs == ["b"] * depth + ["a"]
     assert dispatcher.in_flight == 0
-    assert dispatcher.waiting() == {A.key: 0}
+    assert dispatcher.waiting() == {A.key: 0, B.key: 0}
 
 
 def test_refusing_costs_no_look_through_the_queue(server: Recorder) -> None:
