@@ -6,7 +6,7 @@ served. Every one of these goes through the configurations and rules that files 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from flowserve.config.write import message_of
 from flowserve.errors import FlowserveError, Problem, Problems
 from flowserve.graph.builder import Declared, Outputs, Part, Sketch, Tensor, caller
 from flowserve.render.formats import format_of, render
-from flowserve.repository.override import PrivateFolder
+from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.resolve import resolve
 from flowserve.runtime.reading import Reading
 from flowserve.values import TensorSpec
@@ -96,7 +96,7 @@ class Graph(Declared):
         """The configurations of everything, compiled. Raises Problems."""
         parts = self._parts()
         problems = [problem for part in parts if isinstance(part, Graph) for problem in part.sketch.problems]
-        problems += _ambiguous(self)
+        problems += [*_misnamed(parts), *_ambiguous(self)]
         configs: dict[str, ModelConfig] = {}
         failed: dict[str, FlowserveError] = {}
         for part in parts:
@@ -213,6 +213,15 @@ def _walk(graph: Graph) -> Iterator[SavedPart]:
         elif isinstance(part, SavedPart):
             yield part
     yield graph
+
+
+def _misnamed(parts: Sequence[SavedPart]) -> Iterator[Problem]:
+    """Names become folders."""
+    for part in parts:
+        try:
+            check_name(part.name)
+        except FlowserveError as error:
+            yield Problem(str(error), part.place, "B9")
 
 
 def _ambiguous(graph: Graph) -> Iterator[Problem]:

@@ -13,10 +13,10 @@ from typing import Any
 from flowserve.backends import registry
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.write import text_of
-from flowserve.errors import Place, Problem, Problems
+from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.graph.builder import Part, caller
 from flowserve.repository.layout import is_model_folder, model_folder_at
-from flowserve.repository.override import PrivateFolder
+from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.read import ReadModel, read_model
 from flowserve.runtime.completion import complete
 from flowserve.values import TensorSpec
@@ -52,12 +52,16 @@ class FolderModel(Part):
             text = f"'{self.path}' is no model's folder: neither {CONFIG_FILE} nor a version folder is in it"
             raise Problems([Problem(text, self.place, "B4")])
         try:
-            return read_model(model_folder_at(self.path), registry.default_files(), complete)
+            read = read_model(model_folder_at(self.path), registry.default_files(), complete)
         except Problems as problems:
             if self._private is None:
                 raise
             # The file of the place is one that we wrote; the user's word is the call.
             raise Problems([replace(problem, place=self.place) for problem in problems.problems]) from None
+        if read.config.is_ensemble:
+            text = f"'{self.path}' is the folder of a graph"
+            raise Problems([Problem(text, self.place, "B4", "flowserve.Graph.load makes it a part of another")])
+        return read
 
 
 def onnx_model(
@@ -77,7 +81,10 @@ def onnx_model(
     place, path = caller(), Path(file).resolve()
     if not path.is_file():
         raise Problems([Problem(f"there is no file '{file}'", place, "B4")])
-    config: dict[str, Any] = {"name": name or path.stem, "backend": "onnxruntime"}
+    try:
+        config: dict[str, Any] = {"name": check_name(name or path.stem), "backend": "onnxruntime"}
+    except Invalid as error:
+        raise Problems([Problem(str(error), place, "B9")]) from None
     if max_batch_size is not None:
         config["max_batch_size"] = max_batch_size
     if max_batch_size:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import Invalid, NotFound
 from flowserve.repository.override import PrivateFolder
 
 
-@runtime_checkable
 class Writable(Protocol):
     """What can be made a repository of files for this process; flowserve.Graph."""
 
@@ -45,11 +44,13 @@ def _find(module: str, attribute: str) -> Writable:
         raise NotFound(f"there is no folder '{module}:{attribute}', and no module '{error.name}' to import") from error
     except Exception as error:
         raise Invalid(f"module '{module}' cannot be imported: {type(error).__name__}: {error}") from error
-    graphs = [
-        name for name, value in vars(found).items() if isinstance(value, Writable) and not isinstance(value, type)
-    ]
-    graph = getattr(found, attribute, None)
-    if attribute not in graphs or graph is None:
+    graphs = {name: value for name, value in vars(found).items() if _is_graph(value)}
+    if attribute not in graphs:
         hint = did_you_mean(attribute, graphs) or f"it has {', '.join(graphs) or 'none'}"
         raise NotFound(f"module '{module}' has no graph '{attribute}' ({hint})")
-    return graph  # type: ignore[no-any-return]  # it is one of the graphs
+    return graphs[attribute]
+
+
+def _is_graph(value: object) -> TypeGuard[Writable]:
+    # Asked of the class: a module may hold objects that have any attribute one asks for.
+    return callable(getattr(type(value), "write_private", None))

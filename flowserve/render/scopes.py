@@ -110,5 +110,8 @@ def _port(ports: list[Tensor], tensor: Tensor) -> int:
 
 
 def _inside(scope: Scope, edge: Edge) -> str:
-    """The tensor's name without that of the ensemble it is drawn in."""
-    return edge.tensor.removeprefix(f"{scope.path}/")
+    """The tensor's name without those of the ensembles it is drawn in."""
+    path = scope.path
+    while path and not edge.tensor.startswith(f"{path}/"):  # it has its name from an ensemble further out
+        path = path.rpartition("/")[0]
+    return edge.tensor[len(path) + 1 :] if path else edge.tensor

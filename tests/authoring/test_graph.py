@@ -176,6 +176,15 @@ def test_two_parts_of_one_name_are_a_mistake() -> None:
     assert "two parts of graph 'g' are called 'scale'" in str(mistakes(graph)[0])
 
 
+@pytest.mark.parametrize("name", ["../outside", "a/b", "", ".."])
+def test_a_name_that_could_be_no_folder_is_a_mistake(name: str, tmp_path: Path) -> None:
+    assert mistakes(good(name))[0].rule == "B9"
+    (tmp_path / "net.onnx").write_bytes(onnx_identity())
+    if name:
+        with pytest.raises(Problems, match="cannot be the name of a model"):
+            onnx_model(tmp_path / "net.onnx", name=name)
+
+
 def test_a_part_called_on_arrays_says_how_to_compute() -> None:
     with pytest.raises(Problems, match=r"called on tensors of a graph, not on ndarray \(a model's function computes"):
         halve(np.zeros((1, 4), np.float32))  # type: ignore[arg-type]
@@ -235,6 +244,9 @@ def test_a_part_that_cannot_be_read_is_refused_at_its_line(tmp_path: Path) -> No
     assert refused.value.problems[0].place.line == line(2)
     with pytest.raises(Problems, match="is no model's folder"):
         model_folder(tmp_path)
+    good().save(tmp_path / "saved")
+    with pytest.raises(Problems, match=r"is the folder of a graph \(flowserve.Graph.load makes it a part"):
+        model_folder(tmp_path / "saved" / "g")
 
 
 def test_the_examples_are_parts_and_graphs(root: Path) -> None:

@@ -22,7 +22,8 @@ def make():
     return times
 
 graph = Graph("times_three")
-graph.output("Y", make()(graph.input("X", "FP32[2]")))
+made = make()(graph.input("X", "FP32[2]"))
+graph.output("Y", made)
 broken = Graph("broken")
 broken.output("LOST")
 """
@@ -49,7 +50,7 @@ def test_a_graph_of_a_module_is_checked_and_drawn(home: str, capsysbinary: pytes
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("{home}:broken", "{home}.py:14:10: error: must specify 'step' for ensemble 'broken' [M83]"),
+        ("{home}:broken", "{home}.py:15:10: error: must specify 'step' for ensemble 'broken' [M83]"),
         ("{home}:grap", "module '{home}' has no graph 'grap' (did you mean \"graph\"?)"),
         ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken)"),
         ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),

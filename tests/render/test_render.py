@@ -175,6 +175,12 @@ def test_a_tensor_enters_and_leaves_a_nested_ensemble_once_however_many_read_it(
     assert [inner.path for inner in scope.inner] == ["part_0/part_0_inner"]
 
 
+def test_a_tensor_is_called_in_a_frame_as_it_is_in_its_ensemble() -> None:
+    labels = {wire.label[0] for wire in lay_out(grown_graph(6), {}).all_wires() if wire.label}
+    assert {"p", "q", "r"} <= labels
+    assert not any("/" in label for label in labels)
+
+
 @pytest.mark.parametrize("draw", [render_svg, render_html])
 def test_a_picture_needs_nothing_from_outside(draw: Callable[[Graph, Facts], str]) -> None:
     drawn = draw(*GRAPHS["read_text"])
