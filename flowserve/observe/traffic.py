@@ -12,9 +12,9 @@ by what became of them:
 A node also counts, for each output, the bytes *placed*: a Python model's answers, one for each request, laid side by
 side once when they are taken. That is counted for the tensor and not for its edges, of which there may be several.
 
-A batch that was handed on costs a few additions: what its edges carried follows from its rows. Written from the loop's
-thread only. Rows that are answered to a caller are sent from where they lie, so the edges that end in the answer have
-nothing to count and are left out.
+A batch of which nothing was copied costs a few additions: what its edges carried follows from its rows. Written from
+the loop's thread only, and every figure only ever grows, also for a reader on another thread. Rows that are answered to
+a caller are sent from where they lie, so the edges that end in the answer have nothing to count and are left out.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _REFERENCE_BYTES = 8  # a BYTES element in host memory is a reference; what it r
 class EdgeTraffic:
     """One tensor on its way from `producer` to one consumer's `input` (an index into the model's inputs).
 
-    `row_bytes` is what one row weighs, 0 where that differs from batch to batch: there `weighed` sums what came.
-    `is_joined`: the consumer waits for other producers too.
+    `row_bytes` is what one row weighs, 0 where that differs from batch to batch. `is_joined`: the consumer waits for
+    other producers too. `handed_on` leaves out what follows from the node's `whole_rows`.
     """
 
-    __slots__ = ("copied", "input", "is_joined", "producer", "regathered", "row_bytes", "tensor", "weighed")
+    __slots__ = ("copied", "handed_on", "input", "is_joined", "producer", "regathered", "row_bytes", "tensor")
 
     def __init__(self, graph: Graph, edge: Edge) -> None:
         self.producer = REQUEST if edge.producer == GRAPH else graph.nodes[edge.producer].name
@@ -48,29 +48,31 @@ class EdgeTraffic:
         self.is_joined = any(
             other.consumer == edge.consumer and other.producer not in (edge.producer, GRAPH) for other in graph.edges
         )
-        self.weighed = 0
+        self.handed_on = 0
         self.copied = 0
         self.regathered = 0
 
-    def gathered(self, nbytes: int, *, out_of_one: bool) -> None:
-        """So many bytes were copied for a batch; `out_of_one`: although they came out of one batch."""
-        self.copied += nbytes
+    def carried(self, nbytes: int, copied: int, *, out_of_one: bool) -> None:
+        """A batch took `nbytes` over this edge, `copied` of them gathered; `out_of_one`: although out of one batch."""
+        self.handed_on += max(0, nbytes - copied)
+        self.copied += copied
         if out_of_one:
-            self.regathered += nbytes
+            self.regathered += copied
 
 
 class NodeTraffic:
-    """One node of one graph. `rows` are those of its batches, `foreign_rows` those of other nodes' steps among them.
-    `tensors[j]` names what the model's j-th output becomes, "" where nobody reads it.
+    """One node of one graph. `rows` are those of its batches, other nodes' among them; `whole_rows` those of batches
+    that were all its own and of which nothing was copied. `tensors[j]` names what the model's j-th output becomes, ""
+    where nobody reads it.
     """
 
-    __slots__ = ("batches", "edges", "foreign_rows", "is_fixed", "name", "placed", "rows", "tensors")
+    __slots__ = ("batches", "edges", "is_fixed", "name", "placed", "rows", "tensors", "whole_rows")
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.name = node.name
         self.batches = 0
         self.rows = 0
-        self.foreign_rows = 0
+        self.whole_rows = 0
         self.edges = tuple(EdgeTraffic(graph, edge) for edge in graph.edges if edge.consumer == node.index)
         made = {edge.output: edge.tensor for edge in graph.edges if edge.producer == node.index}
         self.tensors = tuple(made.get(j, "") for j in range(len(node.outputs)))
@@ -78,19 +80,17 @@ class NodeTraffic:
         # Whether its rows alone tell what every edge carried.
         self.is_fixed = all(edge.row_bytes for edge in self.edges)
 
-    def ran(self, rows: int, placed: Sequence[int], foreign_rows: int = 0) -> None:
-        """A batch of `rows` rows ran, all but `foreign_rows` of this node's steps; `placed[j]` bytes of its outputs."""
+    def ran(self, rows: int, placed: Sequence[int]) -> None:
+        """A batch of `rows` rows ran, and `placed[j]` bytes of its j-th output were laid side by side."""
         self.batches += 1
         self.rows += rows
-        if foreign_rows:
-            self.foreign_rows += foreign_rows
         if placed:
             for j, nbytes in enumerate(placed):
                 self.placed[j] += nbytes
 
     def handed_on(self, edge: EdgeTraffic) -> int:
         """Bytes that went over one of this node's edges as they lay."""
-        return max(0, (self.rows - self.foreign_rows) * edge.row_bytes + edge.weighed - edge.copied)
+        return edge.handed_on + self.whole_rows * edge.row_bytes
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -36,13 +36,10 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
     if len(tickets) == 1 or [ticket.node for ticket in tickets].count(first.node) == len(tickets):
         node: NodeTraffic = first.flow.owner.traffic[first.node.index]
         node.ran(batch.rows, outcome.placed)
-        if not node.is_fixed:
-            _weigh(node, tickets)
-        if any(outcome.copied):
-            for edge in node.edges:
-                nbytes = outcome.copied[edge.input]
-                if nbytes:
-                    edge.gathered(nbytes, out_of_one=_came_out_of_one_batch(edge, tickets))
+        if node.is_fixed and not any(outcome.copied):
+            node.whole_rows += batch.rows
+        else:
+            _carry(node, tickets, batch.rows, outcome.copied, is_mixed=False)
         if not first.flow.plan.graph.is_ensemble:
             members = ()
     else:
@@ -83,12 +80,16 @@ def _share_out(batch: Batch, results: Results) -> None:
     for tickets in groups.values():
         rows = sum([ticket.rows for ticket in tickets])
         node: NodeTraffic = tickets[0].flow.owner.traffic[tickets[0].node.index]
-        node.ran(batch.rows, share(results.placed, rows, batch.rows), foreign_rows=batch.rows - rows)
-        _weigh(node, tickets)
-        if any(results.copied):
-            copied = share(results.copied, rows, batch.rows)
-            for edge in node.edges:
-                edge.gathered(copied[edge.input], out_of_one=False)
+        node.ran(batch.rows, share(results.placed, rows, batch.rows))
+        _carry(node, tickets, rows, share(results.copied, rows, batch.rows), is_mixed=True)
+
+
+def _carry(node: NodeTraffic, tickets: Sequence[Ticket], rows: int, copied: Sequence[int], *, is_mixed: bool) -> None:
+    """What these `tickets`, with so many rows, took over each edge into their node."""
+    for edge in node.edges:
+        nbytes = rows * edge.row_bytes or sum([tensor.nbytes for tensor in _tensors(tickets, edge.input)])
+        more = copied[edge.input] if copied else 0
+        edge.carried(nbytes, more, out_of_one=more > 0 and not is_mixed and _came_out_of_one_batch(edge, tickets))
 
 
 def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool:
@@ -100,12 +101,6 @@ def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool
     if not edge.is_joined:
         return True
     return len({id(tensor.block) for tensor in _tensors(tickets, edge.input)}) == 1
-
-
-def _weigh(node: NodeTraffic, tickets: Sequence[Ticket]) -> None:
-    for edge in node.edges:
-        if not edge.row_bytes:
-            edge.weighed += sum([tensor.nbytes for tensor in _tensors(tickets, edge.input)])
 
 
 def _tensors(tickets: Sequence[Ticket], i: int) -> list[Tensor]:

@@ -42,8 +42,9 @@ def busy() -> Statistics:
     one.executed(3, 10 * MS, 20 * MS, 30 * MS, now_ms=1)
     one.succeeded([0, 150 * MS], 151 * MS, 10 * MS, 20 * MS, 30 * MS)
     one.nodes[0].ran(3, placed=[48])
-    one.nodes[0].edges[0].gathered(48, out_of_one=False)
+    one.nodes[0].edges[0].carried(48, 48, out_of_one=False)
     one.nodes[0].ran(1, placed=())
+    one.nodes[0].whole_rows += 1
     return one
 
 

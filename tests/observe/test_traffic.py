@@ -65,10 +65,11 @@ def test_rows_weigh_what_their_specs_say_and_what_varies_is_weighed_when_it_come
     (one,) = node_traffics(Graph("g", 1, specs, (FIXED,), 8, (node(0, specs),), edges))
     assert [edge.row_bytes for edge in one.edges] == [48, 16, 0, 0]
     assert not one.is_fixed
-    one.ran(5, (), foreign_rows=2)
-    one.edges[2].weighed += 100
-    one.edges[2].gathered(60, out_of_one=False)
+    one.whole_rows += 3
+    one.edges[2].carried(100, 60, out_of_one=True)
+    one.edges[2].carried(10, 20, out_of_one=False)  # strings weigh more where they are copied than where they lie
     assert [one.handed_on(edge) for edge in one.edges] == [3 * 48, 3 * 16, 40, 0]
+    assert (one.edges[2].copied, one.edges[2].regathered) == (80, 60)
 
 
 def test_what_a_mixed_batch_cost_is_shared_by_rows() -> None:
