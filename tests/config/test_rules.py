@@ -437,8 +437,10 @@ def test_rule_M40_a_batch_output_has_a_target_of_its_own(said: Said) -> None:
 def test_rule_M41_what_the_server_makes_no_client_sends_and_nothing_is_made_twice(said: Said) -> None:
     text = 'input { name: "X" } batch_input { target_name: [ "X", "I" ] } batch_input { target_name: "I" }'
     assert said("M41", text) == [
-        "1:50: target input name 'X' is an input that clients send, too, for m "
-        "(leave it out of `input`: a batch input is made by the server)",
+        (
+            "1:50: target input name 'X' is an input that clients send, too, for m "
+            "(leave it out of `input`: a batch input is made by the server)"
+        ),
         "1:77: target input name 'I' can only be specified once for m",
     ]
 
@@ -450,8 +452,10 @@ output [ { name: "Y" dims: [ -1, 3 ] }, { name: "Z" dims: [ 3, -1 ] } ]
 batch_output { target_name: [ "Y", "Z" ] source_input: "X" }
 """
     assert said("M42", text) == [
-        "4:36: target output name 'Z' varies where input 'X' has no dimension for m "
-        "(dims [3,-1] take their -1s from [-1])"
+        (
+            "4:36: target output name 'Z' varies where input 'X' has no dimension for m "
+            "(dims [3,-1] take their -1s from [-1])"
+        )
     ]
 
 
