@@ -38,9 +38,9 @@ class Graph(Declared):
     def __init__(self, name: str, *, max_batch_size: int | None = None, max_inflight_requests: int = 0) -> None:
         self.name = name
         self.place = caller()
-        self.sketch = Sketch(name, self.place, max_batch_size)
+        self._sketch = Sketch(name, self.place, max_batch_size)
         if max_inflight_requests:
-            self.sketch.options["ensemble_scheduling"] = {"max_inflight_requests": max_inflight_requests}
+            self._sketch.options["ensemble_scheduling"] = {"max_inflight_requests": max_inflight_requests}
 
     # Wiring
 
@@ -57,6 +57,10 @@ class Graph(Declared):
         self.sketch.add_step(part, inputs, outputs)
 
     # What it is as a part
+
+    @property
+    def sketch(self) -> Sketch:
+        return self._sketch
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -208,7 +212,7 @@ class Graph(Declared):
 def _walk(graph: Graph) -> Iterator[SavedPart]:
     """Every part of every graph inside, inner ones first."""
     for part in graph.sketch.parts():
-        if isinstance(part, Graph) and part is not graph:
+        if isinstance(part, Graph):
             yield from _walk(part)
         elif isinstance(part, SavedPart):
             yield part

@@ -94,6 +94,11 @@ class Part(ABC):
     place: Place
 
     @property
+    def sketch(self) -> Sketch | None:
+        """What it is made of, where that is parts again."""
+        return None
+
+    @property
     @abstractmethod
     def inputs(self) -> tuple[TensorSpec, ...]: ...
 
@@ -189,7 +194,7 @@ class Sketch:
         self.wanted.append(Wanted(name, one, self._spec(name, text) if text else None, caller()))
 
     def add_step(self, part: Part, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> None:
-        self.calls.append(Call(part, dict(inputs), dict(outputs), caller()))
+        self._add(Call(part, dict(inputs), dict(outputs), caller()))
 
     def call(self, part: Part, tensors: tuple[Tensor | Outputs, ...], named: Mapping[str, Tensor | Outputs]) -> Outputs:
         names = [spec.name for spec in part.inputs]
@@ -202,8 +207,22 @@ class Sketch:
             if name in inputs:
                 self._problem(f"input '{name}' of '{part.name}' is given twice")
             inputs[name] = self._one(tensor)
-        self.calls.append(Call(part, {**inputs}, {}, caller()))
+        self._add(Call(part, {**inputs}, {}, caller()))
         return Outputs(self, part, len(self.calls) - 1)
+
+    def _add(self, call: Call) -> None:
+        """Raises Problems where the part contains this graph: nobody could say any more what either of them is."""
+        inside = [call.part.sketch]
+        seen: set[int] = set()
+        while inside:
+            sketch = inside.pop()
+            if sketch is self:
+                text = f"graph '{self.name}' cannot contain itself, not even through others"
+                raise Problems([Problem(text, call.place, "B2")])
+            if sketch is not None and id(sketch) not in seen:
+                seen.add(id(sketch))
+                inside += [one.part.sketch for one in sketch.calls]
+        self.calls.append(call)
 
     def _one(self, tensor: Tensor | Outputs) -> Tensor:
         """The tensor that is meant."""
@@ -211,7 +230,7 @@ class Sketch:
             names = [spec.name for spec in tensor._part.outputs]
             if len(names) != 1:
                 self._problem(f"'{tensor._part.name}' has {len(names)} outputs; say which: {', '.join(names)}")
-            tensor = tensor[names[0]]
+            tensor = tensor[names[0] if names else "?"]
         if tensor.graph is not self:
             self._problem(
                 f"tensor '{tensor.graph.name_of(tensor)}' is of graph '{tensor.graph.name}', not of '{self.name}'",

@@ -168,6 +168,14 @@ def test_what_only_python_can_get_wrong_is_told_with_the_rest() -> None:
         assert any(expected in text for text in texts), expected
 
 
+def test_a_graph_that_would_contain_itself_is_refused_where_it_does() -> None:
+    outer, inner = good("outer"), good("inner")
+    outer.output("W", inner(outer.input("W2", "FP32[4]")))
+    for graph in (inner, outer):
+        with pytest.raises(Problems, match=f"graph '{graph.name}' cannot contain itself"):
+            outer(graph.input("V", "FP32[4]"), graph.input("W", "FP32[4]"))
+
+
 def test_two_parts_of_one_name_are_a_mistake() -> None:
     inner = good("scale")
     graph = Graph("g")

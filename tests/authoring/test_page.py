@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -73,3 +74,24 @@ def test_what_was_saved_is_served_where_the_module_can_be_imported(
     with serving(home / "models") as served:
         asked = httpx.post(f"http://{served.address}/v2/models/sound/infer", content=body)
     assert asked.json()["outputs"][1]["data"] == ["sung"]
+
+
+@pytest.mark.server
+def test_a_script_serves_its_own_functions_until_it_is_told_to_stop(blocks: list[tuple[str, str]], home: Path) -> None:
+    script = blocks[0][1] + "\nif __name__ == '__main__':\n    raise SystemExit(graph.serve(http_port=0))\n"
+    (home / "script.py").write_text(script)
+    process = subprocess.Popen([sys.executable, "script.py"], cwd=home, stdout=subprocess.PIPE, text=True)
+    too_late = threading.Timer(90, process.kill)
+    too_late.start()
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("listening on "))
+        body = '{"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["..."]}]}'
+        asked = httpx.post(f"{line.split()[-1]}/v2/models/sound/infer", content=body)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        too_late.cancel()
+        process.kill()
+        process.communicate()
+    assert asked.json()["outputs"][1]["data"] == ["silent"]

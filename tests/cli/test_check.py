@@ -172,4 +172,4 @@ def test_a_backend_that_is_not_there_is_found_before_the_server_is_started(
     )
     status, _, err = checked()
     assert status == 1
-    assert "same: error: unable to find backend library for backend 'pyton': flowserve has callable, onnxruntime, python" in err
+    assert "same: error: unable to find backend library for backend 'pyton': flowserve has callable, onnx" in err
