@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
-from flowserve.errors import Invalid
+from flowserve.errors import Invalid, Unsupported
 from flowserve.graph.compile import compile_ensemble, compile_model
 from flowserve.graph.types import Graph
 from flowserve.render.dot import render_dot
@@ -218,6 +219,12 @@ def test_a_png_is_a_picture_of_the_size_of_the_drawing(count: int) -> None:
     assert picture.height == round((drawing.height + 44) * 2)
     colors = {color for _, color in picture.getcolors(1 << 24)}
     assert {(255, 255, 255), (221, 244, 255), (87, 96, 106)} <= colors
+
+
+def test_without_pillow_a_png_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(Unsupported, match=r"pip install 'flowserve\[pictures\]'"):
+        render_png(plain_graph(), {})
 
 
 def test_a_file_says_by_its_name_which_picture_it_wants() -> None:
