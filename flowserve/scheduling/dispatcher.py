@@ -343,13 +343,14 @@ class Dispatcher:
             self._dirty.append(queue)
 
     def _put_after_all(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
-        """The queue is full, perhaps of what free instances take this very moment. Raises Unavailable where it stays
-        full, and Cancelled where the flow is over meanwhile.
+        """The queue is full, perhaps of those whose time is over, or whom free instances take this very moment. Raises
+        Unavailable where it stays full, and Cancelled where the flow is over meanwhile.
         """
+        self._expire(now_ns)
         if queue.free:
             self._start(queue, now_ns)
-            if ticket.flow.done:  # what ran inline failed it
-                raise Cancelled("its request is over")
+        if ticket.flow.done:  # what ran inline failed it, or another of its steps has expired
+            raise Cancelled("its request is over")
         try:
             queue.batcher.put(ticket)
         except Unavailable:

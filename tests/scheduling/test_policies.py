@@ -220,6 +220,21 @@ def test_at_its_deadline_an_instance_comes_too_late(server: Recorder) -> None:
     assert server.running == []
 
 
+def test_whose_time_is_over_leaves_the_room_to_who_comes_at_that_moment(server: Recorder) -> None:
+    server.serve(A)
+    server.serve(B, policed(limit=1, max_size=1, timeout_ns=50))
+    server.submit(plain_graph(B), "runs")
+    server.submit(CHAIN, "comes")
+    server.turn()
+    server.submit(plain_graph(B), "expires")
+    server.turn()
+    runs, comes = server.running
+    server.done(runs, at=50)
+    server.done(comes, at=50)  # before anything has looked at the deadlines
+    assert server.turn(at=50) == [("b", ["comes"])]
+    assert [told if isinstance(told, str) else told[0] for told in server.answered()] == ["runs", "expires"]
+
+
 def test_who_is_gone_at_the_deadline_is_not_answered(server: Recorder) -> None:
     server.serve(A, policed(timeout_ns=50, delay=1000))
     server.dispatcher.cancel(server.submit(ALONE, "early"))
