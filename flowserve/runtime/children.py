@@ -96,8 +96,9 @@ class Child:
         """It has ended. Called once, on the loop."""
         self.ended = f"model '{self.model}', instance '{self.name}': {self.why or f'its process {how}'}"
         self._is_over.set()
-        if self.on_end is not None:
-            self.on_end(self)
+        tell, self.on_end = self.on_end, None
+        if tell is not None:
+            tell(self)
 
 
 class _ForkServer:
