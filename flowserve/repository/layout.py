@@ -71,6 +71,11 @@ def model_folder_at(path: Path) -> ModelFolder:
     return _model_folder(path.parent, path)
 
 
+def look_again(folder: ModelFolder) -> ModelFolder:
+    """The same folder with what is in it now; without versions where it is not there any more."""
+    return _model_folder(folder.repository, folder.path)
+
+
 def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool = False) -> tuple[int, ...]:
     """The versions that the policy picks, ascending. Raises Problems where it picks none."""
     if policy.specific:

@@ -65,7 +65,8 @@ class Generation:
                     nursery.start_soon(self._close_host, host, name=f"close {host.name}")
             if self._model is not None:
                 await _in_thread_of_its_own(self._model.close)
-            self._model = self._files = None
+            # Whoever holds this still, and the circle through the watch, holds nothing that costs.
+            self.hosts, self._model, self._files, self._watch = (), None, None, None
             self.closed.set()
         await self.closed.wait()
 
@@ -108,8 +109,8 @@ class Generations:
     async def run(self) -> None:
         """Close what is over, for ever. Ends only by cancellation."""
         async with trio.open_nursery() as nursery:
-            async for generation in self._ended:
-                nursery.start_soon(self._reap, generation, name=f"reap {generation.queue.key.name}")
+            while True:
+                nursery.start_soon(self._reap, await self._ended.receive(), name="reap")
 
     async def close(self, deadline: float) -> list[str]:
         """Close everything, those whose instances still run last and only until `deadline` on the loop's clock.

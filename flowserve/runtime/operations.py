@@ -16,7 +16,7 @@ import trio
 
 from flowserve.errors import FlowserveError, Invalid
 from flowserve.repository.changes import goes_with, groups, steps_of
-from flowserve.repository.layout import Found, ModelFolder, find_models
+from flowserve.repository.layout import Found, ModelFolder, find_models, look_again
 from flowserve.repository.override import Override, write_files
 from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
@@ -154,7 +154,9 @@ class Operations:
             folder = private[0] if private else None
         if folder is None:
             raise Invalid(not_polled(name))
-        mark = await _digest(folder) if self._is_lasting and files is None else ""
+        mark = ""
+        if self._is_lasting and files is None:
+            mark, folder = await _digest(folder)
         before = self._registry.known.get(name)
         if override is None and before is not None and before.digest == mark != "" and self._registry.is_serving(name):
             return None
@@ -231,13 +233,13 @@ class Operations:
                 started_ns = self._engine.clock()
                 loaded = await self._loader.load(known.read, beside.values())
                 seconds = (self._engine.clock() - started_ns) / SECOND_NS
-            now = await _digest(candidate.folder) if mark else ""
+            now, folder = await _digest(candidate.folder) if mark else ("", candidate.folder)
             if now == mark:
                 return Built(known, loaded, seconds)
             await self._loader.drop(loaded)
             mark = now
             override = candidate.override
-            read = await self._loader.read(candidate.folder, override.config if override is not None else "")
+            read = await self._loader.read(folder, override.config if override is not None else "")
             known = Known(read, "" if override is not None else mark, known.files, known.is_explicit)
         raise Invalid("its files kept changing while they were read; load it again when they are complete")
 
@@ -258,9 +260,10 @@ def _stamps(found: Found) -> dict[str, Stamp]:
     return {**twice, **{folder.name: stamp(folder.path) for folder in found.folders}}
 
 
-async def _digest(folder: ModelFolder) -> str:
+async def _digest(folder: ModelFolder) -> tuple[str, ModelFolder]:
+    """The digest of a folder, and after it what is there: what comes between the two shows in the next digest."""
     try:
-        return await _in_thread(lambda: digest(folder.path))
+        return await _in_thread(lambda: (digest(folder.path), look_again(folder)))
     except OSError as error:
         raise Invalid(f"{folder.name}: cannot be read: {error.strerror}") from None
 

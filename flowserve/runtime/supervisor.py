@@ -193,5 +193,6 @@ class _Charge:
 
     def release(self) -> None:
         self.is_released = True
+        self.host.on_end = None  # opens the circle of host and charge: the host's memory goes as soon as it is closed
         for scope in self.scopes:
             scope.cancel()

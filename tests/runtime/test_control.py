@@ -1,0 +1,184 @@
+"""Loading and unloading inside the engine's own loop, where a test decides what happens between two steps."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from flowserve.errors import Invalid, Unavailable
+from flowserve.repository.override import Override
+from flowserve.runtime.control import Control, ControlOptions, open_control
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.registry import LoadEvent
+from flowserve.values import Request
+
+CONFIG = """
+backend: "python"
+parameters { key: "execution" value: { string_value: "thread" } }
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] } ]
+"""
+MODEL = """
+import sys
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FOLDER = Path({folder!r})
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {initialize}
+
+    def execute(self, requests):
+        out = pb_utils.Tensor("OUT", np.array([{answer}], np.float32))
+        return [pb_utils.InferenceResponse([out]) for _ in requests]
+"""
+
+
+def write(repository: Path, name: str, answer: float, initialize: str = "pass") -> Path:
+    folder = repository / name
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    (folder / "config.pbtxt").write_text(CONFIG)
+    text = MODEL.format(folder=str(folder), initialize=initialize, answer=answer)
+    (folder / "1/model.py").write_text(text)
+    return folder
+
+
+@asynccontextmanager
+async def running(repository: Path, *load: str) -> AsyncIterator[tuple[Engine, Control]]:
+    async with (
+        open_engine(EngineOptions()) as engine,
+        open_control(engine, [repository], ControlOptions("explicit", load)) as control,
+    ):
+        assert await control.start(lambda event: None) == {}
+        yield engine, control
+
+
+async def ask(engine: Engine, name: str) -> float:
+    response = await engine.infer(engine.find(name), Request(inputs={"IN": np.zeros(1, np.float32)}))
+    return float(response.outputs["OUT"][0])
+
+
+@pytest.mark.fault("C14")
+async def test_a_model_whose_files_change_while_it_loads_is_what_they_were_at_one_moment(tmp_path: Path) -> None:
+    change = """
+        if not (FOLDER / "2").exists():
+            (FOLDER / "2").mkdir()
+            (FOLDER / "2/model.py").write_text((FOLDER / "1/model.py").read_text().replace("[1.0]", "[2.0]"))
+    """
+    write(tmp_path, "m", 1.0, change.strip())
+    async with running(tmp_path) as (engine, control):
+        await control.load("m")
+        assert engine.find("m").versions == [2]
+        assert await ask(engine, "m") == 2
+
+
+@pytest.mark.fault("C14")
+async def test_a_model_whose_files_never_come_to_rest_is_not_loaded(tmp_path: Path) -> None:
+    grow = '(FOLDER / "seen").write_text("x" + ((FOLDER / "seen").read_text() if (FOLDER / "seen").exists() else ""))'
+    write(tmp_path, "m", 1.0, grow)
+    async with running(tmp_path) as (_, control):
+        with pytest.raises(Invalid, match="its files kept changing while they were read"):
+            await control.load("m")
+        assert (tmp_path / "m/seen").read_text() == "xxx"
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("flowserve m")]
+
+
+async def test_who_leaves_in_the_middle_of_a_load_leaves_a_load_that_ends(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    write(
+        tmp_path / "models", "m", 1.0, f"import time\n        while not Path({str(gate)!r}).exists(): time.sleep(0.01)"
+    )
+    async with running(tmp_path / "models") as (engine, control):
+        with trio.move_on_after(0.1) as left:
+            await control.load("m")
+        assert left.cancelled_caught
+        assert engine.entries["m"].state == "LOADING"
+        gate.touch()
+        await control.load("m")
+        assert await ask(engine, "m") == 1
+
+
+async def test_a_server_that_ends_gives_up_its_loads_and_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "models", "m", 1.0, "import time\n        time.sleep(1000)")
+    said: list[str] = []
+    async with running(tmp_path / "models") as (engine, control), trio.open_nursery() as nursery:
+
+        async def load() -> None:
+            with pytest.raises(Unavailable) as raised:
+                await control.load("m")
+            said.append(str(raised.value))
+
+        nursery.start_soon(load)
+        while "m" not in engine.entries:  # noqa: ASYNC110, it is read on a thread
+            await trio.sleep(0.01)
+        control.stop()
+        with pytest.raises(Unavailable, match="Server is stopping"):
+            await control.unload("m")
+    assert [text[:19] for text in said] == ["Server is stopping,"]
+
+
+async def test_every_event_of_a_start_is_told_in_order(tmp_path: Path) -> None:
+    write(tmp_path, "good", 1.0)
+    write(tmp_path, "bad", 1.0, "raise ValueError('no')")
+    events: list[LoadEvent] = []
+    async with (
+        open_engine(EngineOptions()) as engine,
+        open_control(engine, [tmp_path], ControlOptions()) as control,
+    ):
+        failed = await control.start(events.append)
+        assert list(failed) == ["bad"]
+        assert not engine.is_ready
+    states = {name: [event.state for event in events if event.name == name] for name in ("good", "bad")}
+    assert states == {"good": ["loading", "ready"], "bad": ["loading", "failed"]}
+
+
+async def test_a_configuration_override_of_an_ensemble_is_compiled_against_what_serves(tmp_path: Path) -> None:
+    write(tmp_path, "a", 1.0)
+    write(tmp_path, "b", 2.0)
+    (tmp_path / "e/1").mkdir(parents=True)
+    text = """{{"platform": "ensemble", "input": [{{"name": "IN", "data_type": "TYPE_FP32", "dims": [1]}}],
+        "output": [{{"name": "OUT", "data_type": "TYPE_FP32", "dims": [1]}}],
+        "ensemble_scheduling": {{"step": [{{"model_name": "{0}", "model_version": -1,
+            "input_map": {{"IN": "IN"}}, "output_map": {{"OUT": "OUT"}}}}]}}}}"""
+    async with running(tmp_path, "a") as (engine, control):
+        (tmp_path / "e/config.pbtxt").write_text("")
+        await control.load("e", Override(text.format("a")))
+        assert await ask(engine, "e") == 1
+        await control.load("e", Override(text.format("b")))
+        assert await ask(engine, "e") == 2
+        with pytest.raises(Invalid, match=re.escape("not available or ambiguous: c")):
+            await control.load("e", Override(text.format("c")))
+        assert await ask(engine, "e") == 2
+
+
+async def test_a_reload_holds_up_requests_of_others_for_no_longer_than_a_turn(tmp_path: Path) -> None:
+    write(tmp_path, "m", 1.0)
+    write(tmp_path, "other", 5.0)
+    async with running(tmp_path, "m", "other") as (engine, control), trio.open_nursery() as nursery:
+        over = trio.Event()
+        answers: list[float] = []
+
+        async def keep_asking() -> None:
+            while not over.is_set():
+                answers.append(await ask(engine, "other"))
+
+        nursery.start_soon(keep_asking)
+        for number in range(2, 6):
+            before = len(answers)
+            write(tmp_path, "m", float(number))
+            await control.load("m")
+            assert await ask(engine, "m") == number
+            assert len(answers) > before
+        over.set()
+    assert set(answers) == {5.0}
