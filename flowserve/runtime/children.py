@@ -31,8 +31,20 @@ from flowserve.runtime.printed import Line, Printed
 
 log = logging.getLogger("flowserve.runtime")
 
+
+
+def _is_supported() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # Python built for, or running on, a kernel before 5.3; or a container forbids it
+        return False
+    return True
+
+
 # Whether this system has what children need.
-SUPPORTED: Final = sys.platform == "linux" and hasattr(os, "pidfd_open")
+SUPPORTED: Final = _is_supported()
 
 # It finds modules where the server finds them.
 _BEGIN: Final = """
