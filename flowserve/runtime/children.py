@@ -32,7 +32,6 @@ from flowserve.runtime.printed import Line, Printed
 log = logging.getLogger("flowserve.runtime")
 
 
-
 def _is_supported() -> bool:
     if sys.platform != "linux":
         return False

@@ -8,6 +8,7 @@ process_link.py.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import select
 from collections.abc import Callable
@@ -29,10 +30,13 @@ from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.readiness import Readiness
 from flowserve.scheduling.dispatcher import Batch
 
+log = logging.getLogger("flowserve.runtime")
+
 ENTRY: Final = "flowserve.backends.child.main:serve"
 # A process that closed its socket is about to end; one that goes on living cannot be talked to.
 EOF_GRACE_S: Final = 1.0
-WAIT_S: Final = 60.0
+# A model that is unloaded has this long to finish and to finalize; at the end of the server the exit timeout counts.
+CLOSE_S_MAX: Final = 600.0
 
 
 class ProcessHost:
@@ -112,8 +116,9 @@ class ProcessHost:
             return
         with suppress(OSError):  # where it is gone already
             link.end()
-        while not child.wait(WAIT_S):
-            pass  # whoever cannot wait for a model's finalize kills the process, or abandons this thread
+        if not child.wait(CLOSE_S_MAX):
+            child.kill(why=f"its process was killed, because it had not ended {CLOSE_S_MAX:g} s after it was told to")
+            log.error("model '%s', instance '%s': %s", self._model, self.name, child.why)
         assert self._completions is not None
         with suppress(trio.RunFinishedError):
             self._completions.token.run_sync_soon(self._let_go)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from flowserve.runtime.children import SUPPORTED
-from flowserve.testing.serve import STOP_S_MAX, Served, serving
+from flowserve.testing.serve import STOP_S_MAX, DidNotServe, Served, serving
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")
 
@@ -269,6 +269,17 @@ def test_a_crash_loop_is_started_rarely_and_refused_with_its_reason(mischief: Mi
     mischief.file("crash").unlink()
     until(mischief.is_back, "what has stopped crashing serves again")
     assert mischief.said("chain", "pass") == "done"
+
+
+@pytest.mark.fault("R2")
+def test_a_model_that_dies_while_it_loads_is_told_of_at_the_start(tmp_path: Path) -> None:
+    repository = write_repository(tmp_path)
+    (tmp_path / "crash").touch()
+    with pytest.raises(DidNotServe) as ended:
+        with serving(repository, "--python-execution", "process"):
+            pass
+    assert ended.value.status == 1
+    assert "model 'bad', instance 'bad_0': its process ended with exit status 7" in ended.value.log
 
 
 # ----------------------------------------------------------------------------------------------------------- hanging
