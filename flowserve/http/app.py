@@ -32,7 +32,14 @@ from flowserve.runtime.engine import Engine
 from flowserve.values import TensorSpec
 from flowserve.version import __version__
 
-EXTENSIONS: Final = ("model_repository", "model_configuration", "binary_tensor_data", "parameters", "statistics")
+EXTENSIONS: Final = (
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "model_configuration",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 

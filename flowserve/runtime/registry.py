@@ -184,7 +184,7 @@ class Registry:
         self._announce(built, resolution, affected)
 
     def _announce(self, built: Mapping[str, Built], resolution: Resolution, affected: Collection[str]) -> list[str]:
-        """Let everything affected run on its new graphs. Returns what cannot be served any more."""
+        """Let everything affected run on its new graphs. Returns what served and cannot any more."""
         lost = []
         for name in sorted(affected):
             if name in resolution.graphs:
@@ -193,10 +193,11 @@ class Registry:
                 self.report(LoadEvent(name, "ready", seconds=built[name].seconds if name in built else 0.0))
                 continue
             error = self.failed[name] = resolution.failed[name]
+            if self.is_serving(name):
+                lost.append(name)
             if name in built or self.is_serving(name):
                 self.report(LoadEvent(name, "failed", str(error)))
             self._engine.withdraw_name(name, str(error))
-            lost.append(name)
         return lost
 
     def _retire(self, name: str, keep: Collection[ModelKey]) -> list[Generation]:
