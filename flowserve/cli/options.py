@@ -20,7 +20,7 @@ ControlMode = Literal["none", "poll", "explicit"]
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """What the operator asked for. Sizes in bytes, times in seconds. A resource is its name, how many there are, and
-    the device, None for each.
+    the device, None for each. `python_execution` None: what this system is best at.
     """
 
     repository: Path
@@ -30,7 +30,7 @@ class RunOptions:
     exit_timeout_s: int = 30
     exit_on_error: bool = True
     strict_readiness: bool = True
-    python_execution: str = "thread"
+    python_execution: str | None = None
     gpu: bool = True
     model_control_mode: ControlMode = "none"
     load_models: tuple[str, ...] = ()
@@ -218,9 +218,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--python-execution",
         metavar="PLACE",
         type=one_of("process", "thread", "inline"),
-        default="thread",
-        help="where Python models run: thread (default), process, one for each instance, or inline on the event loop, "
-        "for trusted models",
+        help="where Python models run: process, one for each instance; thread; or inline on the event loop, for "
+        "trusted models; default process on Linux, thread elsewhere",
     )
     models.add_argument(
         "--gpu",

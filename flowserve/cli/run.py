@@ -29,6 +29,7 @@ from flowserve.http.server import Server
 from flowserve.memory.pool import HOST, tune_malloc
 from flowserve.runtime.control import Control, ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.hosts import PYTHON_EXECUTION
 from flowserve.scheduling.limiter import Available
 
 _log = logging.getLogger("flowserve.cli")
@@ -58,7 +59,7 @@ async def _run(options: RunOptions) -> int:
             return _failed(str(error))
         where = url(listeners[0], options.http_address)
         engine_options = EngineOptions(
-            python_execution=options.python_execution,
+            python_execution=options.python_execution or PYTHON_EXECUTION,
             gpu=options.gpu,
             strict_readiness=options.strict_readiness,
             rate_limit=tuple(Available(*given) for given in options.rate_limit_resources)

@@ -24,7 +24,7 @@ from flowserve.runtime.accounts import record_batch, record_ensemble
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock
 from flowserve.runtime.deployment import Deployment, Entry
-from flowserve.runtime.hosts import Processes
+from flowserve.runtime.hosts import PYTHON_EXECUTION, Processes
 from flowserve.runtime.instance import Completions, Host, Outcome
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.process_host import ProcessHost
@@ -47,7 +47,7 @@ class EngineOptions:
     `rate_limit`: None is off; else the resources that were given, none of them meaning that models' own needs decide.
     """
 
-    python_execution: str = "thread"
+    python_execution: str = PYTHON_EXECUTION
     gpu: bool = True
     strict_readiness: bool = True
     rate_limit: tuple[Available, ...] | None = None

@@ -15,7 +15,7 @@ import trio
 from flowserve.backends.base import LoadedModel, RunsInProcess
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
-from flowserve.runtime.children import Children
+from flowserve.runtime.children import SUPPORTED, Children
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.instance import Host, LocalHost
 from flowserve.runtime.placement import Placement
@@ -28,6 +28,8 @@ log = logging.getLogger("flowserve.load")
 MakeHost = Callable[[str, InstanceGroup], Host]
 
 PROCESS: Final = "process"
+# Python models are other people's code: in processes, wherever there can be any.
+PYTHON_EXECUTION: Final = PROCESS if SUPPORTED else "thread"
 # Where instances of a backend run, unless the model or the operator says otherwise: by measurement.
 DEFAULT: Final = "auto"
 
