@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final, Self
 
 import trio
@@ -178,27 +178,29 @@ class Children:
         Blocks for as long as a fork takes, the first time until the forkserver has imported what it needs. Raises
         Unavailable where no process can be had. `log_name` is the model that what it prints is logged under.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        log_fd, log_end = os.pipe2(os.O_CLOEXEC)
-        arguments_fd = os.memfd_create("arguments")
-        try:
+        with (
+            ExitStack() as theirs,
+            ExitStack() as ours,
+        ):  # the child's ends are closed here, ours where it comes to nothing
+            sock, its_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.callback(sock.close)
+            theirs.callback(its_sock.close)
+            log_fd, its_log_fd = os.pipe2(os.O_CLOEXEC)
+            ours.callback(os.close, log_fd)
+            theirs.callback(os.close, its_log_fd)
+            arguments_fd = os.memfd_create("arguments")
+            theirs.callback(os.close, arguments_fd)
             os.set_blocking(log_fd, False)
-            ours.setblocking(False)
+            sock.setblocking(False)
             with open(arguments_fd, "wb", closefd=False) as file:
                 file.write(arguments)
-            pid, pidfd = self._order(name, entry, (theirs.fileno(), log_end, arguments_fd))
-            child = Child(name, log_name, pid, pidfd, ours, log_fd)
-            self._token.run_sync_soon(self._adopt, child)
-        except BaseException as error:
-            ours.close()
-            os.close(log_fd)
-            if isinstance(error, Unavailable):
+            try:
+                pid, pidfd = self._order(name, entry, (its_sock.fileno(), its_log_fd, arguments_fd))
+            except Unavailable as error:
                 raise Unavailable(f"model '{log_name}', instance '{name}': {error}") from None
-            raise
-        finally:
-            theirs.close()
-            os.close(log_end)
-            os.close(arguments_fd)
+            child = Child(name, log_name, pid, pidfd, sock, log_fd)
+            self._token.run_sync_soon(self._adopt, child)
+            ours.pop_all()
         return child
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
