@@ -6,6 +6,7 @@ ends. Scheduling is the dispatcher's, loading is loader.py's, computing is the h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Available, Limiter, Needs
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.values import Request, Response
+
+log = logging.getLogger("flowserve.runtime")
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +406,8 @@ async def open_engine(
         await nursery.start(engine.supervisor.run, name="supervisor")
         if engine.processes is not None:
             await nursery.start(engine.processes.run, name="processes")
+        else:
+            log.info("Python models run on threads and share one process: processes of their own need Linux 5.3")
         try:
             yield engine
         finally:

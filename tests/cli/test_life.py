@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -198,6 +199,18 @@ def test_strict_readiness_can_be_given_up(tmp_path: Path, serve: Serve) -> None:
     write_model(tmp_path, "bad", initialize="raise RuntimeError('no weights today')")
     served = serve(tmp_path, "--exit-on-error=0", "--strict-readiness=0")
     assert get(served, "/v2/health/ready").status_code == 200
+
+
+def test_a_low_limit_of_descriptors_is_raised_as_far_as_it_may_be(tmp_path: Path, serve: Serve) -> None:
+    """Each model in a process takes some; the usual 1024 are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # inherited
+    try:
+        served = serve(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed, _ = resource.prlimit(served.pid, resource.RLIMIT_NOFILE)
+    assert allowed == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536))
 
 
 # ------------------------------------------------------------------------------------------------------------ ending
