@@ -1,4 +1,6 @@
-"""Where a node runs changes nothing in its answers: on a thread, on the event loop, or moved there while it serves."""
+"""Where a node runs changes nothing in its answers: in a process, on a thread, on the event loop, or moved there while
+it serves.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,19 @@ def inline(repository: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
+def threaded(repository: Path) -> Iterator[Served]:
+    with serving(repository, "--python-execution", "thread") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
 def inline_wire(inline: Served, wire_to: Callable[[Served], Any]) -> Any:
     return wire_to(inline)
+
+
+@pytest.fixture(scope="module")
+def threaded_wire(threaded: Served, wire_to: Callable[[Served], Any]) -> Any:
+    return wire_to(threaded)
 
 
 EXECUTION = 'parameters { key: "execution" value { string_value: "%s" } }'
@@ -53,12 +66,15 @@ QUESTIONS: list[tuple[str, list[list[float]]]] = [
 ]
 
 
-def test_python_models_answer_the_same_on_a_thread_and_on_the_loop(wire: Any, inline_wire: Any) -> None:
+def test_python_models_answer_the_same_in_a_process_on_a_thread_and_on_the_loop(
+    wire: Any, threaded_wire: Any, inline_wire: Any
+) -> None:
     for model, rows in QUESTIONS:
         datatype = "FP64" if model == "py_FP64" else "FP32"
         request = wire.infer_request(model, rows, datatype)
-        (threaded,), (inline,) = wire.together([request]), inline_wire.together([request])
-        assert (inline.status, _placeless(inline.body)) == (threaded.status, _placeless(threaded.body)), model
+        answers = [each.together([request])[0] for each in (wire, threaded_wire, inline_wire)]
+        told = {(answer.status, _placeless(answer.body)) for answer in answers}
+        assert len(told) == 1, (model, told)
 
 
 def _placeless(body: bytes) -> bytes:
@@ -66,25 +82,29 @@ def _placeless(body: bytes) -> bytes:
     return re.sub(rb"0x[0-9a-f]+", b"", body)
 
 
-def test_batches_of_python_models_stay_whole_on_the_loop(inline_wire: Any) -> None:
-    requests = [inline_wire.infer_request("diamond", row(i, i, i, i)) for i in range(16)]
+@pytest.mark.parametrize("place", ["wire", "threaded_wire", "inline_wire"])
+def test_batches_of_python_models_stay_whole_in_every_place(place: str, request: pytest.FixtureRequest) -> None:
+    wire = request.getfixturevalue(place)
+    requests = [wire.infer_request("diamond", row(i, i, i, i)) for i in range(16)]
     models = ["gather", "plus_one", "times_three", "join"]
-    answers, batches = inline_wire.batches_during(models, lambda: inline_wire.together(requests))
+    answers, batches = wire.batches_during(models, lambda: wire.together(requests))
     assert [answer.data for answer in answers] == [[(2 * i + 1) + 6 * i] * 4 for i in range(16)]
     assert batches == {model: {16: 1} for model in models}
 
 
 @pytest.mark.parametrize("wire_name", ["BOOL", "INT64", "FP16", "BF16", "BYTES"])
-def test_data_types_come_back_from_the_loop_as_from_a_thread(
-    client: triton.InferenceServerClient, inline: Served, wire_name: str
+def test_data_types_come_back_from_every_place_alike(
+    client: triton.InferenceServerClient, threaded: Served, inline: Served, wire_name: str
 ) -> None:
     given = triton.InferInput("IN", [2, 3], wire_name)
     array = np.array([[0, 1, 2], [3, 4, 5]]).astype(triton_numpy(wire_name))
     given.set_data_from_numpy(array)
-    with triton.InferenceServerClient(inline.address) as other:
-        ours, theirs = (one.infer(f"py_{wire_name}", [given]).as_numpy("OUT") for one in (other, client))
-    assert ours.dtype == theirs.dtype
-    assert ours.tolist() == theirs.tolist()
+    here = client.infer(f"py_{wire_name}", [given]).as_numpy("OUT")
+    for served in (threaded, inline):
+        with triton.InferenceServerClient(served.address) as other:
+            there = other.infer(f"py_{wire_name}", [given]).as_numpy("OUT")
+        assert there.dtype == here.dtype
+        assert there.tolist() == here.tolist()
 
 
 def triton_numpy(wire_name: str) -> Any:
