@@ -59,7 +59,7 @@ class Work:
 
     inputs: list[list[Tensor | None]]
     rows: list[int]
-    requests: list[Request]
+    requests: Sequence[Request]
     wanted: list[tuple[str, ...]]
     may_write: list[list[bool]] | None = None
 

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, overload
 
 from flowserve.backends.base import Instance, Remote, Work
 from flowserve.backends.child.inputs import Inputs, Run
@@ -41,6 +41,7 @@ from flowserve.backends.child.protocol import (
 )
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.arena import Place
+from flowserve.memory.pool import tune_malloc
 from flowserve.values import Request, TensorSpec
 
 log = logging.getLogger("flowserve.child")
@@ -67,6 +68,7 @@ def call(remote: Remote) -> Any:
 def serve(socket_fd: int, arguments: bytes) -> None:
     """Be one instance until the server says END or is gone. `arguments` are a pickled `Job`."""
     job: Job = pickle.loads(arguments)
+    tune_malloc()  # as in the server, and for the same large arrays
     with socket.socket(fileno=socket_fd) as sock:
         sock.setblocking(True)
         try:
@@ -85,6 +87,27 @@ def serve(socket_fd: int, arguments: bytes) -> None:
         except ConnectionError:
             log.debug("instance %s: the server is gone", job.instance)
         instance.close()
+
+
+class Told(Sequence[Request]):
+    """The requests of a batch, from what the server said of them; each is made when somebody asks for it."""
+
+    __slots__ = ("_facts",)
+
+    def __init__(self, facts: Sequence[tuple[Any, ...]]) -> None:
+        self._facts = facts
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> Told: ...
+    def __getitem__(self, index: int | slice) -> Request | Told:
+        if isinstance(index, slice):
+            return Told(self._facts[index])
+        return Request({}, *self._facts[index])
 
 
 class Server:
@@ -169,7 +192,7 @@ class Server:
         work = Work(
             self._inputs.take(run, columns, count),
             rows,
-            [Request({}, *facts) for facts in requests],
+            Told(requests),
             wanted,
             may_write,
         )
