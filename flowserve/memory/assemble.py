@@ -55,6 +55,8 @@ def pieces(tensors: Sequence[Tensor]) -> list[Array]:
 
 def scatter(array: Array, rows: Sequence[int]) -> list[Tensor]:
     """The members' shares of a batch's `array`: `rows[m]` rows each, in order. Nothing is sliced here."""
+    if len(rows) == 1:
+        return [Tensor(array, 0, rows[0])]
     stops = list(accumulate(rows))
     return list(map(Tensor, repeat(array), [0, *stops], stops))
 
