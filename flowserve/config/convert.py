@@ -54,6 +54,7 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
         default_model_filename=message.default_model_filename,
         parameters={key: message.parameters[key].string_value for key in message.parameters},
         json=to_json(message),
+        decoupled=message.model_transaction_policy.decoupled,
     )
 
 

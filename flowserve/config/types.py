@@ -164,7 +164,8 @@ class VersionPolicy:
 class ModelConfig:
     """One deployment's configuration after defaults, autocomplete and rules.
 
-    `backend` is "" for ensembles. `json` is the whole message as GET .../config answers it.
+    `backend` is "" for ensembles. `json` is the whole message as GET .../config answers it. `decoupled`: a plain model
+    may answer a request any number of times; what an ensemble does, its steps decide.
     """
 
     name: str
@@ -184,6 +185,7 @@ class ModelConfig:
     default_model_filename: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     json: Mapping[str, Any] = field(default_factory=dict)
+    decoupled: bool = False
 
     @property
     def is_ensemble(self) -> bool:

@@ -16,6 +16,7 @@ import networkx as nx
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Place, Problem, Problems
 from flowserve.graph.facts import shape_text, shapes_meet, side_of
+from flowserve.graph.levels import counts_that_differ, pauses_without_end
 from flowserve.graph.rules import find_problems
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.graph.wiring import Available, Step, Wiring, ensembles_below, port_index, wire
@@ -25,6 +26,8 @@ from flowserve.values import TensorSpec
 # million nodes.
 NODE_LIMIT: Final = 10_000
 DEPTH_LIMIT: Final = 100
+# The parameter of an ensemble that says whom `max_inflight_requests` counts: "request" (each by itself) or "shared".
+SCOPE: Final = "max_inflight_scope"
 
 
 def compile_model(config: ModelConfig, version: int) -> Graph:
@@ -37,6 +40,7 @@ def compile_model(config: ModelConfig, version: int) -> Graph:
         outputs=config.outputs,
         max_batch_size=config.max_batch_size,
         place=config.source.place(""),
+        decoupled=config.decoupled,
     )
     edges = [Edge(spec.name, GRAPH, i, 0, i) for i, spec in enumerate(config.inputs)]
     edges += [Edge(spec.name, 0, j, GRAPH, j) for j, spec in enumerate(config.outputs)]
@@ -61,7 +65,11 @@ def compile_ensemble(
     problems = list(_disagreements_across_folds(config, folding))
     if problems:
         raise Problems(problems)
-    return folding.graph(version)
+    graph = folding.graph(version)
+    problems = [*counts_that_differ(graph), *pauses_without_end(graph, available)]
+    if problems:
+        raise Problems(problems)
+    return graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ class _Call:
     place: Place
     order: tuple[int, ...]
     sources: tuple[_Source | None, ...]
+    max_inflight: int
 
 
 @dataclass(slots=True)
@@ -106,6 +115,7 @@ class _Scope:
     path: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
     seen: dict[str, int] = field(default_factory=dict)
+    max_inflight: int = 0  # the smallest limit of this ensemble and those around it, 0 where none has one
 
     def name_step(self, step: Step) -> str:
         """The model's name, "name#2" for its second step in this ensemble."""
@@ -124,7 +134,7 @@ class _Folding:
         self.available = available
         self.calls: list[_Call] = []
         inputs = {spec.name: _Source(GRAPH, i, spec.name, spec) for i, spec in enumerate(config.inputs)}
-        self.outputs = self._fold(_Scope(wire(config, available, {}), inputs))
+        self.outputs = self._fold(_Scope(wire(config, available, {}), inputs, max_inflight=_limit(config)))
 
     def _fold(self, scope: _Scope) -> list[_Source]:
         """Add the calls of one ensemble; what its outputs come from, in its order."""
@@ -151,6 +161,7 @@ class _Folding:
             prefix=f"{name}/",
             path=(*scope.path, step.model.name),
             order=(*scope.order, step.index),
+            max_inflight=min(filter(None, (_limit(step.model), scope.max_inflight)), default=0),
         )
         return self._fold(inner)
 
@@ -161,7 +172,8 @@ class _Folding:
         # An optional input of a nested ensemble that nobody gave has no source, and so has what it feeds.
         sources = tuple(scope.tensors.get(step.written.input_map.get(spec.name, "")) for spec in config.inputs)
         place = scope.wiring.place(step.written.path)
-        self.calls.append(_Call(name, config, version, scope.path, place, (*scope.order, step.index), sources))
+        order = (*scope.order, step.index)
+        self.calls.append(_Call(name, config, version, scope.path, place, order, sources, scope.max_inflight))
         call = len(self.calls) - 1
         return [_Source(call, j, f"{name}/{spec.name}", spec) for j, spec in enumerate(config.outputs)]
 
@@ -188,6 +200,7 @@ class _Folding:
                 )
             ),
             is_ensemble=True,
+            shares_limits=shares_limits(self.config),
         )
 
     def _topological(self) -> Iterator[int]:
@@ -207,6 +220,8 @@ class _Folding:
             max_batch_size=call.config.max_batch_size,
             path=call.path,
             place=call.place,
+            decoupled=call.config.decoupled,
+            max_inflight=call.max_inflight,
         )
 
     def _joints(self, number: Mapping[int, int]) -> Iterator[tuple[_Source, int, int]]:
@@ -220,6 +235,15 @@ class _Folding:
 
     def producer(self, source: _Source) -> ModelConfig:
         return self.config if source.call == GRAPH else self.calls[source.call].config
+
+
+def _limit(config: ModelConfig) -> int:
+    return config.ensemble.max_inflight_requests if config.ensemble else 0
+
+
+def shares_limits(config: ModelConfig) -> bool:
+    """Whether an ensemble's `max_inflight_requests` is for all its requests together."""
+    return config.parameters.get(SCOPE) == "shared"
 
 
 def _too_large(wiring: Wiring) -> Iterator[Problem]:

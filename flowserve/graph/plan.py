@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from flowserve.graph.nesting import Nesting, nesting
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 
 NO_SLOT: Final = -1  # an optional input nobody feeds, or an output nobody reads
@@ -48,7 +49,7 @@ class Plan:
     """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits
     for. `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it,
     "" where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a
-    flow's slots after its inputs begin as.
+    flow's slots after its inputs begin as. `nesting`: how often which step runs, None where each does once.
     """
 
     graph: Graph
@@ -60,6 +61,7 @@ class Plan:
     needed_by: tuple[str, ...]
     readers: tuple[int, ...]
     output_slots: tuple[int, ...]
+    nesting: Nesting | None
 
 
 def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
@@ -135,6 +137,7 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
         needed_by=tuple(needed_by),
         readers=tuple(readers),
         output_slots=tuple(output_slots),
+        nesting=nesting(graph, edges, slot_of),
     )
 
 

@@ -33,7 +33,8 @@ class Node:
 
     `inputs` and `outputs` are the model's own specs, in its configuration's order; an edge's ports index into them.
     `name` is unique in its graph: the model's name, "name#2" for its second step, "outer/name" inside a nested
-    ensemble `outer`.
+    ensemble `outer`. `decoupled`: a step of it answers any number of times. `max_inflight`: how many of its steps one
+    request may have under way, 0 for no limit.
     """
 
     index: int
@@ -44,6 +45,8 @@ class Node:
     max_batch_size: int
     path: tuple[str, ...] = ()
     place: Place | None = None
+    decoupled: bool = False
+    max_inflight: int = 0
 
     @property
     def is_batching(self) -> bool:
@@ -71,6 +74,7 @@ class Graph:
     reader, no cycles.
 
     `max_batch_size` is what a request to this deployment may carry; 0 where it has no batch dimension.
+    `shares_limits`: all requests together keep within the nodes' `max_inflight`, not each by itself.
     """
 
     name: str
@@ -81,3 +85,9 @@ class Graph:
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     is_ensemble: bool = False
+    shares_limits: bool = False
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a request may get any number of answers."""
+        return any(node.decoupled for node in self.nodes)

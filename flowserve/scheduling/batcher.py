@@ -93,7 +93,9 @@ class Batcher(Protocol):
         """Take out the tickets whose patience has ended, to be refused. Early calls are harmless."""
 
     def withdraw(self, flow: Flow) -> int:
-        """Drop every ticket of a flow that will not be answered; returns how many there were."""
+        """Drop every ticket of a flow that will not be answered, its iterations' with it: they are `done`. Returns how
+        many there were.
+        """
 
     def __len__(self) -> int: ...
 
@@ -120,7 +122,7 @@ class _Fifo:
 
     def withdraw(self, flow: Flow) -> int:
         waiting = self._waiting
-        kept = [ticket for ticket in waiting if ticket.flow is not flow]
+        kept = [ticket for ticket in waiting if ticket.flow is not flow and not ticket.flow.done]
         gone = len(waiting) - len(kept)
         if gone:
             waiting.clear()

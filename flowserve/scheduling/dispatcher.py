@@ -22,10 +22,14 @@ from typing import Any
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batcher import Batcher
+from flowserve.scheduling.calls import CalledFlow, Calls
 from flowserve.scheduling.closed import Closed
+from flowserve.scheduling.credits import Streams
 from flowserve.scheduling.limiter import Needs
+from flowserve.scheduling.lineage import located, traced
 from flowserve.scheduling.ordering import Order
 from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.streams import StreamFlow
 
 _by_stamp = attrgetter("stamp")
 
@@ -98,8 +102,8 @@ class Batch:
         return f"Batch({self.queue.key}, {len(self.tickets)} tickets, rows={self.rows})"
 
 
-def tell_nobody(queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
-    """Where nobody counts who was refused."""
+def tell_nobody(*_: object) -> None:
+    """Where nobody counts who was refused, or reads answers as they come."""
 
 
 class Dispatcher:
@@ -110,10 +114,14 @@ class Dispatcher:
         run: Callable[[Batch], None],
         answered: Callable[[Flow], None],
         refused: Callable[[ModelQueue, Ticket, int], None] = tell_nobody,
+        told: Callable[[StreamFlow], None] = tell_nobody,
     ) -> None:
+        """`told` is called with a stream that has answers to be taken."""
         self._run = run
         self._answered = answered
         self._refused = refused
+        self.streams = Streams(self._put, self._fail, self._over, told, self._can_start)
+        self.calls = Calls(self._can_start)
         self._queues: list[ModelQueue] = []
         self._arrivals: list[Flow] = []
         self._dirty: deque[ModelQueue] = deque()
@@ -144,6 +152,16 @@ class Dispatcher:
         self.in_flight += 1
         self._arrivals.append(flow)
 
+    def call(self, batch: Batch | None, flow: CalledFlow) -> None:
+        """Take a request that a model makes, in the execution of `batch` if in any. Raises Unavailable where that would
+        wait for ever, and where nothing new is started any more. `calls` wants to hear when it is over.
+        """
+        if self._ending:
+            raise Unavailable(self._ending)
+        if batch is not None:
+            self.calls.begin(batch, flow)
+        self.submit(flow)
+
     def cancel(self, flow: Flow) -> Sequence[ModelQueue]:
         """Nobody waits for this flow any more: what is queued of it leaves every queue, what runs runs out. Harmless
         afterwards. Returns the queue of each ticket that was withdrawn; the next `pump` may find a batch without them.
@@ -161,6 +179,8 @@ class Dispatcher:
         failed.
         """
         self._set_free(batch)
+        if errors:
+            errors = {m: traced(error, batch.tickets[m], batch.instance) for m, error in errors.items()}
         if batch.queue.order is None:
             self._deliver(enumerate(batch.tickets), outputs, errors, now_ns)
         else:
@@ -195,6 +215,11 @@ class Dispatcher:
             if not flow.open:
                 self._end(flow)
                 self._answered(flow)
+
+    def execute_returned(self, batch: Batch) -> None:
+        """A batch of a decoupled model keeps its instance no longer; its steps may go on answering (`streams`)."""
+        self.streams.returned(batch)
+        self._set_free(batch)
 
     def take_away(self, queue: ModelQueue, instance: Any) -> None:
         """An instance that runs nothing is not there any more."""
@@ -237,11 +262,12 @@ class Dispatcher:
                     self._halves.append((batch.queue, half))
             return True
         if batch.queue.order is not None:
-            batch.queue.order.hold(batch.tickets, (), dict.fromkeys(range(len(batch.tickets)), error))
+            errors = {m: traced(error, ticket, batch.instance) for m, ticket in enumerate(batch.tickets)}
+            batch.queue.order.hold(batch.tickets, (), errors)
             return False
         for ticket in tickets:
             if not ticket.flow.done:  # two tickets of a batch may belong to one flow
-                self._fail(ticket.flow, error)
+                self._fail(ticket.flow, traced(error, ticket, batch.instance))
         return False
 
     def pump(self, now_ns: int) -> None:
@@ -250,13 +276,17 @@ class Dispatcher:
             self._expire(now_ns)
         if self._arrivals:
             self._queue_arrivals(now_ns)
-        while self._dirty or self._halves:
-            if self._halves:
-                self._start_halves(now_ns)
-            if self._dirty:
-                self._start(self._dirty.popleft(), now_ns)
-            elif self._halves and not self._can_start_half():
-                return  # their instances are busy; the next `batch_done` comes back here
+        while True:
+            while self._dirty or self._halves:
+                if self._halves:
+                    self._start_halves(now_ns)
+                if self._dirty:
+                    self._start(self._dirty.popleft(), now_ns)
+                elif self._halves and not self._can_start_half():
+                    break  # their instances are busy; the next `batch_done` comes back here
+            if not self.streams.is_due:
+                return
+            self.streams.settle(now_ns)
 
     def next_deadline(self) -> int | None:
         """When `pump` should be called even if nothing happens, or None."""
@@ -288,7 +318,7 @@ class Dispatcher:
         """The server is going away: answer every flow that waits, and those that run when their batch is done and they
         would have to go on.
         """
-        self._ending = reason
+        self._ending = self.streams.ending = reason
         arrivals, self._arrivals = self._arrivals, []
         for flow in arrivals:
             if not flow.done:
@@ -324,9 +354,8 @@ class Dispatcher:
                 if not flow.done:
                     self._fail(flow, error)
                 continue
-            if not tickets:  # every output asked for is one of the inputs
-                self._end(flow)
-                self._answered(flow)
+            if not flow.open:  # every output asked for is one of the inputs
+                self._over(flow)
 
     def _put(self, ticket: Ticket, now_ns: int) -> None:
         queue: ModelQueue = ticket.flow.route[ticket.node.index]
@@ -353,7 +382,8 @@ class Dispatcher:
             raise Cancelled("its request is over")
         try:
             queue.batcher.put(ticket)
-        except Unavailable:
+        except Unavailable as error:
+            located(error, ticket.flow, ticket.node)
             self._give_up(queue, ticket, now_ns)
             raise
 
@@ -374,9 +404,11 @@ class Dispatcher:
                 continue
             for ticket in queue.batcher.expire(now_ns):
                 if not ticket.flow.done:
-                    self._give_up(queue, ticket, now_ns)
                     waited = f"it waited {(now_ns - ticket.queued_ns) // 1_000_000} ms in the queue of model"
-                    self._fail(ticket.flow, Unavailable(f"Request timeout expired: {waited} '{queue.key.name}'"))
+                    text = f"Request timeout expired: {waited} '{queue.key.name}'"
+                    error = located(Unavailable(text), ticket.flow, ticket.node)
+                    self._give_up(queue, ticket, now_ns)
+                    self._fail(ticket.flow, error)
             self._mark(queue)
 
     def _start(self, queue: ModelQueue, now_ns: int) -> None:
@@ -428,7 +460,16 @@ class Dispatcher:
             queue.is_dirty = True
             self._dirty.append(queue)
 
+    def _over(self, flow: Flow) -> None:
+        self._end(flow)
+        self._answered(flow)
+
+    def _can_start(self, queue: ModelQueue, kept_by: Sequence[Batch]) -> bool:
+        """Whether a batch of this queue could ever be started if these kept their instances for ever."""
+        return sum(batch.queue is queue for batch in kept_by) < len(queue.instances)
+
     def _fail(self, flow: Flow, error: FlowserveError) -> None:
+        flow = flow.whole
         # Without its traceback: its frames hold the flow and its tensors, in a circle that only the collector opens.
         flow.error = error.with_traceback(None)
         self._end(flow)
@@ -442,6 +483,12 @@ class Dispatcher:
 
     def _withdraw(self, flow: Flow) -> list[ModelQueue]:
         left: list[ModelQueue] = []
+        if isinstance(flow, StreamFlow):
+            self.streams.ended(flow)
+            for one in dict.fromkeys(flow.route):
+                left += [one] * one.batcher.withdraw(flow)
+                self._mark(one)
+            return left
         for node in flow.plan.nodes:
             if not flow.missing[node.index]:
                 queue: ModelQueue = flow.route[node.index]

@@ -12,13 +12,14 @@ Always true between two calls of `pump` (see `check`), besides what dispatcher.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Final
 
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue, tell_nobody
 from flowserve.scheduling.limiter import Account, Limiter, Needs, Resource
 from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.streams import StreamFlow
 
 # So many executions may take what a waiting queue needs, while it comes before them; then its resources are kept.
 OVERTAKEN_MAX: Final = 16
@@ -51,8 +52,9 @@ class LimitedDispatcher(Dispatcher):
         limiter: Limiter,
         overtaken_max: int = OVERTAKEN_MAX,
         refused: Callable[[ModelQueue, Ticket, int], None] = tell_nobody,
+        told: Callable[[StreamFlow], None] = tell_nobody,
     ) -> None:
-        super().__init__(run, answered, refused)
+        super().__init__(run, answered, refused, told)
         self.limiter = limiter
         self._overtaken_max = overtaken_max
         self._contenders: dict[ModelQueue, _Contender] = {}
@@ -77,8 +79,11 @@ class LimitedDispatcher(Dispatcher):
         while True:
             while self._dirty:  # an inline batch adds to it
                 self._await_turn(self._dirty.popleft(), now_ns)
-            if not self._start_next(now_ns):
+            if self._start_next(now_ns):
+                continue
+            if not self.streams.is_due:
                 return
+            self.streams.settle(now_ns)
 
     def next_deadline(self) -> int | None:
         """When `pump` should be called even if nothing happens, or None. Time alone brings nothing to those who wait
@@ -147,13 +152,56 @@ class LimitedDispatcher(Dispatcher):
         return False
 
     def _kept(self, skipped: dict[_Contender, Account], contender: _Contender) -> dict[Resource, int]:
-        """What is kept from a contender for those before it that were overtaken too often."""
+        """What is kept from a contender for those before it that were overtaken too often. Nothing is kept from what
+        somebody has called for whom they wait themselves.
+        """
         kept: dict[Resource, int] = {}
+        callers = self.calls.waiting_for(contender.queue) if self.calls else ()
         for other, account in skipped.items():
             if other is not contender and other.overtaken >= self._overtaken_max:
+                if callers and self._waits_for(account, callers):
+                    continue
                 for resource, count in account.needs.amounts.items():
                     kept[resource] = kept.get(resource, 0) + count
         return kept
+
+    def _waits_for(self, account: Account, callers: Collection[Batch]) -> bool:
+        """Whether an instance that waits for resources waits for one of these executions: for what it holds itself, or
+        for what others hold who wait for it, or for what is kept from those.
+        """
+        seen: set[Batch] = set()
+        asked = {account}
+        needy = [account]
+        while needy:
+            needs = needy.pop().needs.amounts.keys()
+            holders = [batch for batch in self.calls if not needs.isdisjoint(self._account(batch).needs.amounts)]
+            while holders:
+                batch = holders.pop()
+                if batch in callers:
+                    return True
+                if batch in seen:
+                    continue
+                seen.add(batch)
+                for queue in self.calls.queues_of(batch):
+                    holders += [other for other in self.calls if other.queue is queue]
+                    before = [one for one in self._keepers_before(queue) if one not in asked]
+                    asked.update(before)
+                    needy += before
+        return False
+
+    def _keepers_before(self, queue: ModelQueue) -> list[Account]:
+        """The accounts for which something that this queue needs is kept."""
+        needs = {name for account in self._contenders[queue].accounts.values() for name in account.needs.amounts}
+        return [
+            account
+            for other in self._waiting
+            if other is not queue and self._contenders[other].overtaken >= self._overtaken_max
+            for account in self._contenders[other].accounts.values()
+            if not needs.isdisjoint(account.needs.amounts)
+        ]
+
+    def _account(self, batch: Batch) -> Account:
+        return self._contenders[batch.queue].accounts[batch.instance]
 
     def _next_tickets(self, queue: ModelQueue, now_ns: int) -> list[Ticket] | None:
         """What runs next of a queue: the rest of a batch that failed, or a new batch."""
@@ -176,6 +224,20 @@ class LimitedDispatcher(Dispatcher):
         contender.is_idle = self._is_empty(contender.queue)
         contender.overtaken = 0
         return True
+
+    def _can_start(self, queue: ModelQueue, kept_by: Sequence[Batch]) -> bool:
+        """Not where those who keep their instances for ever keep resources, too, that it needs."""
+        kept: dict[Resource, int] = {}
+        for batch in kept_by:
+            for resource, count in self._contenders[batch.queue].accounts[batch.instance].needs.amounts.items():
+                kept[resource] = kept.get(resource, 0) + count
+        counts = self.limiter.counts()
+        busy = [batch.instance for batch in kept_by if batch.queue is queue]
+        return any(
+            all(counts[resource] - kept.get(resource, 0) >= count for resource, count in account.needs.amounts.items())
+            for instance, account in self._contenders[queue].accounts.items()
+            if instance not in busy
+        )
 
     def _set_free(self, batch: Batch) -> None:
         self.limiter.end(self._contenders[batch.queue].accounts[batch.instance])

@@ -166,7 +166,7 @@ class PolicyBatcher:
         return refused
 
     def withdraw(self, flow: Flow) -> int:
-        gone = [ticket for ticket in self._tickets() if ticket.flow is flow]
+        gone = [ticket for ticket in self._tickets() if ticket.flow is flow or ticket.flow.done]
         for ticket in gone:
             self._expiries.discard(ticket)
             self._remove(ticket)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.graph.plan import Plan, PlanNode
+from flowserve.scheduling.lineage import located
 
 
 class Facts(Protocol):
@@ -117,6 +118,11 @@ class Flow:
         self.compute_infer_ns = 0
         self.compute_output_ns = 0
 
+    @property
+    def whole(self) -> Flow:
+        """The request's flow; of one of its iterations (streams.py) that is another."""
+        return self
+
     def begin(self) -> list[Ticket]:
         """The steps that need nothing but the request's own inputs. Raises `Invalid` where a step cannot take them."""
         plan = self.plan
@@ -169,13 +175,13 @@ class Flow:
                 if rows == -1:
                     rows = here
                 elif here != rows:
-                    raise Invalid(
-                        f"step '{node.name}': input batch size does not match other inputs for '{node.model.name}'"
-                    )
+                    text = f"input batch size does not match other inputs for '{node.model.name}'"
+                    raise located(Invalid(text), self, node)
             if rows == -1:
                 rows = 1
             elif rows > node.max_batch_size:
-                raise Invalid(f"inference request batch-size must be <= {node.max_batch_size} for '{node.model.name}'")
+                text = f"inference request batch-size must be <= {node.max_batch_size} for '{node.model.name}'"
+                raise located(Invalid(text), self, node)
         if node.checks:
             self._check_shapes(node)
         if not node.variable and not node.optional:
@@ -205,18 +211,18 @@ class Flow:
             if len(shape) != len(dims) or any(w not in (-1, g) for w, g in zip(dims, shape, strict=True)):
                 name = self.plan.graph.nodes[node.index].inputs[i].name
                 wanted = [-1, *dims] if first else list(dims)
-                raise Invalid(
-                    f"unexpected shape for input '{name}' for model '{node.model.name}'. "
-                    f"Expected {_list(wanted)}, got {_list(handle.shape)}"
-                )
+                text = f"unexpected shape for input '{name}' for model '{node.model.name}'. "
+                text += f"Expected {_list(wanted)}, got {_list(handle.shape)}"
+                raise located(Invalid(text), self, node)
 
     def _deadlock(self, node: PlanNode, slot: int) -> ModelFailed:
         output = self.plan.graph.nodes[node.index].outputs[node.outputs.index(slot)].name
-        return ModelFailed(
+        text = (
             f"unexpected deadlock, at least one output is not set while no more "
             f"ensemble steps can be made: step '{node.name}' answered without its output '{output}', which "
             f"step '{self.plan.needed_by[slot]}' cannot do without"
         )
+        return located(ModelFailed(text), self, node)
 
     def check(self) -> None:
         """Assert the numbered promises. For tests and simulation."""

@@ -1,0 +1,148 @@
+"""How deep each node of a graph with decoupled nodes lies: how often its step runs for one request.
+
+Decided here: what a decoupled node answers lies one level below the node itself. A request is the one iteration of
+level 0; each answer of the decoupled node of level d starts an iteration of level d + 1, and every node of that level
+runs once in it. A node lies as deep as the deepest tensor it reads; what it reads from above (a tensor of the request,
+one of a node that answers once) is the same in all iterations. So the levels of a graph are nested like loops, one
+inside the other: two decoupled nodes side by side have no common count, and whatever joins them is refused by rule G20.
+
+Nothing here runs anything; scheduling/streams.py counts by these numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowserve.graph.types import GRAPH, Edge, Graph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nesting:
+    """`depth[n]`: the level of node n. `splits[d]`: the decoupled node of level d, whose answers are iterations of
+    level d + 1; so `len(splits)` is the level whose iterations are the graph's answers. `missing[n]`: how many tensors
+    of its own level, made by nodes, node n waits for. `late[n]`: the nodes above that it waits for besides.
+    `firsts[d]`: the nodes of level d + 1 that wait for nothing of their level but the answer itself. `answer_late`: the
+    nodes above that the graph's answers wait for.
+
+    By slot: `consumers[s]` are its readers on its own level, `below[s]` whether anybody deeper reads it, `readers[s]`
+    how many there are on its own level, and one more, who never is done, where somebody reads it deeper.
+    `frees[n]`: the slots of its own level that node n reads. `limits[n]`: steps of it under way at once, 0 for any.
+    """
+
+    depth: tuple[int, ...]
+    splits: tuple[int, ...]
+    missing: tuple[int, ...]
+    late: tuple[tuple[int, ...], ...]
+    answer_late: tuple[int, ...]
+    firsts: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[int, ...], ...]
+    below: tuple[bool, ...]
+    readers: tuple[int, ...]
+    frees: tuple[tuple[int, ...], ...]
+    limits: tuple[int, ...]
+    is_shared: bool
+
+
+def origins(graph: Graph, edges: Sequence[Edge]) -> list[tuple[int, ...]]:
+    """For each node, the decoupled nodes whose answers it runs once for, outermost first. Where what it reads has no
+    common count, all of them, so that one is not the beginning of another.
+    """
+    found: list[tuple[int, ...]] = [()] * len(graph.nodes)
+    feeding: dict[int, list[int]] = {}
+    for edge in edges:
+        feeding.setdefault(edge.consumer, []).append(edge.producer)
+    for node in graph.nodes:  # in topological order
+        found[node.index] = joined([written_by(graph, found, one) for one in feeding.get(node.index, ())])
+    return found
+
+
+def outcome(graph: Graph, edges: Sequence[Edge]) -> tuple[int, ...]:
+    """The same for the graph's answers."""
+    found = origins(graph, edges)
+    return joined([written_by(graph, found, edge.producer) for edge in edges if edge.consumer == GRAPH])
+
+
+def joined(chains: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The longest of the chains where each is the beginning of the next; else all that is in them, which nothing is the
+    beginning of.
+    """
+    longest = max(chains, key=len, default=())
+    if all(longest[: len(chain)] == chain for chain in chains):
+        return longest
+    return tuple(dict.fromkeys(one for chain in chains for one in chain))
+
+
+def are_nested(chains: Sequence[tuple[int, ...]]) -> bool:
+    """Whether each chain is the beginning of the longest: then tensors with these origins can be read together."""
+    longest = max(chains, key=len, default=())
+    return all(longest[: len(chain)] == chain for chain in chains)
+
+
+def written_by(graph: Graph, found: Sequence[tuple[int, ...]], producer: int) -> tuple[int, ...]:
+    """The origins of what a node (or the request) writes."""
+    if producer == GRAPH:
+        return ()
+    return (*found[producer], producer) if graph.nodes[producer].decoupled else found[producer]
+
+
+def nesting(graph: Graph, edges: Sequence[Edge], slot_of: dict[tuple[int, int], int]) -> Nesting | None:
+    """The levels of a well-formed graph; None where every step runs once and no limit is shared."""
+    active = {edge.consumer for edge in edges if edge.consumer != GRAPH}
+    active |= {edge.producer for edge in edges if edge.producer != GRAPH}
+    is_shared = graph.shares_limits and any(node.max_inflight for node in graph.nodes)
+    if not is_shared and not any(graph.nodes[index].decoupled for index in active):
+        return None
+    splits = outcome(graph, edges)
+    depth = [len(chain) for chain in origins(graph, edges)]
+    slots = len(slot_of)
+    level = [0] * slots
+    makers = [GRAPH] * slots
+    for (producer, _), slot in slot_of.items():
+        makers[slot] = producer
+        if producer != GRAPH:
+            level[slot] = depth[producer] + graph.nodes[producer].decoupled
+    reads: list[list[int]] = [[] for _ in graph.nodes]
+    consumers: list[list[int]] = [[] for _ in range(slots)]
+    below = [False] * slots
+    for edge in edges:
+        slot = slot_of[edge.producer, edge.output]
+        if edge.consumer == GRAPH:
+            below[slot] = True  # answers are read when their iteration is over
+            continue
+        if slot in reads[edge.consumer]:
+            continue
+        reads[edge.consumer].append(slot)
+        if level[slot] == depth[edge.consumer]:
+            consumers[slot].append(edge.consumer)
+        else:
+            below[slot] = True
+    own = [[slot for slot in read if level[slot] == depth[n]] for n, read in enumerate(reads)]
+    late = [
+        {makers[slot] for slot in read if level[slot] < depth[n] and makers[slot] not in (GRAPH, *splits)}
+        for n, read in enumerate(reads)
+    ]
+    answered = {edge.producer for edge in edges if edge.consumer == GRAPH and edge.producer not in (GRAPH, *splits)}
+    firsts = [
+        tuple(
+            n
+            for n in range(len(graph.nodes))
+            if n in active and depth[n] == d + 1 and all(makers[slot] == split for slot in own[n])
+        )
+        for d, split in enumerate(splits)
+    ]
+    return Nesting(
+        depth=tuple(depth),
+        splits=splits,
+        missing=tuple(sum(makers[slot] != GRAPH for slot in read) for read in own),
+        late=tuple(tuple(sorted(one)) for one in late),
+        answer_late=tuple(sorted(n for n in answered if depth[n] < len(splits))),
+        firsts=tuple(firsts),
+        consumers=tuple(map(tuple, consumers)),
+        below=tuple(below),
+        readers=tuple(len(consumers[slot]) + below[slot] for slot in range(slots)),
+        frees=tuple(map(tuple, own)),
+        # Alone, a request has one step of a node of level 0 under way at most.
+        limits=tuple(node.max_inflight if depth[node.index] or is_shared else 0 for node in graph.nodes),
+        is_shared=is_shared,
+    )

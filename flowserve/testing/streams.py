@@ -1,0 +1,393 @@
+"""Graphs whose steps answer many times, in simulated time: the real machines, simulated models and readers.
+
+Decided here: which random worlds there are (levels nested in levels, branches that join again, tensors from above,
+several instances, limits, slow readers, failures, callers who leave), and what is looked at after every turn. One
+seed gives one history.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from random import Random
+
+from flowserve.errors import ModelFailed
+from flowserve.graph.nesting import are_nested, joined
+from flowserve.graph.plan import NO_SLOT, make_plan
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.credits import Streams
+from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.streams import Iteration, Slots, Source, StreamFlow
+from flowserve.values import DType, TensorSpec
+
+PORT = TensorSpec("X", DType.FP32, (-1,))
+STEPS_MAX = 50_000
+
+
+@dataclass(unsafe_hash=True)
+class Content:
+    """What stands for a tensor: who made it, out of what. Equal only where everything it came from is."""
+
+    made_of: tuple[object, ...]
+    start: int = 0
+    stop: int = 1
+    shape: tuple[int, ...] = (1, 2)
+
+
+@dataclass
+class Model:
+    """`answers`: how often a step answers, by what it read; None for a model that answers once. `ns`: how long it takes
+    between answers, or for its batch. `keeps_instance`: it answers before execute returns, not from a thread.
+    """
+
+    key: ModelKey
+    instances: int = 1
+    ns: tuple[int, int] = (1, 1)
+    answers: Callable[[Content], int] | None = None
+    keeps_instance: bool = True
+    max_batch_size: int = 8
+
+
+@dataclass
+class StreamRequest:
+    number: int
+    arrives_ns: int = 0
+    leaves_after_ns: int | None = None
+    reads_every_ns: int = 0
+    fails_at: Content | None = None  # the model that makes this fails instead
+
+
+def make_graph(
+    models: list[Model], wires: list[tuple[int, list[int]]], outputs: list[int], limit: int, *, is_shared: bool = False
+) -> Graph:
+    """`wires[n]`: node n's model and the nodes it reads (GRAPH for the request), all through one port each."""
+    nodes, edges = [], []
+    for n, (m, reads) in enumerate(wires):
+        inputs = tuple(TensorSpec(f"I{i}", DType.FP32, (-1,)) for i in range(len(reads)))
+        nodes.append(
+            Node(
+                n,
+                f"n{n}",
+                models[m].key,
+                inputs,
+                (PORT,),
+                models[m].max_batch_size,
+                decoupled=models[m].answers is not None,
+                max_inflight=limit,
+            )
+        )
+        edges += [Edge(f"t{read}", read, 0, n, i) for i, read in enumerate(reads)]
+    edges += [Edge(f"t{read}", read, 0, GRAPH, i) for i, read in enumerate(outputs)]
+    out = tuple(TensorSpec(f"O{i}", DType.FP32, (-1,)) for i in range(len(outputs)))
+    return Graph("g", 1, (PORT,), out, 1, tuple(nodes), tuple(edges), is_ensemble=True, shares_limits=is_shared)
+
+
+def draw_wires(random: Random, models: list[Model]) -> tuple[list[tuple[int, list[int]]], list[int]]:
+    """A random well-formed graph over these models: every node leads to an output, all levels are nested."""
+    chains: list[tuple[int, ...]] = []
+    below: dict[int, tuple[int, ...]] = {GRAPH: ()}
+    wires: list[tuple[int, list[int]]] = []
+    spine: tuple[int, ...] = ()
+    for n in range(random.randint(1, 6)):
+        plain = [m for m, model in enumerate(models) if model.answers is None]
+        decoupled = [m for m, model in enumerate(models) if model.answers is not None]
+        splits = len(spine) < 2 and bool(decoupled) and random.random() < 0.45
+        reads = sorted({random.choice([*below]) for _ in range(random.randint(1, 3))})
+        if splits:
+            deepest = [one for one in below if below[one] == spine]
+            reads = sorted({*reads, random.choice(deepest)})
+        chain = joined([below[read] for read in reads])
+        assert are_nested([below[read] for read in reads])
+        chains.append(chain)
+        wires.append((random.choice(decoupled if splits else plain), reads))
+        below[n] = (*chain, n) if splits else chain
+        if splits:
+            spine = below[n]
+    read = {one for _, reads in wires for one in reads}
+    outputs = [n for n in range(len(wires)) if n not in read] or [len(wires) - 1]
+    return wires, outputs
+
+
+def right_answers(graph: Graph, models: dict[ModelKey, Model], request: StreamRequest) -> list[list[Content]]:
+    """What each answer to a request holds, in order; plain nested loops."""
+    plan = make_plan(graph)
+    splits = plan.nesting.splits if plan.nesting else ()
+
+    def loop(depth: int, values: dict[int, Content]) -> Iterator[list[Content]]:
+        values = dict(values)
+        ready = [n for n in range(len(graph.nodes)) if _depth(plan, n) == depth and n not in splits]
+        for n in [*ready, *splits[depth : depth + 1]]:
+            made = made_by(graph.nodes[n], [values[edge.producer] for edge in _inputs(graph, n)])
+            if n not in splits:
+                values[n] = made
+                continue
+            answers = models[graph.nodes[n].model].answers
+            assert answers is not None
+            for number in range(answers(made)):
+                yield from loop(depth + 1, {**values, n: Content((*made.made_of, number))})
+        if depth == len(splits):
+            yield [values[edge.producer] for edge in graph.edges if edge.consumer == GRAPH]
+
+    return [*loop(0, {GRAPH: Content((request.number,))})]
+
+
+def _depth(plan: object, n: int) -> int:
+    nesting = plan.nesting  # type: ignore[attr-defined]
+    return 0 if nesting is None else int(nesting.depth[n])
+
+
+def _inputs(graph: Graph, n: int) -> list[Edge]:
+    return sorted((edge for edge in graph.edges if edge.consumer == n), key=lambda edge: edge.input)
+
+
+def made_by(node: Node, read: list[Content]) -> Content:
+    return Content((node.index, *(one.made_of for one in read)))
+
+
+@dataclass
+class StreamSim:
+    """Lives through requests to one graph. `most[n]`: the most steps of node n that one request had under way."""
+
+    graph: Graph
+    models: list[Model]
+    requests: list[StreamRequest]
+    seed: int = 0
+    time: int = 0
+    answers: dict[int, list[list[Content | None]]] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)  # "" or why it failed
+    most: Counter[int] = field(default_factory=Counter)
+    most_live: int = 0
+    started: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+        self._by_key = {model.key: model for model in self.models}
+        self.dispatcher = Dispatcher(self._run, self._over, told=self._told)
+        self.queues = {
+            model.key: ModelQueue(model.key, _batcher(model), range(model.instances)) for model in self.models
+        }
+        for queue in self.queues.values():
+            self.dispatcher.add(queue)
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._tie = count()
+        self.plan = make_plan(self.graph)
+        self.flows: dict[int, StreamFlow] = {}
+        self._reading: set[int] = set()
+        self.running: dict[Ticket, None] = {}  # steps that were started and are not over
+        nesting = self.plan.nesting
+        self.shared = Slots(nesting.limits) if nesting is not None and nesting.is_shared else None
+        for request in self.requests:
+            self._at(request.arrives_ns, partial(self._arrive, request))
+
+    @property
+    def streams(self) -> Streams:
+        return self.dispatcher.streams
+
+    def run(self) -> StreamSim:
+        for _ in range(STEPS_MAX):
+            if not self._agenda:
+                self.check_end()
+                return self
+            self.time = self._agenda[0][0]
+            while self._agenda and self._agenda[0][0] == self.time:
+                heapq.heappop(self._agenda)[2]()
+            self.dispatcher.pump(self.time)
+            self.check()
+        raise AssertionError("no end")
+
+    def _at(self, time: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time, next(self._tie), act))
+
+    def _arrive(self, request: StreamRequest) -> None:
+        route = [self.queues[node.model] for node in self.plan.nodes]
+        given = [Content((request.number,))]
+        stream = StreamFlow(self.plan, route, given, self.time, request.number, request, shared=self.shared)
+        self.flows[request.number] = stream
+        self.answers[request.number] = []
+        self.streams.admit(stream)
+        self.dispatcher.submit(stream)
+        if request.leaves_after_ns is not None:
+            self._at(self.time + request.leaves_after_ns, partial(self._leave, request))
+
+    def _leave(self, request: StreamRequest) -> None:
+        stream = self.flows[request.number]
+        if not stream.done:
+            self.ended[request.number] = "left"
+            self.dispatcher.cancel(stream)
+            self.dispatcher.cancel(stream)
+
+    def _run(self, batch: Batch) -> None:
+        model = self._by_key[batch.queue.key]
+        assert sum(ticket.rows for ticket in batch.tickets) <= max(model.max_batch_size, 1)
+        assert not any(ticket.flow.done for ticket in batch.tickets)
+        self.running.update(dict.fromkeys(batch.tickets))
+        self.started += [(ticket.flow.stamp, ticket.node.name) for ticket in batch.tickets]
+        if model.answers is None:
+            self._at(self.time + self._random.randint(*model.ns), partial(self._return, batch))
+            return
+        runs = [Running(self, batch, m, model) for m in range(len(batch.tickets))]
+        if not model.keeps_instance:
+            self.dispatcher.execute_returned(batch)
+        for one, following in zip(runs, [*runs[1:], None], strict=True):
+            one.following = following if model.keeps_instance else None
+        for one in runs[: 1 if model.keeps_instance else None]:
+            one.go_on()
+
+    def _return(self, batch: Batch) -> None:
+        outputs: list[list[Facts | None]] = [[]]
+        errors = {}
+        for m, ticket in enumerate(batch.tickets):
+            del self.running[ticket]
+            if ticket.flow.done:
+                outputs[0].append(None)
+                continue
+            made = made_by(self.graph.nodes[ticket.node.index], [ticket.flow.tensors[s] for s in ticket.node.inputs])
+            outputs[0].append(made)
+            if made == ticket.flow.request.fails_at:
+                errors[m] = ModelFailed("as it was told")
+        self.dispatcher.batch_done(batch, outputs, errors, self.time)
+
+    def _told(self, stream: StreamFlow) -> None:
+        number = stream.stamp
+        if number not in self._reading:
+            self._reading.add(number)
+            self._at(self.time + stream.request.reads_every_ns, partial(self._read, stream))
+
+    def _read(self, stream: StreamFlow) -> None:
+        self._reading.discard(stream.stamp)
+        self._take(stream)
+        if stream.answers:
+            self._told(stream)
+
+    def _take(self, stream: StreamFlow) -> None:
+        answer = stream.take()
+        if answer is not None and self.ended.get(stream.stamp) != "left":
+            held = [answer.tensors[slot] if slot != NO_SLOT else None for slot in self.plan.output_slots]
+            self.answers[stream.stamp].append(held)
+
+    def _over(self, flow: Flow) -> None:
+        assert isinstance(flow, StreamFlow)
+        assert flow.stamp not in self.ended, "ended twice"
+        self.ended[flow.stamp] = "" if flow.error is None else str(flow.error)
+        while flow.answers:
+            self._take(flow)
+
+    def check(self) -> None:
+        self.dispatcher.check()
+        nesting = self.plan.nesting
+        assert nesting is not None
+        together: Counter[int] = Counter()
+        for stream in self.flows.values():
+            stream.check()
+            if stream.done:
+                continue
+            self.most_live = max(self.most_live, len(stream.live))
+            under_way = self._under_way(stream)
+            together += under_way
+            for n, steps in under_way.items():
+                self.most[n] = max(self.most[n], steps)
+                limit = nesting.limits[n]
+                assert not limit or steps <= limit, f"{steps} steps of node {n} are under way"
+        if self.shared is not None:
+            assert all(steps <= nesting.limits[n] for n, steps in together.items() if nesting.limits[n])
+
+    def _under_way(self, stream: StreamFlow) -> Counter[int]:
+        """The steps that wait in queues or run: seen from the queues and batches, not from the stream's own counts."""
+        queues = dict.fromkeys(stream.route)
+        tickets = [*self.running, *(ticket for queue in queues for ticket in queue.batcher._waiting)]
+        return Counter(
+            ticket.node.index
+            for ticket in tickets
+            if isinstance(ticket.flow, Iteration) and ticket.flow.stream is stream
+        )
+
+    def check_end(self) -> None:
+        for request in self.requests:
+            right = right_answers(self.graph, self._by_key, request)
+            ended, got = self.ended[request.number], self.answers[request.number]
+            assert got == right[: len(got)], f"request {request.number}: {got} is not {right}"
+            assert ended or len(got) == len(right), f"request {request.number} got {len(got)} of {len(right)}"
+            if not ended:
+                assert request.fails_at is None, "it failed, and nobody was told"
+            stream = self.flows[request.number]
+            assert stream.done
+            assert not stream.live
+            slots = stream.slots
+            if slots is not None:
+                assert not any(slots.promised), f"{slots.promised} slots were promised to nobody"
+            if slots is not None and (stream.nesting.is_shared or not ended):
+                assert not any(slots.taken), f"{slots.taken} slots never came home"
+        for queue in self.queues.values():
+            assert len(queue.free) == len(queue.instances), f"{queue.key}: an instance never came home"
+            assert not len(queue.batcher)
+
+
+class Running:
+    """One step of a decoupled model, as a thread that sends and waits: the other side of `Streams`."""
+
+    def __init__(self, sim: StreamSim, batch: Batch, m: int, model: Model) -> None:
+        self.sim, self.batch, self.model = sim, batch, model
+        source = batch.tickets[m]
+        assert isinstance(source, Source)
+        self.source = source
+        self.following: Running | None = None
+        self.is_cancelled = False
+        self.is_waiting = False
+        made = made_by(sim.graph.nodes[source.node.index], [source.flow.tensors[slot] for slot in source.node.inputs])
+        self.made, self.sent, self.credit = made, 0, 0
+        assert model.answers is not None
+        self.total = model.answers(made)
+        self.credit += sim.streams.start(source, self, sim.time)
+
+    def grant(self, count: int) -> None:
+        self.credit += count
+        if self.is_waiting:
+            self.is_waiting = False
+            self.sim._at(self.sim.time, self._send)
+
+    def withdraw(self) -> None:
+        self.is_cancelled = True
+        if self.is_waiting:
+            self.is_waiting = False
+            self.sim._at(self.sim.time, self._end)
+
+    def go_on(self) -> None:
+        if self.is_cancelled or self.sent == self.total:
+            self.sim._at(self.sim.time, self._end)
+        else:
+            self.sim._at(self.sim.time + self.sim._random.randint(*self.model.ns), self._send)
+
+    def _send(self) -> None:
+        if self.is_cancelled:
+            self._end()
+            return
+        if not self.credit:
+            self.is_waiting = True
+            self.sim.streams.wait(self.source, self.batch if self.model.keeps_instance else None)
+            return
+        self.credit -= 1
+        answer = Content((*self.made.made_of, self.sent))
+        self.sent += 1
+        if answer == self.source.flow.request.fails_at:
+            self.sim.streams.failed(self.source, ModelFailed("as it was told"))
+        else:
+            self.sim.streams.answer(self.source, [answer], self.sim.time)
+        self.go_on()
+
+    def _end(self) -> None:
+        self.sim.running.pop(self.source)
+        self.sim.streams.last(self.source, self.sim.time)
+        if self.following is not None:
+            self.following.go_on()
+        elif self.model.keeps_instance:
+            self.sim.dispatcher.execute_returned(self.batch)
+
+
+def _batcher(model: Model) -> Batcher:
+    return DynamicBatcher(BatchPolicy.simple(model.max_batch_size)) if model.max_batch_size else OneByOne()
