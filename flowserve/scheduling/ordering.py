@@ -10,10 +10,11 @@ batch that is tried again by halves keeps its place.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 
 from flowserve.errors import FlowserveError
-from flowserve.scheduling.router import Facts, Ticket
+from flowserve.scheduling.router import Facts, Flow, Ticket
 
 # (m, ticket, outputs, errors): what `Dispatcher.batch_done` was told of the batch in which the ticket was the m-th.
 Outcome = tuple[int, Ticket, Sequence[Sequence[Facts | None]], Mapping[int, FlowserveError]]
@@ -54,6 +55,10 @@ class Order:
             if outcome is not None:
                 return outcome
         return None
+
+    def ahead_of(self, flow: Flow) -> Iterator[Ticket]:
+        """Those in line before the first ticket of `flow`; all of them where it has none there."""
+        return takewhile(lambda ticket: ticket.flow.whole is not flow, self._line)
 
     def check(self) -> None:
         """Assert that whoever could go has gone. For tests and simulation, between two calls of `pump`."""

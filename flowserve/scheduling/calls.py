@@ -1,0 +1,181 @@
+"""Models that call other models: who waits for whom, and calls that nobody could ever answer.
+
+Decided here: which executions wait for which requests, and that a call is refused where only executions that wait for
+it could serve it. An execution that has called keeps its instance, and its resources, until it has its answers. A call
+can be served where each of its steps can: by the execution that has it, or by any instance that some execution which
+is able to finish has, or that nobody has. What is refused is named as the circle it is; nothing here waits for time.
+
+Always true: of the calls that were let through, each can be served some day. A call never makes another one of them
+hopeless, because then it would be hopeless itself: the circle goes through it.
+
+Requests that call nobody never come here. This file does not know how an execution calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from flowserve.errors import Unavailable
+from flowserve.graph.plan import Plan, PlanNode
+from flowserve.scheduling.router import Facts, Flow, Ticket
+
+if TYPE_CHECKING:
+    from flowserve.scheduling.dispatcher import Batch, ModelQueue
+
+# Whether a batch of a queue could ever be started if these executions kept what they have for ever.
+CanStart = Callable[["ModelQueue", Sequence["Batch"]], bool]
+
+
+class CalledFlow(Flow):
+    """A request that a model made. `finished`: the steps that are over."""
+
+    __slots__ = ("finished",)
+
+    def __init__(self, plan: Plan, *arguments: Any, **options: Any) -> None:
+        super().__init__(plan, *arguments, **options)
+        self.finished: set[int] = set()
+
+    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+        self.finished.add(node.index)
+        return super().finish_step(node, outputs, m)
+
+
+class Calls:
+    """The executions of a server that wait for others, by their batches."""
+
+    def __init__(self, can_start: CanStart) -> None:
+        self._can_start = can_start
+        self._made: dict[Batch, list[CalledFlow]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def begin(self, batch: Batch, flow: CalledFlow) -> None:
+        """The execution of `batch` calls, and waits; `flow` is submitted next. Raises Unavailable where it would wait
+        for ever.
+        """
+        self._made.setdefault(batch, []).append(flow)
+        hopeless = _Hopeless(self._made, self._can_start)
+        if hopeless.is_hopeless(flow):
+            refusal = Unavailable(hopeless.words(flow, batch))
+            self.over(batch, flow)
+            raise refusal
+
+    def over(self, batch: Batch, flow: CalledFlow) -> None:
+        """The execution has its answer, or does not wait for it any more. Harmless afterwards."""
+        flows = self._made.get(batch, [])
+        if flow in flows:
+            flows.remove(flow)
+            if not flows:
+                del self._made[batch]
+
+    def batch_over(self, batch: Batch) -> None:
+        """The execution has ended: whatever it did not wait for keeps nobody any more."""
+        self._made.pop(batch, None)
+
+    def waiting_for(self, queue: ModelQueue) -> set[Batch]:
+        """The executions that cannot end before this queue's turn comes, directly or through others that they wait
+        for.
+        """
+        found: set[Batch] = set()
+        new = {batch for batch, flows in self._made.items() if any(_reaches(flow, queue) for flow in flows)}
+        while new:
+            found |= new
+            served = {ticket.flow.whole for batch in new for ticket in batch.tickets}
+            new = {batch for batch, flows in self._made.items() if not served.isdisjoint(flows)} - found
+        return found
+
+    def queues_of(self, batch: Batch) -> list[ModelQueue]:
+        """The queues on the way of what this execution waits for."""
+        return [flow.route[node.index] for flow in self._made.get(batch, ()) for node in _pending(flow)]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._made)
+
+
+class _Hopeless:
+    """The executions that would wait for ever if nothing were done about it. `stuck` shrinks to them."""
+
+    def __init__(self, made: dict[Batch, list[CalledFlow]], can_start: CanStart) -> None:
+        self._made = made
+        self._can_start = can_start
+        self._running: dict[tuple[Flow, int], list[Batch]] = {}
+        for batch in made:
+            for ticket in batch.tickets:
+                self._running.setdefault((ticket.flow.whole, ticket.node.index), []).append(batch)
+        self.stuck = dict.fromkeys(made)
+        while able := [batch for batch in self.stuck if not any(map(self.is_hopeless, made[batch]))]:
+            for batch in able:
+                del self.stuck[batch]
+
+    def is_hopeless(self, flow: CalledFlow) -> bool:
+        return any(self._blocks(flow, node) for node in _pending(flow))
+
+    def words(self, flow: CalledFlow, caller: Batch) -> str:
+        """Why nobody can ever answer a call that is hopeless."""
+        path = self._path(flow, caller)
+        queue = next(queue for queue, blockers in self._blocked(flow) if path[0] in blockers)
+        names = [*(batch.queue.key.name for batch in path), queue.key.name]
+        circle = " -> ".join(f"'{name}'" for name in names)
+        why = "whoever could answer it waits for it"
+        hint = "give one of these models another instance (instance_group count), or join them in an ensemble"
+        if names[0] != names[-1]:
+            why = f"'{names[-1]}' needs resources that '{names[0]}' holds until then"
+            hint = "there must be more of them (--rate-limit-resource), or the models must ask for less"
+        return f"model {circle}: this call can never be answered, because {why}; {hint}"
+
+    def _path(self, flow: CalledFlow, caller: Batch) -> list[Batch]:
+        """The shortest chain of executions from one that could have served `flow` to its caller, each of which waits
+        for the next.
+        """
+        came_from: dict[Batch, Batch | None] = {}
+        edge: deque[tuple[Batch | None, CalledFlow]] = deque([(None, flow)])
+        while caller not in came_from:
+            batch, called = edge.popleft()
+            for blocker in chain.from_iterable(blockers for _, blockers in self._blocked(called)):
+                if blocker not in came_from:
+                    came_from[blocker] = batch
+                    edge.extend((blocker, each) for each in self._made[blocker])
+        path = [caller]
+        while (before := came_from[path[0]]) is not None:
+            path.insert(0, before)
+        return path
+
+    def _blocked(self, flow: CalledFlow) -> Iterator[tuple[ModelQueue, list[Batch]]]:
+        """The queues of the steps that can never run, each with whoever keeps them from it."""
+        for node in _pending(flow):
+            if self._blocks(flow, node):
+                queue = flow.route[node.index]
+                here = self._running.get((flow, node.index)) or [batch for batch in self.stuck if batch.queue is queue]
+                # Where none of them has an instance of the model, it is resources that they have.
+                yield queue, [batch for batch in here or self.stuck if batch in self.stuck]
+
+    def _blocks(self, flow: CalledFlow, node: PlanNode) -> bool:
+        running = self._running.get((flow, node.index))
+        if running is not None:
+            return any(batch in self.stuck for batch in running)
+        queue: ModelQueue = flow.route[node.index]
+        if self._is_behind(flow, queue):
+            return True
+        return not self._can_start(queue, [*self.stuck])
+
+    def _is_behind(self, flow: CalledFlow, queue: ModelQueue) -> bool:
+        """Whether its answer has to wait for that of a stuck execution, because the model keeps its order."""
+        if queue.order is None:
+            return False
+        ahead = {id(ticket) for ticket in queue.order.ahead_of(flow)}
+        return any(id(ticket) in ahead for batch in self.stuck if batch.queue is queue for ticket in batch.tickets)
+
+
+def _pending(flow: CalledFlow) -> Iterator[PlanNode]:
+    if not flow.done:
+        for node in flow.plan.nodes:
+            if node.writes and node.index not in flow.finished:
+                yield node
+
+
+def _reaches(flow: CalledFlow, queue: ModelQueue) -> bool:
+    return any(flow.route[node.index] is queue for node in _pending(flow))

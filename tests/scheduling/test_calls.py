@@ -1,0 +1,346 @@
+"""Models that call models: which calls wait, which could never be answered, and what a limiter must not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.errors import Unavailable
+from flowserve.graph.plan import make_plan
+from flowserve.graph.types import Graph
+from flowserve.scheduling.calls import CalledFlow
+from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.limited import OVERTAKEN_MAX, LimitedDispatcher
+from flowserve.scheduling.limiter import Available, Limiter, Needs
+from flowserve.testing.recorder import Recorder, rows_of, simple_model
+from flowserve.testing.strategies import chain_graph, plain_graph
+
+MODELS = [simple_model(number, max_batch_size=2) for number in range(4)]
+A, B, C, D = MODELS
+
+
+def call(server: Recorder, batch: Batch | None, graph: Graph, request: object = None) -> CalledFlow:
+    """What runs in `batch` calls `graph`. Raises Unavailable where it is refused."""
+    plan = make_plan(graph)
+    route = [server.queues[node.model] for node in plan.nodes]
+    flow = CalledFlow(plan, route, [rows_of()], 0, 1 << 40, request)
+    server.dispatcher.call(batch, flow)
+    return flow
+
+
+def run(server: Recorder, graph: Graph, request: object = "client") -> Batch:
+    """A client asks, and its batch starts."""
+    server.submit(graph, request)
+    server.turn()
+    return server.running[-1]
+
+
+def called(server: Recorder, batch: Batch, graph: Graph) -> Batch:
+    """It calls, and the batch of that starts."""
+    call(server, batch, graph)
+    server.turn()
+    return server.running[-1]
+
+
+def answer(server: Recorder, batch: Batch, caller: Batch, flow: CalledFlow) -> None:
+    server.done(batch)
+    server.turn()
+    assert flow.done
+    server.dispatcher.calls.over(caller, flow)
+
+
+# ------------------------------------------------------------------------------------------------- what can be answered
+
+
+def test_a_call_of_its_own_model_is_refused_where_it_has_one_instance(server: Recorder) -> None:
+    server.serve(A)
+    caller = run(server, plain_graph(A))
+    with pytest.raises(Unavailable, match="model 'a' -> 'a': this call can never be answered"):
+        call(server, caller, plain_graph(A))
+    server.done(caller)
+    server.turn()
+    assert server.answered() == ["client"]
+    assert not server.dispatcher.calls
+
+
+def test_and_answered_where_it_has_two(server: Recorder) -> None:
+    server.serve(A, instances=2)
+    caller = run(server, plain_graph(A))
+    flow = call(server, caller, plain_graph(A))
+    server.turn()
+    answer(server, server.running[-1], caller, flow)
+    assert not server.dispatcher.calls
+
+
+def test_a_busy_instance_that_will_be_free_is_waited_for(server: Recorder) -> None:
+    server.serve(A)
+    server.serve(B)
+    other = run(server, plain_graph(B), "other")
+    caller = run(server, plain_graph(A))
+    flow = call(server, caller, plain_graph(B))
+    server.turn()
+    server.done(other)
+    server.turn()
+    answer(server, server.running[-1], caller, flow)
+
+
+def test_a_circle_is_named_in_the_order_of_its_calls(server: Recorder) -> None:
+    for model in (A, B, C):
+        server.serve(model)
+    first = run(server, plain_graph(A))
+    second = called(server, first, plain_graph(B))
+    third = called(server, second, plain_graph(C))
+    with pytest.raises(Unavailable, match="model 'a' -> 'b' -> 'c' -> 'a':"):
+        call(server, third, plain_graph(A))
+    with pytest.raises(Unavailable, match="model 'b' -> 'c' -> 'b':"):
+        call(server, third, plain_graph(B))
+
+
+def test_the_last_instance_decides_whoever_has_the_others(server: Recorder) -> None:
+    server.serve(A, instances=2)
+    server.serve(B)
+    other = run(server, plain_graph(A), "other")
+    first = run(server, plain_graph(A))
+    second = called(server, first, plain_graph(B))
+    flow = call(server, second, plain_graph(A))  # the other will be done
+    server.turn()
+    with pytest.raises(Unavailable, match="model 'b' -> 'a' -> 'b':"):
+        call(server, other, plain_graph(B))  # ... and now not if it waits for those who wait for it
+    server.done(other)
+    server.turn()
+    answer(server, server.running[-1], second, flow)
+
+
+def test_steps_of_an_ensemble_that_are_over_are_not_waited_for(server: Recorder) -> None:
+    for model in (A, B, C):
+        server.serve(model)
+    first = run(server, plain_graph(A))
+    flow = call(server, first, chain_graph("chain", [B, C]))
+    server.turn()
+    of_b = server.running[-1]
+    server.done(of_b)
+    server.turn()
+    of_c = server.running[-1]
+    again = run(server, plain_graph(B), "client of b")
+    call(server, again, plain_graph(C))  # waits for of_c, which waits for nobody
+    server.turn()
+    server.done(of_c)
+    server.turn()
+    assert flow.done
+
+
+def test_a_later_step_of_an_ensemble_counts_from_the_beginning(server: Recorder) -> None:
+    server.serve(A)
+    server.serve(B)
+    caller = run(server, plain_graph(A))
+    with pytest.raises(Unavailable, match="model 'a' -> 'a':"):
+        call(server, caller, chain_graph("chain", [B, A]))
+
+
+def test_what_is_called_outside_of_an_execution_keeps_nobody(server: Recorder) -> None:
+    server.serve(A)
+    caller = run(server, plain_graph(A))
+    flow = call(server, None, plain_graph(A))
+    server.done(caller)
+    server.turn()
+    server.done(server.running[-1])
+    server.turn()
+    assert flow.done
+
+
+def test_an_execution_that_ended_waits_for_nobody(server: Recorder) -> None:
+    server.serve(A)
+    server.serve(B)
+    caller = run(server, plain_graph(A))
+    of_b = called(server, caller, plain_graph(B))
+    server.dispatcher.calls.batch_over(caller)
+    server.done(caller)
+    server.turn()
+    call(server, of_b, plain_graph(A))
+
+
+def test_where_answers_keep_their_order_an_answer_waits_for_those_before_it(server: Recorder) -> None:
+    server.serve(A)
+    server.serve(B, instances=2, keeps_order=True)
+    before = run(server, plain_graph(B), "before")
+    caller = run(server, plain_graph(A))
+    called(server, caller, plain_graph(B))
+    with pytest.raises(Unavailable, match="model 'a' -> 'b' -> 'a':"):
+        call(server, before, plain_graph(A))
+
+
+def test_a_server_that_ends_takes_no_calls(server: Recorder) -> None:
+    server.serve(A, instances=2)
+    caller = run(server, plain_graph(A))
+    server.dispatcher.fail_all("the end")
+    with pytest.raises(Unavailable, match="the end"):
+        call(server, caller, plain_graph(A))
+    assert not server.dispatcher.calls
+
+
+# ------------------------------------------------------------------------------------------------------- with resources
+
+
+def needs(**amounts: int) -> Needs:
+    return Needs({(name, 0): count for name, count in amounts.items()})
+
+
+def test_what_its_caller_holds_is_nothing_a_call_can_wait_for() -> None:
+    server = Recorder(limiter=Limiter())
+    server.serve(A, needs=[needs(R=1)])
+    server.serve(B, needs=[needs(R=1)])
+    caller = run(server, plain_graph(A))
+    with pytest.raises(Unavailable, match=r"'a' -> 'b': this call .* 'b' needs resources that 'a' holds"):
+        call(server, caller, plain_graph(B))
+
+
+@pytest.mark.fault("R10")
+def test_what_is_kept_for_somebody_is_not_kept_from_those_it_waits_for() -> None:
+    """A holder calls a model that needs a copy which is free, and kept for somebody who waits for the holder."""
+    server = Recorder(limiter=Limiter([Available("R", 2)]))
+    server.serve(A, instances=2, needs=[needs(R=1)] * 2)
+    server.serve(B, needs=[needs(R=2)])
+    server.serve(C, needs=[needs(R=1)])
+    caller = run(server, plain_graph(A))
+    server.submit(plain_graph(B), "needs both")
+    for number in range(OVERTAKEN_MAX):
+        server.submit(plain_graph(A), number)
+        server.turn()
+        server.done(server.running[-1])
+        server.turn()
+    assert isinstance(server.dispatcher, LimitedDispatcher)
+    while not server.dispatcher.waited_for():
+        server.submit(plain_graph(A), "another")
+        server.turn()
+        server.done(server.running[-1])
+    server.submit(plain_graph(C), "somebody else's")
+    assert server.turn() == [], "the free copy is kept"
+    flow = call(server, caller, plain_graph(C), "called")
+    server.turn()
+    assert server.started[-1] == ("c", ["somebody else's", "called"])
+    answer(server, server.running[-1], caller, flow)
+    server.done(caller)
+    assert server.turn()[0] == ("b", ["needs both"])
+
+
+# ----------------------------------------------------------------------------------------------------------------- laws
+
+
+@dataclass
+class Script:
+    """What one request makes its model do: groups of calls, each made together when those before are answered."""
+
+    targets: tuple[int, ...]  # one model, or a chain of them
+    groups: list[list[Script]] = field(default_factory=list)
+
+    def graph(self) -> Graph:
+        models = [MODELS[target] for target in self.targets]
+        return plain_graph(models[0]) if len(models) == 1 else chain_graph("chain", models)
+
+
+targets = st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)
+scripts = st.recursive(
+    st.builds(Script, targets),
+    lambda inner: st.builds(Script, targets, st.lists(st.lists(inner, min_size=1, max_size=3), max_size=2)),
+    max_leaves=8,
+)
+some_needs = st.dictionaries(st.sampled_from([("R", 0), ("S", 0)]), st.integers(1, 2), max_size=2).map(Needs)
+places = st.lists(st.tuples(st.integers(1, 3), some_needs, st.booleans()), min_size=4, max_size=4)
+
+
+class World:
+    """A server whose models do what requests tell them. With `believes`, the first refusal is not carried out."""
+
+    def __init__(self, places: Sequence[tuple[int, Needs, bool]], *, is_limited: bool, believes: bool) -> None:
+        self.server = Recorder(limiter=Limiter() if is_limited else None)
+        if is_limited:
+            limiter = Limiter()
+            self.server.dispatcher = LimitedDispatcher(
+                self.server._run, self.server.answers.append, limiter, overtaken_max=2
+            )
+        for model, (instances, one, keeps_order) in zip(MODELS, places, strict=True):
+            self.server.serve(model, instances=instances, needs=[one] * instances, keeps_order=keeps_order)
+        self.believes = believes
+        self.refused: list[CalledFlow] = []
+        self.open: dict[Batch, list[CalledFlow]] = {}
+        self.todo: dict[Batch, list[list[Script]]] = {}
+
+    def step(self, random: Random) -> bool:
+        """Something that can go on does. False: nothing can."""
+        self.server.turn()
+        for batch in self.server.running:
+            if batch not in self.todo:
+                first = [t for t in batch.tickets if t.node.index == 0]
+                self.todo[batch] = [group for ticket in first for group in ticket.flow.request.groups]
+            for flow in [flow for flow in self.open.get(batch, []) if flow.done]:
+                self.open[batch].remove(flow)
+                self.server.dispatcher.calls.over(batch, flow)
+        able = [batch for batch in self.server.running if not self.open.get(batch)]
+        if not able:
+            return False
+        batch = random.choice(able)
+        if self.todo[batch]:
+            self._call(batch, self.todo[batch].pop(0))
+        else:
+            self.server.done(batch)
+        return True
+
+    def _call(self, batch: Batch, group: list[Script]) -> None:
+        for script in group:
+            plan = make_plan(script.graph())
+            route = [self.server.queues[node.model] for node in plan.nodes]
+            flow = CalledFlow(plan, route, [rows_of()], 0, 1 << 40, script)
+            if self.believes and self.refused:
+                self.server.dispatcher.call(None, flow)
+            else:
+                try:
+                    self.server.dispatcher.call(batch, flow)
+                except Unavailable:
+                    self.refused.append(flow)
+                    if not self.believes:
+                        continue
+                    self.server.dispatcher.call(None, flow)
+            self.open.setdefault(batch, []).append(flow)
+
+
+@given(
+    places=places,
+    requests=st.lists(scripts, min_size=1, max_size=8),
+    is_limited=st.booleans(),
+    random=st.randoms(use_true_random=False),
+)
+def test_however_models_call_each_other_every_request_is_answered(
+    places: Sequence[tuple[int, Needs, bool]], requests: Sequence[Script], is_limited: bool, random: Random
+) -> None:
+    """No deadlock is missed: with what could never be answered refused, everything ends."""
+    world = World(places, is_limited=is_limited, believes=False)
+    for script in requests:
+        world.server.submit(script.graph(), script)
+    while world.step(random):
+        pass
+    assert not world.server.running, f"{world.server.running} wait for each other"
+    assert not world.server.dispatcher.in_flight
+    assert not world.server.dispatcher.calls
+
+
+@given(
+    places=places,
+    requests=st.lists(scripts, min_size=1, max_size=8),
+    is_limited=st.booleans(),
+    random=st.randoms(use_true_random=False),
+)
+def test_what_is_refused_would_never_have_been_answered(
+    places: Sequence[tuple[int, Needs, bool]], requests: Sequence[Script], is_limited: bool, random: Random
+) -> None:
+    """No alarm is false: made all the same, such a call is not answered when nothing can go on any more."""
+    world = World(places, is_limited=is_limited, believes=True)
+    for script in requests:
+        world.server.submit(script.graph(), script)
+    while world.step(random):
+        pass
+    assert not any(flow.done for flow in world.refused)
