@@ -35,12 +35,14 @@ class Facts(Protocol):
 
 class Ticket:
     """A step as a queue sees it: rows, a key that all members of a batch must share, and when it was queued. No
-    tensor data. `lane` is the mark of a queue that has several lines; it is not set in others.
+    tensor data. `lane` is the mark of a queue that has several lines, `line` the sequence it belongs to (sequences.py);
+    neither is set in other queues.
     """
 
-    __slots__ = ("flow", "key", "lane", "node", "queued_ns", "rows")
+    __slots__ = ("flow", "key", "lane", "line", "node", "queued_ns", "rows")
 
     lane: int
+    line: Any
 
     def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable) -> None:
         self.flow = flow

@@ -1,0 +1,457 @@
+"""Sequences of one model: whose request belongs where, who waits for a place, and when a sequence is over.
+
+Decided here: what a correlation id means (it is live from its START until its END is queued), which slot of which
+instance a sequence gets, the backlog of those that got none, and every way a sequence ends: END, idleness, a timeout
+in the backlog, a request that was withdrawn, an instance that died. Which of the requests in slots make a batch is
+decided in direct.py and oldest.py. State is nobody's business here: a `Line` carries what the runtime remembers.
+
+Tickets of sequences are bound to an instance, so this queue is asked for each free instance (`take_for`), and what it
+gave for one is back before it is asked for that one again. `take` is for whoever refuses them all.
+
+Always true after every call (see `check`):
+  (1) a live sequence is in exactly one place: a slot, or the backlog; a slot holds at most one sequence;
+  (2) nobody is in the backlog while a slot of an instance that is there is free;
+  (3) the requests of a sequence leave in the order they came, all for the instance of its slot;
+  (4) a slot is given back by the sequence that holds it and by no other, so once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, Final
+
+from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
+from flowserve.scheduling.deadlines import Deadlines
+from flowserve.scheduling.router import Flow, Ticket
+
+SequenceId = int | str
+# What a request says of itself: its correlation id (0 or "" for none), START, END.
+Identify = Callable[[Flow], tuple[SequenceId, bool, bool]]
+
+ID_CHARACTERS_MAX: Final = 128
+# So many ended sequences are remembered, so that a request that comes too late can be told what became of its own.
+ENDINGS_MAX: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePolicy:
+    """`slots`: of each instance. `idle_ns`: after so long without a request a sequence is over. `id_control` is the
+    input that takes the correlation id and `id_type` its data type ("UINT64", "BYTES"); "" where there is none.
+    `has_shapes`: sequences whose `Line.shapes` differ do not share a batch.
+    """
+
+    model: str
+    slots: int
+    idle_ns: int
+    id_control: str = ""
+    id_type: str = ""
+    has_shapes: bool = False
+
+
+class Line:
+    """One sequence: its waiting requests, first come first. It holds its slot for as long as the slot says so, too.
+
+    `memory` is the runtime's, what the model remembers of it; nothing here reads it. It goes when the line goes.
+    `shapes`: of what is remembered.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "id",
+        "is_closed",
+        "is_running",
+        "last_ns",
+        "memory",
+        "patience_ns",
+        "shapes",
+        "slot",
+        "waiting",
+    )
+
+    def __init__(self, sequence_id: SequenceId) -> None:
+        self.id = sequence_id
+        self.slot: Slot | None = None
+        self.waiting: deque[Ticket] = deque()
+        self.is_closed = False  # nobody joins it any more
+        self.is_running = False  # one of its requests is in the batch that its instance runs
+        self.last_ns = 0  # when it was last known not to be idle
+        self.patience_ns: int | None = None  # when it is given up in the backlog
+        self.memory: Any = None
+        self.shapes: Hashable = None
+
+    def __repr__(self) -> str:
+        return f"Line({self.id!r}, {len(self.waiting)} waiting, {self.slot})"
+
+
+class Slot:
+    """A place for one sequence in an instance. Slot 0 of every instance is taken before slot 1 of any."""
+
+    __slots__ = ("instance", "is_away", "line", "number", "rank")
+
+    def __init__(self, instance: Any, number: int, rank: int) -> None:
+        self.instance = instance
+        self.number = number
+        self.rank = rank
+        self.line: Line | None = None
+        self.is_away = False  # its instance is
+
+    def __lt__(self, other: Slot) -> bool:
+        return (self.number, self.rank) < (other.number, other.rank)
+
+    def __repr__(self) -> str:
+        return f"slot {self.number} of {self.instance}"
+
+
+class _Shaped:
+    """A ticket's key where the shape of a sequence's state counts too. That is known when a batch is made."""
+
+    __slots__ = ("_is_start", "_key", "_line")
+
+    def __init__(self, key: Hashable, line: Line, *, is_start: bool) -> None:
+        self._key = key
+        self._line = line
+        self._is_start = is_start
+
+    def _now(self) -> Hashable:
+        return self._key, None if self._is_start else self._line.shapes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shaped) and self._now() == other._now()
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+class Sequences:
+    """What both strategies share. They decide in `take_for`, and hear through `_leads` and `_left` who is first."""
+
+    may_wait = False
+    may_expire = True
+
+    def __init__(self, policy: SequencePolicy, identify: Identify) -> None:
+        self.policy = policy
+        self._identify = identify
+        self._slots: dict[Any, list[Slot]] = {}  # of each instance, by number
+        self._free_instances: Collection[Any] = ()
+        self._open: list[Slot] = []  # a heap of the slots that are free
+        self._live: dict[SequenceId, Line] = {}  # those that may get another request without START
+        self._lines: dict[Line, None] = {}  # every line that waits, runs or is live
+        self._backlog: dict[Line, None] = {}
+        # In a slot: when it may be idle. In the backlog: when its patience ends.
+        self._due: Deadlines[Line] = Deadlines()
+        self._ran: dict[Any, list[Line]] = {}  # the lines of what each instance was given last
+        self._again: dict[Any, deque[list[Ticket]]] = {}  # parts of batches that raised
+        self._orphans: list[tuple[Ticket, FlowserveError]] = []
+        self._endings: dict[SequenceId, str] = {}
+        self._count = 0
+        self._now_ns = 0  # the latest moment that was heard of
+
+    def serve(self, instances: Sequence[Any], free: Collection[Any]) -> None:
+        """These run what is taken; `free` always holds those of them that run nothing. Called once, before anything."""
+        self._free_instances = free
+        for rank, instance in enumerate(instances):
+            self._slots[instance] = [Slot(instance, number, rank) for number in range(self.policy.slots)]
+            self._ran[instance] = []
+            self._again[instance] = deque()
+        self._open = sorted(slot for slots in self._slots.values() for slot in slots)
+
+    # ------------------------------------------------------------------ coming
+
+    def put(self, ticket: Ticket) -> None:
+        """Queue a ticket; its `queued_ns` is set. Raises Invalid where it belongs to no sequence."""
+        flow = ticket.flow
+        sequence_id, is_start, is_end = self._identify(flow)
+        line = self._live.get(sequence_id)
+        if line is None or ticket.rows != 1:
+            line = self._begin(ticket, sequence_id, is_start=is_start)
+        ticket.line = line
+        if self.policy.has_shapes:
+            ticket.key = _Shaped(ticket.key, line, is_start=is_start)
+        waiting = line.waiting
+        waiting.append(ticket)
+        self._count += 1
+        line.last_ns = self._now_ns = ticket.queued_ns
+        if is_end:
+            del self._live[sequence_id]
+            line.is_closed = True
+        if line.slot is None:
+            self._wait_in_backlog(line, ticket)
+        elif len(waiting) == 1:
+            self._leads(line)
+
+    def _begin(self, ticket: Ticket, sequence_id: SequenceId, *, is_start: bool) -> Line:
+        self._check(ticket, sequence_id, is_start=is_start)
+        line = self._live[sequence_id] = Line(sequence_id)
+        self._lines[line] = None
+        self._endings.pop(sequence_id, None)
+        slot = self._free_slot()
+        if slot is not None:
+            self._seat(line, slot)
+        return line
+
+    def _check(self, ticket: Ticket, sequence_id: SequenceId, *, is_start: bool) -> None:
+        """Triton's rules, in its order."""
+        model = self.policy.model
+        if ticket.rows != 1:
+            raise Invalid(
+                f"inference request to model '{model}' must specify batch-size 1 due to requirements of sequence "
+                f"batcher: it has {ticket.rows} rows"
+            )
+        if not sequence_id:
+            raise Invalid(
+                f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID: give each "
+                f"sequence a sequence_id of its own, and sequence_start with its first request"
+            )
+        if isinstance(sequence_id, str) and len(sequence_id) > ID_CHARACTERS_MAX:
+            raise Invalid(
+                f"string correlation ID cannot be longer than {ID_CHARACTERS_MAX} characters: model '{model}' got one "
+                f"of {len(sequence_id)}"
+            )
+        kind = "BYTES" if isinstance(sequence_id, str) else "UINT64"
+        if self.policy.id_type and (kind == "BYTES") != (self.policy.id_type == "BYTES"):
+            raise Invalid(
+                f"sequence batching control '{self.policy.id_control}' data-type is '{kind}', but model '{model}' "
+                f"expects '{self.policy.id_type}'"
+            )
+        if not is_start:
+            ending = self._endings.get(sequence_id)
+            raise Invalid(
+                f"inference request for sequence {sequence_id} to model '{model}' must specify the START flag on the first "
+                f"request of the sequence" + (f": {ending}" if ending else "")
+            )
+
+    def _wait_in_backlog(self, line: Line, ticket: Ticket) -> None:
+        self._backlog[line] = None
+        timeout_ns = ticket.flow.timeout_ns
+        if timeout_ns:
+            at_ns = ticket.queued_ns + timeout_ns
+            if line.patience_ns is None or at_ns < line.patience_ns:
+                line.patience_ns = at_ns
+                self._due.discard(line)
+                self._due.add(line, at_ns)
+
+    # ------------------------------------------------------------------ slots
+
+    def _free_slot(self) -> Slot | None:
+        while self._open:
+            slot = heappop(self._open)
+            if not slot.is_away:
+                return slot
+        return None
+
+    def _seat(self, line: Line, slot: Slot) -> None:
+        slot.line = line
+        line.slot = slot
+        line.last_ns = self._now_ns
+        self._due.discard(line)
+        self._due.add(line, self._now_ns + self.policy.idle_ns)
+
+    def _release(self, line: Line) -> None:
+        """Give its slot to whoever has waited longest for one. Harmless where it has none any more."""
+        slot = line.slot
+        if slot is None or slot.line is not line:
+            return
+        line.slot = slot.line = None
+        self._due.discard(line)
+        if not slot.is_away:
+            self._offer(slot)
+
+    def _offer(self, slot: Slot) -> None:
+        if not self._backlog:
+            heappush(self._open, slot)
+            return
+        line = next(iter(self._backlog))
+        del self._backlog[line]
+        self._seat(line, slot)
+        self._leads(line)
+
+    # ------------------------------------------------------------------ going
+
+    def take_for(self, instance: Any, now_ns: int) -> list[Ticket] | None:
+        """The next batch for an instance that is free, or None."""
+        self._now_ns = now_ns
+        self._is_back(instance)
+        again = self._again[instance]
+        while again:
+            tickets = [ticket for ticket in again.popleft() if not ticket.flow.done]
+            for ticket in tickets:
+                ticket.line.is_running = True
+                self._ran[instance].append(ticket.line)
+            if tickets:
+                return tickets
+        return self._batch(instance, now_ns)
+
+    def _is_back(self, instance: Any) -> None:
+        """What it was given last has run."""
+        ran = self._ran[instance]
+        for line in ran:
+            line.is_running = False
+            line.last_ns = self._now_ns
+            if line.is_closed and not line.waiting:
+                self._lines.pop(line, None)
+        ran.clear()
+
+    def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
+        """A batch raised; its instance is to run these parts of it, each by itself, before anything else."""
+        self._again[instance].extendleft(reversed([part for part in parts if part]))
+
+    def _batch(self, instance: Any, now_ns: int) -> list[Ticket] | None:
+        raise NotImplementedError
+
+    def _pop(self, line: Line) -> Ticket:
+        """Take the first request of a line into the batch for its instance. Whose last one that is, is out."""
+        ticket = line.waiting.popleft()
+        self._count -= 1
+        slot = line.slot
+        assert slot is not None
+        line.is_running = True
+        self._ran[slot.instance].append(line)
+        if line.is_closed and not line.waiting:
+            self._release(line)
+        return ticket
+
+    def _leads(self, line: Line) -> None:
+        """A line in a slot has a new first request."""
+
+    def _left(self, line: Line) -> None:
+        """The waiting requests of a line in a slot are about to be dropped."""
+
+    def take(self, now_ns: int) -> list[Ticket] | None:
+        """All that waits, for whoever refuses it; every sequence is over. None: nobody waits."""
+        everything = [ticket for line in self._lines for ticket in line.waiting]
+        everything += [ticket for parts in self._again.values() for part in parts for ticket in part]
+        for parts in self._again.values():
+            parts.clear()
+        for line in [*self._lines]:
+            self._drop_waiting(line)
+        self._backlog.clear()  # first, or they would move in one after the other
+        for line in [*self._lines]:
+            self._end(line, "")
+        return everything or None
+
+    # ------------------------------------------------------------------ endings
+
+    def orphans(self) -> Sequence[tuple[Ticket, FlowserveError]]:
+        """Requests whose sequence ended before they ran, each with the reason; they are given out once."""
+        if not self._orphans:
+            return ()
+        orphans, self._orphans = self._orphans, []
+        return orphans
+
+    def expire(self, now_ns: int) -> Sequence[Ticket]:
+        """End what is idle, and what has waited too long in the backlog. Those who waited become `orphans`."""
+        self._now_ns = now_ns
+        for line in self._due.due(now_ns):
+            if line.slot is None:
+                text = f"timeout of the corresponding sequence has been expired: no slot of model '{self.policy.model}'"
+                self._end(line, "it waited too long for a slot", Unavailable(f"{text} became free in time"))
+                continue
+            if line.waiting or line.is_running:
+                line.last_ns = now_ns
+            if line.last_ns + self.policy.idle_ns > now_ns:
+                self._due.add(line, line.last_ns + self.policy.idle_ns)
+                continue
+            idle_s = self.policy.idle_ns / 1_000_000_000
+            self._end(line, f"it was idle for {idle_s:g} s (max_sequence_idle_microseconds) and has ended")
+        return ()
+
+    def withdraw(self, flow: Flow) -> int:
+        """Drop the tickets of a flow that will not be answered. What comes after them in their sequence would miss
+        them, so the sequence is over.
+        """
+        gone = 0
+        for line in [*self._lines]:
+            left = [ticket for ticket in line.waiting if ticket.flow.done]
+            if left:
+                gone += len(left)
+                why = "a request of it was cancelled, and with it the sequence"
+                self._end(line, why, Cancelled(f"sequence {line.id}: {why}"))
+        return gone
+
+    def lost(self, instance: Any) -> None:
+        """An instance that runs nothing is not there any more, nor is what it knew of its sequences."""
+        self._is_back(instance)
+        for slot in self._slots[instance]:
+            slot.is_away = True
+        self._open = [slot for slot in self._open if not slot.is_away]
+        self._open.sort()
+        why = f"the instance of model '{self.policy.model}' that had it has ended; begin again with START"
+        error = InstanceDied(f"sequence lost: {why}")
+        for part in self._again[instance]:
+            self._orphans += [(ticket, error) for ticket in part if not ticket.flow.done]
+        self._again[instance].clear()
+        for line in [*self._lines]:
+            if line.slot is not None and line.slot.instance is instance:
+                self._end(line, why, error)
+
+    def found(self, instance: Any) -> None:
+        """It is there again, with all its slots free."""
+        for slot in self._slots[instance]:
+            slot.is_away = False
+        for slot in self._slots[instance]:
+            self._offer(slot)
+
+    def _end(self, line: Line, why: str, error: FlowserveError | None = None) -> None:
+        """A sequence is over before its END came through. `error` is what its waiting requests are told."""
+        if error is not None:
+            self._orphans += [(ticket, error) for ticket in line.waiting if not ticket.flow.done]
+        self._drop_waiting(line)
+        if self._live.get(line.id) is line:
+            del self._live[line.id]
+            if why:
+                self._endings.pop(line.id, None)
+                self._endings[line.id] = why
+                if len(self._endings) > ENDINGS_MAX:
+                    del self._endings[next(iter(self._endings))]
+        line.is_closed = True
+        self._backlog.pop(line, None)
+        self._due.discard(line)
+        self._lines.pop(line, None)
+        self._release(line)
+
+    def _drop_waiting(self, line: Line) -> None:
+        if line.waiting:
+            if line.slot is not None:
+                self._left(line)
+            self._count -= len(line.waiting)
+            line.waiting.clear()
+
+    # ------------------------------------------------------------------ asking
+
+    @property
+    def live(self) -> int:
+        """How many sequences have begun and may go on."""
+        return len(self._live)
+
+    def is_live(self, sequence_id: SequenceId) -> bool:
+        return sequence_id in self._live
+
+    def deadline(self) -> int | None:
+        return None
+
+    def expiry(self) -> int | None:
+        return self._due.soonest()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def check(self) -> None:
+        seated = {slot.line: slot for slots in self._slots.values() for slot in slots if slot.line is not None}
+        for line, slot in seated.items():
+            assert line.slot is slot, f"(1) {line} does not know its slot"
+        for line in self._live.values():
+            assert not line.is_closed
+            assert (line in seated) != (line in self._backlog), f"(1) {line} is nowhere, or in two places"
+        assert all(line.slot is None and line.waiting for line in self._backlog), "(1) the backlog holds who has a slot"
+        free = [slot for slots in self._slots.values() for slot in slots if slot.line is None and not slot.is_away]
+        assert sorted(free) == sorted(self._open), "(4) a slot is lost, or free twice"
+        assert not (free and self._backlog), "(2) somebody waits for a slot beside a free one"
+        for line in self._lines:
+            assert not any(ticket.flow.done for ticket in line.waiting), "a ticket of an answered flow still waits"
+            assert all(ticket.line is line for ticket in line.waiting), "a ticket stands in a wrong line"
+            assert line.waiting or line.is_running or not line.is_closed, f"{line} is over and not forgotten"
+        assert self._count == sum(len(line.waiting) for line in self._lines), "a ticket is lost or counted twice"
+        assert not self._orphans, "an orphan was not told"
