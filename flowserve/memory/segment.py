@@ -24,7 +24,10 @@ from flowserve.errors import Internal
 from flowserve.values import Array
 
 PAGE: Final = mmap.PAGESIZE
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# Linux's numbers: other systems have no such memory, and must be able to import this all the same.
+_F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
+_SEALS: Final = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
 _numbers = count(1)
 
 
@@ -36,14 +39,13 @@ class Segment:
     told. `fd` stays open as long as the segment, for handing it to others.
     """
 
-    __slots__ = ("_map", "address", "fd", "is_writable", "memory", "number", "on_end", "readers", "size")
+    __slots__ = ("_map", "address", "fd", "is_writable", "memory", "number", "on_end", "size")
 
     def __init__(self, fd: int, size: int, number: int, memory: mmap.mmap, *, is_writable: bool) -> None:
         self.fd = fd
         self.size = size
         self.number = number
         self.is_writable = is_writable
-        self.readers: object = None  # who alone may be given it; None: whoever a graph sends what lies here
         self.on_end: list[Callable[[int], object]] = []  # told the number, on whatever thread it ends
         self._map = memory
         self.memory: Array = np.frombuffer(memory, np.uint8)
@@ -55,7 +57,7 @@ class Segment:
         fd = os.memfd_create("flowserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
             memory = mmap.mmap(fd, size)
         except BaseException:
             os.close(fd)
@@ -147,7 +149,7 @@ def locate(array: Array) -> tuple[Lease, int] | None:
 
 
 def _sealed_size(fd: int) -> int:
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+    if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
         raise ValueError("its size is not sealed")
     size = os.fstat(fd).st_size
     if size <= 0 or size % PAGE:

@@ -2,8 +2,9 @@
 
 Decided here: which inputs are handed on as they lie, and where all others are copied. A column whose members are
 neighbours in one block of memory that the model's process may read costs nothing but its place in a message; anything
-else is copied side by side, once, into the model's own arena. A process reads the arena of its own model, and the
-outputs of those models that some graph joins to it; never the inputs of others.
+else is copied side by side, once, into the model's own arena. What lies in shared memory before it is copied is the
+output of another process, and that it came here says that a graph joins the two. So a process reads the arena of its
+own model and the outputs of the models before it, never the inputs of others.
 
 This file does not know sockets, nor when a batch runs.
 """
@@ -111,9 +112,6 @@ class InputPacker:
         if located is None:
             return None
         lease, offset = located
-        readers = lease.segment.readers
-        if readers is not None and readers is not self:
-            return None
         shape: tuple[int, ...] = block.shape
         nbytes = block.nbytes
         if first.stop == WHOLE:
