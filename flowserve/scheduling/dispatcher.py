@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
+from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.calls import CalledFlow, Calls
@@ -29,6 +29,7 @@ from flowserve.scheduling.limiter import Needs
 from flowserve.scheduling.lineage import located, traced
 from flowserve.scheduling.ordering import Order
 from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.sequences import Sequences
 from flowserve.scheduling.streams import StreamFlow
 
 _by_stamp = attrgetter("stamp")
@@ -40,6 +41,7 @@ class ModelQueue:
     __slots__ = (
         "away",
         "batcher",
+        "bound",
         "closed",
         "free",
         "instances",
@@ -70,6 +72,10 @@ class ModelQueue:
         self.free: deque[Any] = deque(instances)
         self.running = 0
         self.away: list[Any] = []
+        self.bound: Sequences | None = None  # its batcher, where tickets are bound to instances
+        if isinstance(batcher, Sequences):
+            self.bound = batcher
+            batcher.serve(self.instances, self.free)
         self.closed: Batcher | None = None  # its batcher, while one that takes nothing stands in for it
         self.is_pure = is_pure
         self.observer = observer  # the runtime's statistics of this model; nothing here reads it
@@ -225,6 +231,9 @@ class Dispatcher:
         """An instance that runs nothing is not there any more."""
         queue.free.remove(instance)
         queue.away.append(instance)
+        if queue.bound is not None:
+            queue.bound.lost(instance)
+            self._mark(queue)
 
     def give_back(self, queue: ModelQueue, instance: Any) -> None:
         """It is there again, and takes what waits; a queue that was closed is open."""
@@ -232,6 +241,8 @@ class Dispatcher:
         queue.free.append(instance)
         if queue.closed is not None:
             queue.batcher, queue.closed = queue.closed, None
+        if queue.bound is not None:
+            queue.bound.found(instance)
         self._mark(queue)
 
     def close(self, queue: ModelQueue, reason: str) -> None:
@@ -257,6 +268,9 @@ class Dispatcher:
         tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
         if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not isinstance(error, InstanceDied):
             middle = (len(tickets) + 1) // 2
+            if batch.queue.bound is not None:
+                batch.queue.bound.again(batch.instance, (tickets[:middle], tickets[middle:]))
+                return True
             for half in (tickets[:middle], tickets[middle:]):
                 if half:
                     self._halves.append((batch.queue, half))
@@ -365,6 +379,10 @@ class Dispatcher:
             queue.batcher.put(ticket)
         except Unavailable:
             is_full = True
+        except Invalid as error:  # it belongs to no sequence
+            located(error, ticket.flow, ticket.node)
+            self._give_up(queue, ticket, now_ns)
+            raise
         if is_full:  # not in the handler: errors raised in there would hold these frames, and flows, by their context
             self._put_after_all(queue, ticket, now_ns)
         if not queue.is_dirty:
@@ -416,6 +434,9 @@ class Dispatcher:
         order = queue.order
         if order is not None:
             self._release(order, now_ns)
+        if queue.bound is not None:
+            self._start_bound(queue, queue.bound, now_ns)
+            return
         free = queue.free
         take = queue.batcher.take
         while free:
@@ -426,6 +447,23 @@ class Dispatcher:
                 order.started(tickets)
             queue.running += 1
             self._run(Batch(queue, free.popleft(), tickets, now_ns))
+
+    def _start_bound(self, queue: ModelQueue, bound: Sequences, now_ns: int) -> None:
+        """As `_start`, where each instance has tickets of its own."""
+        self._tell_orphans(queue, bound, now_ns)
+        for instance in [*queue.free]:
+            tickets = bound.take_for(instance, now_ns) if instance in queue.free else None
+            if tickets is not None:
+                queue.free.remove(instance)
+                queue.running += 1
+                self._run(Batch(queue, instance, tickets, now_ns))
+
+    def _tell_orphans(self, queue: ModelQueue, bound: Sequences, now_ns: int) -> None:
+        for ticket, error in bound.orphans():
+            if not ticket.flow.done:
+                own = located(type(error)(str(error)), ticket.flow, ticket.node)
+                self._give_up(queue, ticket, now_ns)
+                self._fail(ticket.flow, own)
 
     def _release(self, order: Order, now_ns: int) -> None:
         """Hand on every answer whose turn it is."""
@@ -452,7 +490,7 @@ class Dispatcher:
         queue = batch.queue
         queue.running -= 1
         queue.free.append(batch.instance)
-        if queue.batcher or queue.order is not None:
+        if queue.batcher or queue.order is not None or queue.bound is not None:
             self._mark(queue)
 
     def _mark(self, queue: ModelQueue) -> None:

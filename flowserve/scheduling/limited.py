@@ -111,6 +111,8 @@ class LimitedDispatcher(Dispatcher):
         queue.is_dirty = False
         if queue.order is not None:
             self._release(queue.order, now_ns)
+        if queue.bound is not None:
+            self._tell_orphans(queue, queue.bound, now_ns)
         contender = self._contenders.get(queue)
         if contender is None:  # removed since something happened to it
             return
@@ -130,13 +132,17 @@ class LimitedDispatcher(Dispatcher):
         ]
         candidates.sort(key=_by_turn)  # stable: of equals whoever came to wait first, on the instance idle longest
         skipped: dict[_Contender, Account] = {}
+        barren: list[_Contender] = []  # whose tickets, if any, are bound to other instances
         for _, contender, account, instance in candidates:
             if not self.limiter.has_room(account.needs, self._kept(skipped, contender)):
                 if self._is_empty(contender.queue):
                     return self._leave(contender)
                 skipped.setdefault(contender, account)
                 continue
-            tickets = self._next_tickets(contender.queue, now_ns)
+            tickets = self._next_tickets(contender.queue, instance, now_ns)
+            if tickets is None and contender.queue.bound is not None:
+                barren.append(contender)
+                continue
             if tickets is None:
                 return self._leave(contender)
             for other, needy in skipped.items():
@@ -149,6 +155,9 @@ class LimitedDispatcher(Dispatcher):
             queue.running += 1
             self._run(Batch(queue, instance, tickets, now_ns))
             return True
+        for contender in barren:
+            if contender not in skipped:
+                return self._leave(contender)
         return False
 
     def _kept(self, skipped: dict[_Contender, Account], contender: _Contender) -> dict[Resource, int]:
@@ -203,8 +212,10 @@ class LimitedDispatcher(Dispatcher):
     def _account(self, batch: Batch) -> Account:
         return self._contenders[batch.queue].accounts[batch.instance]
 
-    def _next_tickets(self, queue: ModelQueue, now_ns: int) -> list[Ticket] | None:
-        """What runs next of a queue: the rest of a batch that failed, or a new batch."""
+    def _next_tickets(self, queue: ModelQueue, instance: object, now_ns: int) -> list[Ticket] | None:
+        """What runs next of a queue, on that instance: the rest of a batch that failed, or a new batch."""
+        if queue.bound is not None:
+            return queue.bound.take_for(instance, now_ns)
         for half in [half for half in self._halves if half[0] is queue]:
             self._halves.remove(half)
             tickets = [ticket for ticket in half[1] if not ticket.flow.done]

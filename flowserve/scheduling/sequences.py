@@ -219,8 +219,8 @@ class Sequences:
         if not is_start:
             ending = self._endings.get(sequence_id)
             raise Invalid(
-                f"inference request for sequence {sequence_id} to model '{model}' must specify the START flag on the first "
-                f"request of the sequence" + (f": {ending}" if ending else "")
+                f"inference request for sequence {sequence_id} to model '{model}' must specify the START flag on the "
+                "first request of the sequence" + (f": {ending}" if ending else "")
             )
 
     def _wait_in_backlog(self, line: Line, ticket: Ticket) -> None:
@@ -436,7 +436,7 @@ class Sequences:
         return self._due.soonest()
 
     def __len__(self) -> int:
-        return self._count
+        return self._count + sum(len(part) for parts in self._again.values() for part in parts)
 
     def check(self) -> None:
         seated = {slot.line: slot for slots in self._slots.values() for slot in slots if slot.line is not None}
