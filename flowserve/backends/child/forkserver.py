@@ -110,16 +110,19 @@ class ForkServer:
 
     def _fork(self, order: Mapping[str, str], fds: list[int]) -> Beginning | None:
         """Answers the order with the child's process id and a pidfd, or with what went wrong. Returns in the child."""
+        why = ""
         try:
             pid = os.fork()
         except OSError as error:
-            self._answer({"error": f"it cannot be started: {error.strerror}"}, [])
-            return None
+            pid, why = -1, f"it cannot be started: {error.strerror}"
         if pid == 0:
             self._leave()
             return Beginning(order["name"], order["entry"], self._pid, *fds)
         for fd in fds:
             os.close(fd)
+        if why:
+            self._answer({"error": why}, [])
+            return None
         self._alive.add(pid)
         pidfd = os.pidfd_open(pid)  # nobody but us can reap it, so the number is still its own
         self._answer({"pid": pid}, [pidfd])
