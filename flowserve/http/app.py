@@ -21,8 +21,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, TooLarge, Unavailable, Unsupported
+from flowserve.http.compression import UnknownEncoding, expand, is_compressed
 from flowserve.http.errors import error_body, status_of
-from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, UnknownEncoding, check_encoding, is_version, target
+from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, is_version, target
 from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
 from flowserve.http.model_control import ModelControlRoutes
 from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
@@ -37,6 +38,7 @@ EXTENSIONS: Final = (
     "model_repository(unload_dependents)",
     "model_configuration",
     "binary_tensor_data",
+    "classification",
     "parameters",
     "statistics",
 )
@@ -161,13 +163,15 @@ class _Pages:
         return self._engine.find(*_names(request))
 
     async def body(self, request: Request) -> bytes:
-        """The whole body. Raises TooLarge, and Unsupported for one that is compressed."""
-        check_encoding(request.headers.get("content-encoding", "").encode("latin-1"))
+        """The whole body, expanded where it is compressed. Raises TooLarge."""
+        limit = self._options.max_body_bytes
         body = bytearray()
         async for piece in request.stream():
             body += piece
-            if len(body) > self._options.max_body_bytes:
-                raise TooLarge(body_too_large(None, self._options.max_body_bytes))
+            if len(body) > limit:
+                raise TooLarge(body_too_large(None, limit))
+        if is_compressed(request.headers.raw):
+            return await trio.to_thread.run_sync(expand, body, limit, abandon_on_cancel=True)
         return bytes(body)
 
 

@@ -13,9 +13,22 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+import trio
 from starlette.types import Receive, Scope, Send
 
-from flowserve.errors import FlowserveError, Invalid, TooLarge, Unsupported
+from flowserve.errors import FlowserveError, Invalid, TooLarge
+from flowserve.http.classification import classify
+from flowserve.http.compression import (
+    CODINGS,
+    CONTENT_ENCODING,
+    Headers,
+    UnknownEncoding,
+    compress,
+    expand,
+    is_compressed,
+    matters,
+    wanted,
+)
 from flowserve.http.decode import Body, Decoder, decode_raw
 from flowserve.http.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
 from flowserve.http.errors import error_body, status_of
@@ -33,9 +46,12 @@ _log = logging.getLogger("flowserve.http")
 
 # Status, headers, and the body's parts.
 Answer = tuple[int, Sequence[tuple[bytes, bytes]], list[Any]]
+Decoded = tuple[Request, AnswerForm]
 
 PREFIX: Final = "/v2/models/"
 SUFFIX: Final = "/infer"
+_COMPRESSING_AT_ONCE: Final = 4  # each may hold a whole expanded body
+_INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would keep the loop from turning
 
 
 class InferRoute:
@@ -46,6 +62,7 @@ class InferRoute:
         self._max_body_bytes = max_body_bytes
         self._decoder = Decoder()
         self._encoder = Encoder()
+        self._threads = trio.CapacityLimiter(_COMPRESSING_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, name: str, version: str) -> None:
         """Run one request and answer it, whatever comes of it."""
@@ -55,16 +72,19 @@ class InferRoute:
             engine = self._engine
             deployment = engine.find(name, version)
             body = await self._collect(receive) if exchange is None else exchange.take_body()
-            request, form = self._decode(scope, body, deployment)
-            request.stamp = engine.next_stamp()
-            if exchange is None:
-                answer = self._encode(await engine.infer(deployment, request), form)
+            decoded = self._decode(scope["headers"], body, deployment)
+            if decoded is None:
+                answer = await self._compressed(scope["headers"], body, deployment)
+            elif exchange is None:
+                answer = await self._infer(decoded, deployment)
             else:
+                request, form = decoded
+                request.stamp = engine.next_stamp()
                 flow = engine.submit(deployment, request)
                 if not flow.done:
                     exchange.promise(_Promise(self, exchange, form, flow))
                     return
-                answer = self._encode(engine.response(flow), form)
+                answer = self._encode(engine.response(flow), form, deployment)
         except (FlowserveError, UnknownEncoding) as error:
             answer = _refusal(error)
         if exchange is not None:
@@ -77,7 +97,7 @@ class InferRoute:
     def outcome(self, flow: Flow, form: AnswerForm) -> Answer:
         """The answer to a flow that is done."""
         try:
-            return self._encode(self._engine.response(flow), form)
+            return self._encode(self._engine.response(flow), form, flow.owner)
         except FlowserveError as error:
             return _refusal(error)
 
@@ -85,17 +105,45 @@ class InferRoute:
         """The client left."""
         self._engine.withdraw(flow)
 
-    def _encode(self, response: Response, form: AnswerForm) -> Answer:
+    async def _infer(self, decoded: Decoded, deployment: Deployment) -> Answer:
+        """The answer, waited for here."""
+        request, form = decoded
+        request.stamp = self._engine.next_stamp()
+        return self._encode(await self._engine.infer(deployment, request), form, deployment)
+
+    async def _compressed(self, headers: Headers, body: Body, deployment: Deployment) -> Answer:
+        """The way of a request one of whose two bodies is compressed: large ones are work for a thread."""
+        if is_compressed(headers):
+            limit = self._max_body_bytes
+            body = await trio.to_thread.run_sync(expand, body, limit, abandon_on_cancel=True, limiter=self._threads)
+        encoding = wanted(headers)
+        decoded = self._decode([one for one in headers if one[0] not in CODINGS], body, deployment)
+        assert decoded is not None  # nothing in these headers says that it is compressed
+        status, said, parts = await self._infer(decoded, deployment)
+        if not encoding:
+            return status, said, parts
+        if sum(map(len, parts)) <= _INLINE_BYTES_MAX:
+            made = compress(parts, encoding)
+        else:
+            made = await trio.to_thread.run_sync(
+                compress, parts, encoding, abandon_on_cancel=True, limiter=self._threads
+            )
+        return (status, said, parts) if made is None else (status, (*said, (CONTENT_ENCODING, encoding)), [made])
+
+    def _encode(self, response: Response, form: AnswerForm, deployment: Deployment) -> Answer:
+        if form.classes:
+            _rank(response, form, deployment)
         parts, headers = self._encoder.encode(response, form)
         return 200, headers, parts
 
-    def _decode(self, scope: Scope, body: Body, deployment: Deployment) -> tuple[Request, AnswerForm]:
+    def _decode(self, headers: Headers, body: Body, deployment: Deployment) -> Decoded | None:
+        """None where the body is compressed or the answer is to be: that is another way."""
         header_length: int | None = None
-        for name, value in scope["headers"]:
+        for name, value in headers:
             if name == HEADER_LENGTH:
                 header_length = _header_length(value)
-            elif name == b"content-encoding":
-                check_encoding(value)
+            elif name in CODINGS and matters(name, value):
+                return None
         if header_length == 0:
             return decode_raw(body, deployment.name, deployment.inputs, deployment.graph.max_batch_size)
         return self._decoder.decode(body, header_length, deployment.name)
@@ -144,17 +192,14 @@ def _refusal(error: FlowserveError | UnknownEncoding) -> Answer:
     return status, JSON_HEADERS, [error_body(str(error))]
 
 
-class UnknownEncoding(Exception):
-    """A Content-Encoding nobody here has heard of: 415."""
-
-
-def check_encoding(value: bytes) -> None:
-    """Refuse a compressed body, naming what is missing, instead of reading it as something it is not."""
-    encoding = value.decode("latin-1").strip().lower()
-    if encoding in ("gzip", "x-gzip", "deflate"):
-        raise Unsupported(f"Content-Encoding '{encoding}': compressed request bodies are not supported yet")
-    if encoding not in ("", "identity"):
-        raise UnknownEncoding(f"unknown Content-Encoding '{encoding}'; send the body as it is")
+def _rank(response: Response, form: AnswerForm, deployment: Deployment) -> None:
+    """The outputs that were asked for as classes become those."""
+    batching = deployment.graph.max_batch_size > 0
+    for name, count in form.classes.items():
+        array = response.outputs.get(name)
+        if array is not None:
+            labels = deployment.labels.get(name, ())
+            response.outputs[name] = classify(name, array, count, labels, batching=batching)
 
 
 @lru_cache(maxsize=1024)  # a server is asked for the same few paths again and again

@@ -37,10 +37,11 @@ _STEP[[ord("]"), ord("}")]] = -1
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     """How the outputs travel back. `listed` are the outputs the client named; `default_is_binary` counts where it
-    named none."""
+    named none. `classes`: how many of its largest values an output is wanted as, where it is not wanted as itself."""
 
     default_is_binary: bool = False
     listed: Mapping[str, bool] = field(default_factory=dict)
+    classes: Mapping[str, int] = field(default_factory=dict)
 
     def is_binary(self, output: str) -> bool:
         return self.listed.get(output, self.default_is_binary)
@@ -88,11 +89,11 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
     parameters = _object(document, "parameters")
-    outputs, listed = _outputs(document)
+    outputs, form = _outputs(document, _bool(parameters, "binary_data_output"))
     return InferHeader(
         inputs=_inputs(document, model),
         outputs=outputs,
-        form=AnswerForm(_bool(parameters, "binary_data_output"), listed),
+        form=form,
         id=_string(document, "id", default=""),
         priority=_uint(parameters, "priority"),
         timeout_us=_uint(parameters, "timeout"),
@@ -211,8 +212,9 @@ def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
     return count
 
 
-def _outputs(document: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, dict[str, bool]]:
+def _outputs(document: Mapping[str, Any], default_is_binary: bool) -> tuple[tuple[str, ...] | None, AnswerForm]:
     listed: dict[str, bool] = {}
+    classes: dict[str, int] = {}
     for position, entry in enumerate(_array(document, "outputs")):
         name = _name(entry, "outputs", position)
         if name in listed:
@@ -220,10 +222,10 @@ def _outputs(document: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, dict[
         where = f" (output '{name}')"
         parameters = _object(entry, "parameters", where)
         _refuse_shared_memory(parameters, f"output '{name}'")
-        if _uint(parameters, "classification", where):
-            raise Unsupported(f"output '{name}': classification is not supported yet; ask for the tensor itself")
         listed[name] = _bool(parameters, "binary_data", where)
-    return tuple(listed) or None, listed
+        if count := _uint(parameters, "classification", where):
+            classes[name] = count
+    return tuple(listed) or None, AnswerForm(default_is_binary, listed, classes)
 
 
 def _refuse_shared_memory(parameters: Mapping[str, Any], whose: str) -> None:

@@ -7,11 +7,12 @@ once. What the backends say comes through a function that is handed in: this roo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flowserve.config.load import Draft, draft_of, finish, parse_model_config, read_draft
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Place, Problem, Problems
+from flowserve.repository.labels import Labels, read_labels
 from flowserve.repository.layout import ModelFolder, missing_versions, versions_to_serve
 
 # Asks the backend of a configuration about one version of it. May block; raises FlowserveError.
@@ -22,13 +23,14 @@ Complete = Callable[[ModelConfig, ModelFolder, int], Completion]
 class ReadModel:
     """A folder that is right as far as can be seen from itself.
 
-    `versions` are those to serve, ascending, at least one.
+    `versions` are those to serve, ascending, at least one. `labels` are those of its outputs.
     """
 
     folder: ModelFolder
     config: ModelConfig
     versions: tuple[int, ...]
     warnings: tuple[str, ...] = ()
+    labels: Labels = field(default_factory=dict)
 
 
 def read_model(
@@ -67,7 +69,8 @@ def read_model(
         raise Problems(problems or broken.problems) from None
     if problems:
         raise Problems(problems)
-    return ReadModel(folder, config, versions, (*folder.warnings, *_warnings(folder, config)))
+    labels = read_labels(folder.path, config)
+    return ReadModel(folder, config, versions, (*folder.warnings, *_warnings(folder, config)), labels)
 
 
 def _draft(folder: ModelFolder, default_files: Mapping[str, str], config_json: str) -> Draft:

@@ -6,13 +6,13 @@ Decided here: what belongs to a deployment, and what state a name is in. It does
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from flowserve.config.types import ModelConfig
 from flowserve.graph.plan import Plan, make_plan
-from flowserve.graph.types import Graph
+from flowserve.graph.types import GRAPH, Graph
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.admission import Admission
@@ -20,6 +20,7 @@ from flowserve.scheduling.dispatcher import ModelQueue
 from flowserve.values import TensorSpec
 
 _PLANS_MAX: Final = 64
+NO_LABELS: Final[Mapping[str, Sequence[str]]] = {}
 
 
 class Deployment:
@@ -33,6 +34,7 @@ class Deployment:
         versions: list[int],
         route: tuple[ModelQueue, ...],
         pins: frozenset[object] = frozenset(),
+        labels: Mapping[str, Sequence[str]] = NO_LABELS,
     ) -> None:
         self.name = graph.name
         self.version = graph.version
@@ -51,7 +53,14 @@ class Deployment:
         self.versions = versions  # all ready versions of the name, shared between its deployments
         self.inputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.inputs}
         self.outputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.outputs}
+        self.labels = labels  # of outputs that have some: what each index of the output means
         self.output_slot = {spec.name: self.plan.output_slots[i] for i, spec in enumerate(graph.outputs)}
+        # Of the outputs whose shape the client sees otherwise than their producer; mostly none.
+        self.output_conversions = {
+            graph.outputs[edge.input].name: edge.conversion
+            for edge in graph.edges
+            if edge.consumer == GRAPH and edge.conversion is not None
+        }
 
     def plan_for(self, outputs: tuple[str, ...]) -> Plan:
         """The plan that runs no step whose outputs nobody wants. `outputs` are names of this deployment's outputs."""

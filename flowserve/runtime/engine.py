@@ -7,7 +7,7 @@ ends. Scheduling is the dispatcher's, loading is loader.py's, computing is the h
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -24,7 +24,7 @@ from flowserve.observe.statistics import CANCELED, OTHER, REJECTED, Statistics, 
 from flowserve.runtime.accounts import record_batch, record_ensemble
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock
-from flowserve.runtime.deployment import Deployment, Entry
+from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
 from flowserve.runtime.hosts import PYTHON_EXECUTION, Processes
 from flowserve.runtime.instance import Completions, Host, Outcome
 from flowserve.runtime.lifecycle import Generation, Generations
@@ -246,6 +246,8 @@ class Engine:
         for name in flow.wanted:
             tensor = slots[deployment.output_slot[name]]
             if tensor is not None:
+                if name in deployment.output_conversions:
+                    tensor = tensor.converted(deployment.output_conversions[name])
                 outputs[name] = tensor.array
         return Response(deployment.name, deployment.version, outputs, flow.request.id)
 
@@ -320,23 +322,25 @@ class Engine:
         self.dispatcher.remove(queue)
         self.supervisor.release(queue)
 
-    def announce(self, config: ModelConfig, *graphs: Graph) -> None:
+    def announce(self, config: ModelConfig, *graphs: Graph, labels: Mapping[str, Sequence[str]] = NO_LABELS) -> None:
         """From now on requests for this name run on these graphs, one for each version, and on no others. The models
-        they need were added before.
+        they need were added before. `labels` are those of the graphs' outputs.
         """
         entry = self.entries.setdefault(config.name, Entry(config.name))
         versions = sorted(graph.version for graph in graphs)
         self._forget_statistics(entry, versions)
-        entry.ready = {graph.version: self._deployment(config, graph, versions) for graph in graphs}
+        entry.ready = {graph.version: self._deployment(config, graph, versions, labels) for graph in graphs}
         entry.versions = versions
         entry.state, entry.reason, entry.is_wanted = "READY", "", True
 
-    def _deployment(self, config: ModelConfig, graph: Graph, versions: list[int]) -> Deployment:
+    def _deployment(
+        self, config: ModelConfig, graph: Graph, versions: list[int], labels: Mapping[str, Sequence[str]]
+    ) -> Deployment:
         key = ModelKey(graph.name, graph.version)
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
         runs_on = [self.generations[node.model] for node in graph.nodes]
         route = tuple(generation.queue for generation in runs_on)
-        return Deployment(config, graph, statistics, versions, route, frozenset(one.pin for one in runs_on))
+        return Deployment(config, graph, statistics, versions, route, frozenset(one.pin for one in runs_on), labels)
 
     def withdraw_name(self, name: str, reason: str) -> None:
         """From now on requests for this name are refused, with the reason. Those in flight finish."""
@@ -389,7 +393,7 @@ def _is_version(text: str) -> bool:
 
 def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:
     """An error of the caller's own: one failure may be raised in many tasks, and tracebacks must not pile up on it."""
-    text = f"in ensemble '{deployment.name}', {error}" if deployment.graph.is_ensemble else str(error)
+    text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
     return type(error)(text)
 
 

@@ -16,6 +16,7 @@ import trio
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.repository.changes import above, steps_of
+from flowserve.repository.labels import output_labels
 from flowserve.repository.read import ReadModel
 from flowserve.repository.resolve import Resolution, resolve
 from flowserve.runtime.deployment import Entry
@@ -189,7 +190,9 @@ class Registry:
         for name in sorted(affected):
             if name in resolution.graphs:
                 self.failed.pop(name, None)
-                self._engine.announce(self.known[name].read.config, *resolution.graphs[name].values())
+                graphs = resolution.graphs[name].values()
+                labels = output_labels(next(iter(graphs)), lambda model: self.known[model].read.labels)
+                self._engine.announce(self.known[name].read.config, *graphs, labels=labels)
                 self.report(LoadEvent(name, "ready", seconds=built[name].seconds if name in built else 0.0))
                 continue
             error = self.failed[name] = resolution.failed[name]

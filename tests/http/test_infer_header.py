@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import FlowserveError, Invalid, Unsupported
-from flowserve.http.infer_header import parse_header
+from flowserve.http.infer_header import AnswerForm, parse_header
 
 INPUT: dict[str, Any] = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
 
@@ -246,13 +246,25 @@ def test_a_byte_size_beyond_all_counting_is_refused() -> None:
     assert refusal(one_input(shape=[2**62])).startswith("byte size overflow for input 'INPUT0'")
 
 
-def test_shared_memory_and_classification_are_refused_by_name() -> None:
+def test_outputs_are_wanted_as_tensors_or_as_so_many_classes() -> None:
+    def form(*counts: int | None) -> AnswerForm:
+        outputs = [
+            {"name": f"O{i}", **({} if count is None else {"parameters": {"classification": count}})}
+            for i, count in enumerate(counts)
+        ]
+        return parse_header(request(outputs=outputs), "m").form
+
+    assert form(3, None, 0, 1).classes == {"O0": 3, "O3": 1}
+    assert form(None).classes == {}
+    output = {"name": "O", "parameters": {"classification": "many"}}
+    assert refusal(request(outputs=[output])).startswith("Unable to parse 'classification': attempt to access JSON")
+
+
+def test_shared_memory_is_refused_by_name() -> None:
     region = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
     assert "shared memory is not supported yet" in refusal(one_input(data=None, parameters=region), Unsupported)
     output = {"name": "A", "parameters": region}
     assert "shared memory is not supported yet" in refusal(request(outputs=[output]), Unsupported)
-    output = {"name": "A", "parameters": {"classification": 3}}
-    assert "classification is not supported yet" in refusal(request(outputs=[output]), Unsupported)
 
 
 @pytest.mark.fault("S7")
