@@ -47,6 +47,24 @@ class ModelFiles:
         return self.folder / str(self.version)
 
 
+class Sender(Protocol):
+    """Where a decoupled model's answers to one request go. On any thread, and as long as somebody has it."""
+
+    def send(self, outputs: Sequence[Tensor | None]) -> None:
+        """One answer: the model's outputs in order. Waits until there is room for it; returns at once where nobody
+        wants it any more.
+        """
+
+    def fail(self, error: FlowserveError) -> None:
+        """The request failed; there are no more answers."""
+
+    def finish(self) -> None:
+        """There are no more answers."""
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants any more answers."""
+
+
 @dataclass(slots=True, eq=False)
 class Work:
     """One batch, as an instance sees it.
@@ -54,7 +72,8 @@ class Work:
     `inputs[i][m]` is the model's i-th input for member m, None where an optional input was not given. `rows[m]` is
     the member's row count (1 for a model without batching). `requests[m]` is the client's request the member belongs
     to. `wanted[m]` names the outputs asked of it. `may_write[i][m]` tells whether the member is the last reader of
-    that input.
+    that input. `senders[m]`, of a decoupled model only, is where answers to it go: `run` then returns empty `Results`,
+    and inputs may be kept until the last answer.
     """
 
     inputs: list[list[Tensor | None]]
@@ -62,6 +81,7 @@ class Work:
     requests: Sequence[Request]
     wanted: list[tuple[str, ...]]
     may_write: list[list[bool]] | None = None
+    senders: Sequence[Sender] | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -27,9 +27,16 @@ from flowserve.backends.base import ClockNs, ModelFiles, Remote, Results, Work
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_import import Owner, WorkingFor, forget_model, import_model
+from flowserve.backends.python_sender import (
+    ResponseSender,
+    SingleResponseSender,
+    answer_the_forgotten,
+    collect,
+    refuse_returned,
+)
 from flowserve.backends.triton_objects import GivenRequest, InferenceRequest, ModelFacts
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, ModelFailed, Unsupported
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.values import DType, TensorSpec
 
 log = logging.getLogger("flowserve.python")
@@ -121,13 +128,13 @@ class PythonInstance:
         self._source = source
         self._name = name
         self._group = group
-        self._about = ModelFacts(source.config.name, source.files.version, source.config.inputs)
+        self._about = ModelFacts(source.config.name, source.files.version, source.config.inputs, self._make_sender)
         self._answers = AnswerReader(source.config)
         self._working = WorkingFor(source.owner)
         self._module: ModuleType | None = None
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._execute: Callable[[list[InferenceRequest]], Sequence[Any]] = self._not_open
+        self._execute: Callable[[list[InferenceRequest]], Sequence[Any] | None] = self._not_open
 
     def open(self) -> None:
         """Import the model, make its object and initialise it."""
@@ -157,11 +164,19 @@ class PythonInstance:
         gathered_ns = clock()
         with self._working:
             try:
+                answered = self._execute(requests)
                 # A list of our own: who else holds an answer is told from its reference count.
-                responses = list(self._execute(requests))
+                responses: list[Any] = [None] * count if answered is None else [*answered]
+                del answered
             except _RAISED as error:
                 raise self._failed(error) from error
         computed_ns = clock()
+        if work.senders is not None:
+            refuse_returned(responses, about.name)
+            answer_the_forgotten(requests, work.senders, about.name)
+            return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns)
+        if None in responses:
+            collect(requests, responses, about.name)
         if len(responses) != len(requests):
             raise ModelFailed(
                 f"Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
@@ -170,6 +185,12 @@ class PythonInstance:
             )
         outputs, errors, placed = self._answers.read(responses, work)
         return Results(outputs, errors, gathered_ns=gathered_ns, computed_ns=computed_ns, placed=placed)
+
+    def _make_sender(self, work: Work, member: int) -> ResponseSender | SingleResponseSender:
+        name = self._about.name
+        if work.senders is None:
+            return SingleResponseSender(name)
+        return ResponseSender(work.senders[member], self._answers, work, member, name)
 
     def close(self) -> None:
         """Finalise the model. What it raises is logged: the instance is gone either way."""
@@ -268,14 +289,13 @@ def _text(error: BaseException) -> str:
 
 def _completion(config: ModelConfig, written: Mapping[str, Any]) -> Completion:
     """What the model added to its configuration. Tensors are given whole: the user's own are among them, unchanged."""
-    decoupled = bool(written.get("model_transaction_policy", {}).get("decoupled", False))
-    if decoupled:
-        raise Unsupported(f"model '{config.name}': decoupled models are not supported yet")
+    policy = written.get("model_transaction_policy")
     return Completion(
         inputs=tuple(_spec(config, entry) for entry in written.get("input", ())) or None,
         outputs=tuple(_spec(config, entry) for entry in written.get("output", ())) or None,
         max_batch_size=None if config.max_batch_size else written.get("max_batch_size") or None,
         dynamic_batching="dynamic_batching" in written and config.dynamic_batching is None,
+        decoupled=None if policy is None else bool(policy.get("decoupled", False)),
     )
 
 

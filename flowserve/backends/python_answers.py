@@ -16,7 +16,7 @@ from sys import getrefcount
 import numpy as np
 
 from flowserve.backends.base import Work
-from flowserve.backends.shapes import fits, reshaped, shown
+from flowserve.backends.shapes import fits, shown
 from flowserve.backends.triton_objects import InferenceResponse, TritonError
 from flowserve.backends.triton_objects import Tensor as Answer
 from flowserve.config.types import ModelConfig
@@ -29,6 +29,7 @@ from flowserve.errors import (
     Unavailable,
     Unsupported,
 )
+from flowserve.graph.conversion import reshaped
 from flowserve.memory.assemble import scatter
 from flowserve.memory.bytes_codec import to_bytes
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
@@ -159,6 +160,8 @@ class AnswerReader:
         inner = output.inner
         if self._batches:
             if shape[:1] == (rows,) and fits(shape[1:], inner):
+                return ""
+            if rows < 0 < len(shape) and fits(shape[1:], inner):  # an answer of a decoupled model
                 return ""
             inner = (rows, *inner)
         elif fits(shape, inner):

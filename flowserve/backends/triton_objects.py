@@ -2,27 +2,27 @@
 
 Decided here: Triton's classes, made so that a request costs next to nothing until the model asks for its parts, and
 which arrays a model may write to. Models reach them through triton_python_backend_utils.py. Names that start with an
-underscore are not for models. What flowserve does not do yet (decoupled responses, calling other models) is refused
-by name.
+underscore are not for models. What flowserve does not do yet (calling other models) is refused by name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from flowserve.backends.base import Work
 from flowserve.backends.python_import import scope
-from flowserve.backends.shapes import reshaped
+from flowserve.graph.conversion import reshaped
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor as _Rows
 from flowserve.values import BY_NUMPY, Array, DType, TensorSpec
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START: Final = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END: Final = 2
+TRITONSERVER_RESPONSE_COMPLETE_FINAL: Final = 1
 
 
 class TritonModelException(Exception):
@@ -243,10 +243,9 @@ class InferenceRequest:
     def _facts(self) -> dict[str, Any]:
         return self._about
 
-    def get_response_sender(self) -> NoReturn:
-        raise TritonModelException(
-            f"model '{scope.model}': decoupled responses (get_response_sender) are not supported yet"
-        )
+    def get_response_sender(self) -> Any:
+        """Where a model answers a request it was given."""
+        raise TritonModelException("Unable to get a response sender: the request was not given to this model")
 
     def exec(self, decoupled: bool = False) -> NoReturn:
         raise TritonModelException(
@@ -261,7 +260,9 @@ class InferenceRequest:
 class GivenRequest(InferenceRequest):
     """One member of a batch. Everything is looked up when the model asks for it."""
 
-    __slots__ = ("_member", "_model", "_work")
+    __slots__ = ("_kept_sender", "_member", "_model", "_work")
+
+    _kept_sender: Any
 
     def __init__(self, model: ModelFacts, work: Work, member: int) -> None:
         self._model = model
@@ -282,6 +283,24 @@ class GivenRequest(InferenceRequest):
                     found.append(_Input(spec, rows, writable is not None and writable[i][member]))
         return found
 
+    @property
+    def _sender(self) -> Any:
+        """The sender that the model asked for, None where it did not."""
+        return getattr(self, "_kept_sender", None)
+
+    def get_response_sender(self) -> Any:
+        sender = self._sender
+        if sender is None:
+            sender = self._kept_sender = self._model.make_sender(self._work, self._member)
+        return sender
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants its answers any more. False for a model that is not decoupled: a batch that has started
+        is computed to its end.
+        """
+        senders = self._work.senders
+        return senders is not None and senders[self._member].is_cancelled()
+
     def _facts(self) -> dict[str, Any]:
         request = self._work.requests[self._member]
         start = TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if request.sequence_start else 0
@@ -300,14 +319,19 @@ class GivenRequest(InferenceRequest):
 
 
 class ModelFacts:
-    """What all requests to one model have in common."""
+    """What all requests to one model have in common. `make_sender` makes what a model answers a member of a batch
+    through.
+    """
 
-    __slots__ = ("inputs", "name", "version")
+    __slots__ = ("inputs", "make_sender", "name", "version")
 
-    def __init__(self, name: str, version: int, inputs: tuple[TensorSpec, ...]) -> None:
+    def __init__(
+        self, name: str, version: int, inputs: tuple[TensorSpec, ...], make_sender: Callable[[Work, int], Any]
+    ) -> None:
         self.name = name
         self.version = version
         self.inputs = inputs
+        self.make_sender = make_sender
 
 
 class InferenceResponse:

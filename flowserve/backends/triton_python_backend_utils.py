@@ -16,6 +16,7 @@ from flowserve.backends.triton_model_config import ModelConfig
 from flowserve.backends.triton_objects import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL,
     InferenceRequest,
     InferenceResponse,
     MemoryType,
@@ -31,6 +32,7 @@ from flowserve.values import BY_NUMBER, Array, DType
 __all__ = [
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
+    "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
     "TRITON_STRING_TO_NUMPY",
     "InferenceRequest",
     "InferenceResponse",

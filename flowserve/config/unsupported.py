@@ -28,37 +28,19 @@ def _not_yet(s: Subject, path: str, feature: str, hint: str = "") -> Problem:
     return s.problem(path, f"model '{s.message.name}': {feature} {YET}", hint)
 
 
-def sequences(s: Subject) -> Iterator[Problem]:
-    if s.message.HasField("sequence_batching"):
-        yield _not_yet(s, "sequence_batching", "sequence_batching")
+def iterations(s: Subject) -> Iterator[Problem]:
+    if s.message.sequence_batching.iterative_sequence:
+        hint = "leave it out and send each request of a sequence yourself"
+        yield _not_yet(s, "sequence_batching.iterative_sequence", "iterative_sequence", hint)
+    if s.message.HasField("sequence_batching") and s.message.model_transaction_policy.decoupled:
+        yield _not_yet(s, "sequence_batching", "sequence_batching of a decoupled model")
 
 
 def decoupled(s: Subject) -> Iterator[Problem]:
-    """An ensemble's own flag means nothing: what its steps are decides."""
-    if s.message.model_transaction_policy.decoupled and not s.is_ensemble:
-        hint = "a model.py can set it in auto_complete_config, too"
-        yield _not_yet(s, "model_transaction_policy.decoupled", "a decoupled model_transaction_policy", hint)
-
-
-def cache(s: Subject) -> Iterator[Problem]:
-    if s.message.response_cache.enable:
-        yield _not_yet(s, "response_cache", "response_cache")
-
-
-def inflight_limit(s: Subject) -> Iterator[Problem]:
-    if s.message.ensemble_scheduling.max_inflight_requests > 0:
-        yield _not_yet(s, "ensemble_scheduling.max_inflight_requests", "max_inflight_requests", "0 means no limit")
-
-
-def reshapes(s: Subject) -> Iterator[Problem]:
-    for path, text, tensor in s.tensors():
-        if not tensor.HasField("reshape"):
-            continue
-        if f"{path}.reshape" in s.source.places:
-            hint = "give it the dims that the model's file has"
-        else:
-            hint = "in the model's file it has no dimension but the batch; write max_batch_size: 0 and dims: [ -1 ]"
-        yield _not_yet(s, f"{path}.reshape", f"reshape of {text}", hint)
+    """Only code can answer when it likes. An ensemble's own flag means nothing: what its steps are decides."""
+    if s.message.model_transaction_policy.decoupled and not s.is_ensemble and s.message.backend == "onnxruntime":
+        text = "a decoupled model_transaction_policy of an ONNX model"
+        yield _not_yet(s, "model_transaction_policy.decoupled", text, "put it behind a model.py that is decoupled")
 
 
 def shape_tensors(s: Subject) -> Iterator[Problem]:
@@ -80,12 +62,6 @@ def gpus(s: Subject) -> Iterator[Problem]:
             text = f"instance group {name} of model {s.message.name} has kind KIND_GPU but server does not support GPUs"
             hint = "write kind: KIND_CPU, or start with --gpu=off, which runs such models on the CPU"
             yield s.problem(f"instance_group[{index}]", f"{text} yet", hint)
-
-
-def optional_ensemble_inputs(s: Subject) -> Iterator[Problem]:
-    for index, tensor in enumerate(s.message.input):
-        if tensor.optional and s.is_ensemble:
-            yield _not_yet(s, f"input[{index}].optional", f"optional input '{tensor.name}' of an ensemble")
 
 
 def namespaces(s: Subject) -> Iterator[Problem]:
@@ -113,15 +89,11 @@ def places(s: Subject) -> Iterator[Problem]:
 
 
 UNSUPPORTED: Final[Mapping[str, Rule]] = {
-    "N1": sequences,
+    "N1": iterations,
     "N2": decoupled,
-    "N6": cache,
-    "N11": inflight_limit,
-    "N12": reshapes,
     "N13": shape_tensors,
     "N14": non_linear_formats,
     "N15": gpus,
-    "N16": optional_ensemble_inputs,
     "N17": namespaces,
     "N18": operations,
     "N19": agents,

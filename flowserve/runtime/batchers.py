@@ -6,14 +6,20 @@ asks for: without `dynamic_batching` the default scheduler, without levels and q
 
 from __future__ import annotations
 
-from flowserve.config.types import DynamicBatching, ModelConfig, QueuePolicy
+from flowserve.config.types import DynamicBatching, ModelConfig, QueuePolicy, SequenceBatching
+from flowserve.runtime.sequence_ports import nobody, sequence_of
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.direct import Direct
+from flowserve.scheduling.oldest import Oldest
 from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
+from flowserve.scheduling.sequences import SequencePolicy
 
 
 def batcher_for(config: ModelConfig) -> Batcher:
     """The queue of one version of a plain model."""
     batching = config.dynamic_batching
+    if config.sequence is not None:
+        return _sequences(config, config.sequence)
     if batching is None:
         return OneByOne()
     levels = _levels(batching)
@@ -24,7 +30,27 @@ def batcher_for(config: ModelConfig) -> Batcher:
 
 def keeps_order(config: ModelConfig) -> bool:
     """Whether its answers leave in the order in which its requests came."""
-    return config.dynamic_batching is not None and config.dynamic_batching.preserve_ordering
+    batching = config.dynamic_batching
+    return batching is not None and batching.preserve_ordering and not config.decoupled  # those keep it per request
+
+
+def _sequences(config: ModelConfig, sequence: SequenceBatching) -> Batcher:
+    """Slots of an instance are the rows of its batches, or for "oldest" as many as the configuration says."""
+    rows = max(1, config.max_batch_size)
+    control = next((control for control in sequence.controls if control.kind == "CORRID"), None)
+    delay_ns = sequence.max_queue_delay_us * 1000
+    policy = SequencePolicy(
+        model=config.name,
+        slots=rows if sequence.is_direct else sequence.candidates or rows,
+        idle_ns=sequence.idle_us * 1000,
+        id_control=control.name if control else "",
+        id_type=control.dtype.wire if control else "",
+        has_shapes=any(-1 in state.dims for state in sequence.states),
+    )
+    if sequence.is_direct:
+        return Direct(policy, sequence_of, nobody(config.outputs), sequence.slot_share, delay_ns)
+    preferred = tuple(sorted(sequence.preferred_batch_sizes)) or (rows,)
+    return Oldest(policy, sequence_of, BatchPolicy(rows, preferred, delay_ns))
 
 
 def _batch_policy(config: ModelConfig, batching: DynamicBatching) -> BatchPolicy:

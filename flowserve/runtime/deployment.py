@@ -6,20 +6,27 @@ Decided here: what belongs to a deployment, and what state a name is in. It does
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from flowserve.config.types import ModelConfig
+from flowserve.errors import Unsupported
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import GRAPH, Graph
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.admission import Admission
+from flowserve.runtime.gate import Gate
 from flowserve.scheduling.dispatcher import ModelQueue
+from flowserve.scheduling.router import Flow
+from flowserve.scheduling.streams import Slots, StreamFlow
 from flowserve.values import TensorSpec
 
 _PLANS_MAX: Final = 64
+# Triton's text, as its HTTP endpoint begins it.
+ONE_ANSWER: Final = "HTTP end point doesn't support models with decoupled transaction policy"
+MakeFlow = Callable[..., Flow]
 NO_LABELS: Final[Mapping[str, Sequence[str]]] = {}
 
 
@@ -46,6 +53,10 @@ class Deployment:
         self.keeps_order = any(queue.order is not None for queue in route)  # of one answer after the other
         self.pins = pins  # keeps what those queues run on (lifecycle.py) for as long as somebody has this deployment
         self.admission = Admission(graph)
+        self.is_decoupled = graph.is_decoupled
+        # How a request becomes a flow, by what its graph needs. `make_flow` is for one answer, `make_stream` for any.
+        self.make_flow, self.make_stream = _flow_makers(graph, self.plan)
+        self.gate: Gate | None = None  # where something keeps requests from its graph; set before the first comes
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
         statistics.nodes = self.traffic  # of the newest graph; requests on an older one finish on that one's
@@ -72,6 +83,21 @@ class Deployment:
                 self._plans.clear()
             plan = self._plans[outputs] = make_plan(self.graph, outputs)
         return plan
+
+
+def _flow_makers(graph: Graph, plan: Plan) -> tuple[MakeFlow, MakeFlow]:
+    nesting = plan.nesting
+    if nesting is None:
+        return Flow, Flow
+    shared = Slots(nesting.limits) if nesting.is_shared else None
+
+    def stream(plan: Plan, *arguments: Any) -> Flow:
+        return Flow(plan, *arguments) if plan.nesting is None else StreamFlow(plan, *arguments, shared=shared)
+
+    def refuse(*_: Any) -> Flow:
+        raise Unsupported(f"{ONE_ANSWER}: '{graph.name}' may answer any number of times")
+
+    return (refuse if graph.is_decoupled else stream), stream
 
 
 @dataclass(slots=True)

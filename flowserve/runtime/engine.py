@@ -17,19 +17,24 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
+from flowserve.config.gate import gate_options
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED, Statistics, rows_as_json
 from flowserve.runtime.accounts import record_batch, record_ensemble
+from flowserve.runtime.answers import Answers
+from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock
-from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
+from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry, MakeFlow
+from flowserve.runtime.gate import Gate
 from flowserve.runtime.hosts import PYTHON_EXECUTION, Processes
 from flowserve.runtime.instance import Completions, Host, Outcome
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Pump
+from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor
 from flowserve.runtime.turnstile import Turnstile
 from flowserve.scheduling.backoff import DELAYS, Delays
@@ -48,6 +53,7 @@ class EngineOptions:
     """What the operator chose. `python_execution`: "process", "thread" or "inline". `gpu` False maps KIND_GPU to the
     CPU.
     `rate_limit`: None is off; else the resources that were given, none of them meaning that models' own needs decide.
+    `cache_bytes`: how much the answers that are remembered may weigh, None for no such cache.
     """
 
     python_execution: str = PYTHON_EXECUTION
@@ -55,6 +61,7 @@ class EngineOptions:
     strict_readiness: bool = True
     rate_limit: tuple[Available, ...] | None = None
     restarts: Delays = DELAYS
+    cache_bytes: int | None = None
 
 
 class Engine:
@@ -66,14 +73,18 @@ class Engine:
         self.clock = running_clock()
         self.limiter = None if options.rate_limit is None else Limiter(options.rate_limit)
         if self.limiter is None:
-            self.dispatcher = Dispatcher(self._start, self._answered, self._refused)
+            self.dispatcher = Dispatcher(self._start, self._answered, self._refused, self._ready)
         else:
-            self.dispatcher = LimitedDispatcher(self._start, self._answered, self.limiter, refused=self._refused)
+            self.dispatcher = LimitedDispatcher(
+                self._start, self._answered, self.limiter, refused=self._refused, told=self._ready
+            )
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
         self.generations = Generations(self._forget)
         self.processes = Processes(self.clock) if SUPPORTED else None
         self._statistics: dict[ModelKey, Statistics] = {}
+        self._cache: Cache | None = None if options.cache_bytes is None else Lru(options.cache_bytes)
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
+        self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
         self.supervisor = Supervisor(self.dispatcher, self.completions, self._pump.poke, self.clock, options.restarts)
         self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
@@ -196,9 +207,16 @@ class Engine:
             await wait_task_rescheduled(leave)
         return self.response(flow)
 
-    def submit(self, deployment: Deployment, request: Request) -> Flow:
+    def stream(self, deployment: Deployment, request: Request) -> Answers:
+        """Begin one request whose answers are taken one by one, however many there are. Raises as `infer` does for what
+        is refused at the door.
+        """
+        return Answers(self, self.submit(deployment, request, deployment.make_stream))
+
+    def submit(self, deployment: Deployment, request: Request, make: MakeFlow | None = None) -> Flow:
         """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, where it is set,
-        is called with the flow when it is. Raises as `infer` does for what is refused at the door.
+        is called with the flow when it is. Raises as `infer` does for what is refused at the door; Unsupported for a
+        deployment that may answer any number of times, unless `make` is its `make_stream`.
         """
         admission = deployment.admission
         if self._is_draining:
@@ -210,7 +228,7 @@ class Engine:
             deployment.statistics.failed(1, 0, OTHER)
             raise
         plan = deployment.plan if not request.outputs else deployment.plan_for(request.outputs)
-        flow = Flow(
+        flow = (make or deployment.make_flow)(
             plan,
             deployment.route,
             tensors,
@@ -222,7 +240,12 @@ class Engine:
             request.timeout_us * 1000,
         )
         flow.wanted = admission.wanted(request)
-        self.dispatcher.submit(flow)
+        if deployment.gate is None:
+            self.dispatcher.submit(flow)
+        else:
+            deployment.gate.enter(flow)
+            if flow.done:
+                return flow
         self._pump.arrived()
         return flow
 
@@ -234,6 +257,8 @@ class Engine:
             if flow.plan.graph.is_ensemble:
                 queue.observer.failed(1, 0, CANCELED)
         flow.owner.statistics.failed(1, now_ns - flow.arrived_ns, CANCELED)
+        if flow.owner.gate is not None:
+            flow.owner.gate.leave(flow)
         self._pump.poke()
 
     def response(self, flow: Flow) -> Response:
@@ -241,7 +266,11 @@ class Engine:
         deployment: Deployment = flow.owner
         if flow.error is not None:
             raise _own(flow.error, deployment)
-        slots = flow.tensors
+        return self.response_from(flow, flow.tensors)
+
+    def response_from(self, flow: Flow, slots: Sequence[Any]) -> Response:
+        """The answer that these tensors, by slot, make."""
+        deployment: Deployment = flow.owner
         outputs = {}
         for name in flow.wanted:
             tensor = slots[deployment.output_slot[name]]
@@ -259,13 +288,15 @@ class Engine:
 
     def _returned(self, batch: Batch, outcome: Outcome) -> None:
         self._finished(batch, outcome)
-        self._pump.poke()
+        self._pump.returned()
 
     def _finished(self, batch: Batch, outcome: Outcome) -> None:
         now_ns = self.clock()
         if isinstance(outcome, Results):
             record_batch(batch.queue.observer, batch, outcome, now_ns)
             self.dispatcher.batch_done(batch, outcome.outputs, outcome.errors, now_ns)
+        elif isinstance(outcome, Returned):
+            self.streaming.returned(batch, outcome)
         elif not self.dispatcher.batch_failed(batch, outcome):
             record_batch(batch.queue.observer, batch, outcome, now_ns)
 
@@ -273,11 +304,24 @@ class Engine:
         queue.observer.failed(1, now_ns - ticket.queued_ns, REJECTED)
 
     def _answered(self, flow: Flow) -> None:
-        if flow.plan.graph.is_ensemble:
+        is_counted = False
+        if flow.owner.gate is not None:
+            is_counted = flow.owner.gate.leave(flow)
+            self._pump.poke()  # others may be let in
+        if flow.plan.graph.is_ensemble and not is_counted:
             record_ensemble(flow, self.clock())
+        self._ready(flow)
+
+    def _ready(self, flow: Flow) -> None:
+        """It is over, or some of its answers can be taken."""
         if flow.waiter is not None:
             # Told after the pump has given the free instances their next batches: answers take time to write.
             self._told.append(flow)
+            self._pump.poke()
+
+    def taken(self) -> None:
+        """Somebody took an answer: models that wait for that may go on."""
+        if self.dispatcher.streams.is_due:
             self._pump.poke()
 
     def _tell(self) -> None:
@@ -340,7 +384,13 @@ class Engine:
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
         runs_on = [self.generations[node.model] for node in graph.nodes]
         route = tuple(generation.queue for generation in runs_on)
-        return Deployment(config, graph, statistics, versions, route, frozenset(one.pin for one in runs_on), labels)
+        pins = frozenset(one.pin for one in runs_on)
+        deployment = Deployment(config, graph, statistics, versions, route, pins, labels)
+        options = gate_options(config.parameters)
+        cache = self._cache if config.response_cache and not deployment.is_decoupled else None
+        if cache is not None or not options.is_open:
+            deployment.gate = Gate(options, cache, key, deployment.output_slot, statistics, self.dispatcher, self.clock)
+        return deployment
 
     def withdraw_name(self, name: str, reason: str) -> None:
         """From now on requests for this name are refused, with the reason. Those in flight finish."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import trio
@@ -22,6 +23,10 @@ from flowserve.runtime.placement import Placement
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.readiness import Readiness
+from flowserve.runtime.sequence_hosts import SequenceLocalHost, SequenceProcessHost
+from flowserve.runtime.sequence_ports import SequencePorts
+from flowserve.runtime.stream_host import StreamHost
+from flowserve.runtime.streaming import Streaming
 
 log = logging.getLogger("flowserve.load")
 
@@ -59,7 +64,12 @@ def execution_of(config: ModelConfig, python_execution: str) -> str:
 
 
 def host_maker(
-    config: ModelConfig, model: LoadedModel, execution: str, processes: Processes | None, clock: ClockNs
+    config: ModelConfig,
+    model: LoadedModel,
+    execution: str,
+    processes: Processes | None,
+    streaming: Streaming,
+    clock: ClockNs,
 ) -> MakeHost:
     """How each instance of one model version gets its host, not yet open; called with its name and its group.
 
@@ -67,6 +77,8 @@ def host_maker(
     """
     if execution == PROCESS:
         return _in_processes(config, model, processes, clock)
+    if config.decoupled:
+        return _decoupled(config, model, streaming, clock)
     placement = Placement() if execution == DEFAULT and model.may_run_inline else None
 
     def make(name: str, group: InstanceGroup) -> Host:
@@ -85,7 +97,47 @@ def host_maker(
     return make
 
 
-def _in_processes(config: ModelConfig, model: LoadedModel, processes: Processes | None, clock: ClockNs) -> MakeHost:
+def _decoupled(config: ModelConfig, model: LoadedModel, streaming: Streaming, clock: ClockNs) -> MakeHost:
+    """On threads, whatever the operator's default is: on the loop, nobody could read what a model sends."""
+    if config.parameters.get("execution") == "inline":
+        raise Unsupported(
+            f"model '{config.name}': a decoupled model cannot run inline, where nobody would read what it sends; "
+            'use execution "thread" or "process"'
+        )
+    return lambda name, group: StreamHost(
+        name, config.name, model.instance(name, group), len(config.inputs), streaming, clock
+    )
+
+
+def sequence_host_maker(
+    ports: SequencePorts, model: LoadedModel, execution: str, processes: Processes | None, clock: ClockNs
+) -> MakeHost:
+    """As `host_maker`, for a model of sequences; `model` was loaded with `ports.inner`."""
+    config = ports.inner
+    if execution == PROCESS:
+        return _in_processes(config, model, processes, clock, partial(SequenceProcessHost, ports))
+    placement = Placement() if execution == DEFAULT and model.may_run_inline else None
+    return lambda name, group: SequenceLocalHost(
+        ports,
+        name,
+        config.name,
+        model.instance(name, group),
+        len(config.inputs),
+        len(config.outputs),
+        placement,
+        clock,
+        always_inline=execution == "inline",
+        may_write=not model.is_pure,
+    )
+
+
+def _in_processes(
+    config: ModelConfig,
+    model: LoadedModel,
+    processes: Processes | None,
+    clock: ClockNs,
+    host: Callable[..., Host] = ProcessHost,
+) -> MakeHost:
     if processes is None:
         raise Unsupported(f'model \'{config.name}\': execution "process" is for Linux; use "thread"')
     if not isinstance(model, RunsInProcess):
@@ -94,7 +146,7 @@ def _in_processes(config: ModelConfig, model: LoadedModel, processes: Processes 
             'use execution "thread", "inline" or "auto"'
         )
     packer = InputPacker(config.inputs)
-    return lambda name, group: ProcessHost(
+    return lambda name, group: host(
         name, config, model.remote(name, group), packer, processes.children, processes.readiness, clock
     )
 

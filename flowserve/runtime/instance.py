@@ -22,12 +22,13 @@ from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.placement import Placement
+from flowserve.runtime.streaming import Returned
 from flowserve.scheduling.dispatcher import Batch
 from flowserve.scheduling.router import Ticket
 
 log = logging.getLogger("flowserve.runtime")
 
-Outcome = Results | FlowserveError
+Outcome = Results | Returned | FlowserveError
 
 
 class Completions:

@@ -25,9 +25,10 @@ from flowserve.repository.read import ReadModel, read_model
 from flowserve.runtime.batchers import batcher_for, keeps_order
 from flowserve.runtime.completion import Completer
 from flowserve.runtime.engine import Engine
-from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_maker
+from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_maker, sequence_host_maker
 from flowserve.runtime.instance import Host
 from flowserve.runtime.limits import needs_of, refuse_what_never_runs
+from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.runtime.warmup import read_samples, warm_up
 
 log = logging.getLogger("flowserve.load")
@@ -101,9 +102,18 @@ class Loader:
         backend = registry.find(config.backend)
         execution = execution_of(config, self._engine.options.python_execution)
         options = {"execution": execution, "runs_at_once": str(runs_at_once)}
-        loaded = Loaded(await self._in_thread(lambda: backend.load(config, files, options)))
+        ports = None
+        inner = config
+        if config.sequence is not None:
+            ports = await self._in_thread(lambda: SequencePorts(config, read.folder.path))
+            inner = ports.inner
+        loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)))
         try:
-            make_host = host_maker(config, loaded.model, execution, self._engine.processes, self._engine.clock)
+            engine = self._engine
+            make_host = host_maker(config, loaded.model, execution, engine.processes, engine.streaming, engine.clock)
+            if ports is not None:
+                processes, clock = self._engine.processes, self._engine.clock
+                make_host = sequence_host_maker(ports, loaded.model, execution, processes, clock)
             samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
             for name, group in _instances(config):
                 host = make_host(name, group)

@@ -76,7 +76,8 @@ async def _run_once(
         # Copies: a model may write into what nobody else will read.
         request = Request({name: array.copy() for name, array in tensors.items()}, stamp=engine.next_stamp())
         try:
-            await engine.infer(deployment, request)
+            async for _ in engine.stream(deployment, request):
+                pass
         except FlowserveError as error:
             errors.append(error)
             nursery.cancel_scope.cancel()

@@ -43,10 +43,6 @@ class Streams:
         self._waiting: dict[Source, None] = {}  # in whose send somebody stands
         self.ending = ""
 
-    def admit(self, stream: StreamFlow) -> None:
-        """Look after a stream from now on; it is submitted next."""
-        stream.changed = self._note
-
     def start(self, source: Source, sender: Sender, now_ns: int) -> int:
         """A decoupled step is about to run. Returns the credits that it has from the beginning."""
         source.sender = sender
@@ -73,7 +69,7 @@ class Streams:
         except FlowserveError as error:
             self._fail(iteration, error)
             return
-        self._note(iteration.stream)
+        self.note(iteration.stream)
 
     def last(self, source: Source, now_ns: int) -> None:
         """It will not answer again."""
@@ -87,7 +83,7 @@ class Streams:
         except FlowserveError as error:
             self._fail(iteration, error)
             return
-        self._note(iteration.stream)
+        self.note(iteration.stream)
 
     def failed(self, source: Source, error: FlowserveError) -> None:
         """It answered with an error: its request is over."""
@@ -102,7 +98,7 @@ class Streams:
             source.is_waiting = True
             source.holder = holder
             self._waiting[source] = None
-            self._note(_stream(source))
+            self.note(_stream(source))
 
     def returned(self, batch: Any) -> None:
         """A batch keeps its instance no longer, whoever still waits in it."""
@@ -148,6 +144,12 @@ class Streams:
         if not stream.is_over:
             stream.tensors = []
 
+    def note(self, stream: StreamFlow) -> None:
+        """Something about it changed that `settle` will look at."""
+        if not stream.done:
+            self._changed[stream] = None
+            self.is_due = True
+
     def settle(self, now_ns: int) -> None:
         """What the changes since the last time mean: who is told, who may answer again, what is over."""
         self.is_due = False
@@ -172,11 +174,6 @@ class Streams:
                 circle = self._circle(source)
                 if circle:
                     self._fail(source.flow, _deadlock(source, circle))
-
-    def _note(self, stream: StreamFlow) -> None:
-        if not stream.done:
-            self._changed[stream] = None
-            self.is_due = True
 
     def _wake_sharers(self, slots: Slots) -> None:
         for source in [*self._waiting]:

@@ -25,14 +25,19 @@ from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.calls import CalledFlow, Calls
 from flowserve.scheduling.closed import Closed
 from flowserve.scheduling.credits import Streams
+from flowserve.scheduling.deadlines import Deadlines
 from flowserve.scheduling.limiter import Needs
-from flowserve.scheduling.lineage import located, traced
+from flowserve.scheduling.lineage import located, steps_under_way, traced
 from flowserve.scheduling.ordering import Order
 from flowserve.scheduling.router import Facts, Flow, Ticket
 from flowserve.scheduling.sequences import Sequences
 from flowserve.scheduling.streams import StreamFlow
 
 _by_stamp = attrgetter("stamp")
+
+
+class Late(Unavailable):
+    """The deadline of a request passed."""
 
 
 class ModelQueue:
@@ -135,7 +140,9 @@ class Dispatcher:
         self._expiring: list[ModelQueue] = []  # queues in which patience may end
         self._halves: deque[tuple[ModelQueue, list[Ticket]]] = deque()
         self._ending = ""  # why nothing new is started any more, once that is so
-        self.in_flight = 0  # flows submitted and not yet answered
+        self.in_flight = 0  # flows submitted or held and not yet answered
+        self._held: dict[Flow, None] = {}
+        self._due: Deadlines[Flow] | None = None  # of the flows that have a deadline; None until one has
 
     def add(self, queue: ModelQueue) -> None:
         """Serve a model: flows may have this queue on their route from now on."""
@@ -157,6 +164,26 @@ class Dispatcher:
         """Take a request. Nothing happens to it before the next `pump`."""
         self.in_flight += 1
         self._arrivals.append(flow)
+
+    def hold(self, flow: Flow) -> None:
+        """Take a request that is not run before `release`, or is answered without by `answer`."""
+        self.in_flight += 1
+        self._held[flow] = None
+
+    def release(self, flow: Flow) -> None:
+        """Nothing keeps it from running any more. Nothing happens to it before the next `pump`."""
+        del self._held[flow]
+        self._arrivals.append(flow)
+
+    def answer(self, flow: Flow) -> None:
+        """A held flow has its outputs from elsewhere."""
+        self._over(flow)
+
+    def due_by(self, flow: Flow, at_ns: int) -> None:
+        """Whatever becomes of it, the flow is over at that moment."""
+        if self._due is None:
+            self._due = Deadlines()
+        self._due.add(flow, at_ns)
 
     def call(self, batch: Batch | None, flow: CalledFlow) -> None:
         """Take a request that a model makes, in the execution of `batch` if in any. Raises Unavailable where that would
@@ -286,7 +313,7 @@ class Dispatcher:
 
     def pump(self, now_ns: int) -> None:
         """Queue what arrived, in order, then start everything that can start."""
-        if self._expiring:
+        if self._expiring or self._due is not None:
             self._expire(now_ns)
         if self._arrivals:
             self._queue_arrivals(now_ns)
@@ -304,7 +331,7 @@ class Dispatcher:
 
     def next_deadline(self) -> int | None:
         """When `pump` should be called even if nothing happens, or None."""
-        soonest = self._next_expiry() if self._expiring else None
+        soonest = self._next_expiry() if self._expiring or self._due is not None else None
         for queue in self._delayed:
             if queue.free:
                 deadline = queue.batcher.deadline()
@@ -334,7 +361,7 @@ class Dispatcher:
         """
         self._ending = self.streams.ending = reason
         arrivals, self._arrivals = self._arrivals, []
-        for flow in arrivals:
+        for flow in [*arrivals, *self._held]:
             if not flow.done:
                 self._fail(flow, Unavailable(reason))
         halves, self._halves = self._halves, deque()
@@ -357,11 +384,12 @@ class Dispatcher:
         self._arrivals = []
         if len(arrivals) > 1:
             arrivals.sort(key=_by_stamp)
+        note = self.streams.note
         for flow in arrivals:
             if flow.done:
                 continue
             try:
-                tickets = flow.begin()
+                tickets = flow.begin(note)
                 for ticket in tickets:
                     self._put(ticket, now_ns)
             except FlowserveError as error:
@@ -412,10 +440,16 @@ class Dispatcher:
         ticket.flow.tensors = []
 
     def _next_expiry(self) -> int | None:
-        return min((at for queue in self._expiring if (at := queue.batcher.expiry()) is not None), default=None)
+        moments = [at for queue in self._expiring if (at := queue.batcher.expiry()) is not None]
+        if self._due is not None and (at := self._due.soonest()) is not None:
+            moments.append(at)
+        return min(moments, default=None)
 
     def _expire(self, now_ns: int) -> None:
         """Refuse whoever has waited too long."""
+        if self._due is not None:
+            for flow in self._due.due(now_ns):
+                self._fail(flow, _late(flow, now_ns))
         for queue in self._expiring:
             at = queue.batcher.expiry()
             if at is None or at > now_ns:
@@ -517,6 +551,10 @@ class Dispatcher:
         """The flow is over; whatever of it still waits leaves its queue now. Returns the queue of each such ticket."""
         flow.done = True
         self.in_flight -= 1
+        if self._held:
+            self._held.pop(flow, None)
+        if self._due is not None:
+            self._due.discard(flow)
         return self._withdraw(flow) if flow.open else ()
 
     def _withdraw(self, flow: Flow) -> list[ModelQueue]:
@@ -553,3 +591,12 @@ class Dispatcher:
             assert not queue.free, (
                 f"(3) {queue.key}: {len(tickets)} tickets of a failed batch wait beside a free instance"
             )
+
+
+def _late(flow: Flow, now_ns: int) -> Late:
+    steps = steps_under_way(flow)
+    names = ", ".join(f"'{node.name}'" for node in steps)
+    where = f"it was in step {names}" if steps else "it had not begun" if not flow.open else "it was under way"
+    waited_ms = (now_ns - flow.arrived_ns) // 1_000_000
+    error = Late(f"Request timeout expired: its deadline passed after {waited_ms} ms, {where}")
+    return located(error, flow, steps[0]) if steps else error

@@ -13,7 +13,7 @@ Always true of a flow that is not done (see `Flow.check`):
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
@@ -23,7 +23,8 @@ from flowserve.scheduling.lineage import located
 
 class Facts(Protocol):
     """What scheduling may know of a tensor: its rows (`start` to `stop`, both 0 and -1 without a batch dimension) and
-    its shape.
+    its shape. Where a graph converts shapes on their way, its handles have `converted(conversion)` besides, which gives
+    the handle of another shape.
     """
 
     start: int
@@ -125,9 +126,13 @@ class Flow:
         """The request's flow; of one of its iterations (streams.py) that is another."""
         return self
 
-    def begin(self) -> list[Ticket]:
-        """The steps that need nothing but the request's own inputs. Raises `Invalid` where a step cannot take them."""
+    def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
+        """The steps that need nothing but the request's own inputs. Raises `Invalid` where a step cannot take them.
+        `changed` is for flows with iterations (streams.py).
+        """
         plan = self.plan
+        if plan.lacking:
+            self._check_given(plan)
         self.open = len(plan.first)
         return [self._ticket(plan.nodes[index]) for index in plan.first]
 
@@ -160,10 +165,29 @@ class Flow:
 
     def is_last_reader(self, slot: int) -> bool:
         """Nobody but the asking step will read this slot: not a sibling, not the graph's own output."""
-        return self.readers[slot] == 1
+        return slot < self.plan.converted and self.readers[slot] == 1
+
+    def _check_given(self, plan: Plan) -> None:
+        """An optional input of the graph may feed one that a model must have, as on Triton: then that model complains,
+        and here before anything runs.
+        """
+        for slot, name, n in plan.lacking:
+            if self.tensors[slot] is None:
+                node = plan.nodes[n]
+                raise located(
+                    Invalid(
+                        f"expected {len(node.inputs)} inputs but not all were given for model '{node.model.name}'. "
+                        f"Missing required input(s) ['{name}'], to which '{plan.graph.inputs[slot].name}' is mapped; "
+                        "that is optional in the ensemble, and not in the model"
+                    ),
+                    self,
+                    node,
+                )
 
     def _ticket(self, node: PlanNode) -> Ticket:
         tensors = self.tensors
+        if node.converts:
+            self._convert(node)
         rows = 1
         if node.max_batch_size:
             rows = -1
@@ -189,6 +213,11 @@ class Flow:
         if not node.variable and not node.optional:
             return Ticket(self, node, rows, None)
         return Ticket(self, node, rows, self._key(node))
+
+    def _convert(self, node: PlanNode) -> None:
+        for slot, own, conversion in node.converts:
+            handle = self.tensors[slot]
+            self.tensors[own] = None if handle is None else handle.converted(conversion)
 
     def _key(self, node: PlanNode) -> Hashable:
         """What must be equal within a batch: the variable inputs' shapes, and which inputs are there at all."""

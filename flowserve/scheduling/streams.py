@@ -315,9 +315,11 @@ class StreamFlow(Iteration):
         self.late: list[tuple[Iteration, PlanNode]] = []
         self.held = [0] * len(plan.nodes)  # slots that are its own
         self.is_over = False
-        self.changed: Callable[[StreamFlow], None] = _tell_nobody
+        self.changed: Callable[[Any], None] = _tell_nobody
 
-    def begin(self) -> list[Ticket]:
+    def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
+        """As `Flow.begin`; `changed` is called with the stream whenever `Streams.settle` has something to do for it."""
+        self.changed = changed or _tell_nobody
         tickets: list[Ticket] = []
         for n in self.plan.first:
             self._arrive(self.plan.nodes[n], None, tickets)

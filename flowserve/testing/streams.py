@@ -210,7 +210,6 @@ class StreamSim:
         stream = StreamFlow(self.plan, route, given, self.time, request.number, request, shared=self.shared)
         self.flows[request.number] = stream
         self.answers[request.number] = []
-        self.streams.admit(stream)
         self.dispatcher.submit(stream)
         if request.leaves_after_ns is not None:
             self._at(self.time + request.leaves_after_ns, partial(self._leave, request))

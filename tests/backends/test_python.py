@@ -488,6 +488,34 @@ def test_an_output_that_is_answered_twice_fails_its_request_only(python: Open) -
     assert {m: str(error) for m, error in results.errors.items()} == {1: "model 'm' answered output 'y' twice"}
 
 
+@pytest.mark.parametrize("returned", ["None", "[None] * len(requests)"])
+def test_a_model_that_answers_once_may_do_it_through_senders(python: Open, returned: str) -> None:
+    later = (
+        "import threading\nsender = request.get_response_sender()\n"
+        "threading.Timer(0.01, sender.send, [pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]), 1]).start()"
+    )
+    source = executing(later).replace("return responses", f"return {returned}")
+    assert values(python(source).whole(rows(1, 2))) == [rows(1).tolist(), rows(2).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("sends", "text"),
+    [
+        ("sender.send()", "Inference Response object must be provided when the response flags is set to zero."),
+        ("sender.send(flags=1)", "sent the final flag before any response"),
+        ("sender.send(response, 2)", "Unsupported flag provided"),
+        ("sender.send(response); sender.send(response, 1)", "cannot send more than one"),
+        ("sender.send(response, 1); sender.send(response, 1)", "Response sender has been closed"),
+        ("sender.send('no', 1)", "InferenceResponse expected, got str"),
+    ],
+)
+def test_a_sender_is_used_by_triton_s_rules(python: Open, sends: str, text: str) -> None:
+    body = "sender = request.get_response_sender(); response = pb_utils.InferenceResponse([pb_utils.Tensor('y', x)])\n"
+    with pytest.raises(ModelFailed) as caught:
+        python(executing(body + sends)).whole(rows(1))
+    assert text in str(caught.value)
+
+
 def test_something_else_than_a_response_fails_its_request_only(python: Open) -> None:
     results = python(executing(f"if x[0, 0] == 2:\n    responses.append(None)\nelse:\n    {answer('x')}")).whole(
         rows(1, 2)
@@ -499,7 +527,6 @@ def test_something_else_than_a_response_fails_its_request_only(python: Open) -> 
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ("request.get_response_sender()", "model 'm': decoupled responses (get_response_sender) are not supported yet"),
         (
             "pb_utils.InferenceRequest(model_name='other', requested_output_names=['y'], inputs=[given]).exec()",
             "model 'm': calling model 'other' from a model (BLS) is not supported yet",
@@ -693,10 +720,6 @@ def test_a_model_without_auto_complete_config_is_not_even_imported(repository: R
             "model configuration specified data_type TYPE_FP32, but in auto_complete_config function it has data_type ",
         ),
         ("config.set_max_batch_size(1)", "configuration specified max_batch_size 2"),
-        (
-            "config.set_model_transaction_policy({'decoupled': True})\nreturn config",
-            "decoupled models are not",
-        ),
         ("config.set_model_transaction_policy({'other': 1})", "unknown properties other"),
     ],
 )

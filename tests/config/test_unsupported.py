@@ -77,32 +77,20 @@ def test_what_changes_no_result_is_served(refused: Refused, text: str) -> None:
     assert refused(MODEL % "" + text) == []
 
 
-def test_refusal_N1_sequences(refused: Refused) -> None:
-    assert refused(MODEL % "" + "sequence_batching { }") == [
-        "4:1: model 'm': sequence_batching is not supported yet [N1]"
+def test_refusal_N1_iterations(refused: Refused) -> None:
+    assert refused(MODEL % "" + "sequence_batching { }") == []
+    assert refused(MODEL % "" + "sequence_batching { iterative_sequence: true }") == [
+        "4:21: model 'm': iterative_sequence is not supported yet [N1] (leave it out and send each request of a sequence"
+        " yourself)"
     ]
 
 
-def test_refusal_N2_decoupled_models(refused: Refused) -> None:
-    (text,) = refused(MODEL % "" + "model_transaction_policy { decoupled: true }")
-    assert text.startswith("4:28: model 'm': a decoupled model_transaction_policy is not supported yet")
+def test_refusal_N2_decoupled_models_that_are_no_code(refused: Refused) -> None:
+    text = (MODEL % "").replace('backend: "python"', 'backend: "onnxruntime"')
+    (told,) = refused(text + "model_transaction_policy { decoupled: true }", "1/model.onnx")
+    assert "model 'm': a decoupled model_transaction_policy of an ONNX model is not supported yet" in told
+    assert refused(MODEL % "" + "model_transaction_policy { decoupled: true }") == []
     assert refused(PIPE % ("", "", "") + "model_transaction_policy { decoupled: true }") == []
-
-
-def test_refusal_N6_response_caches(refused: Refused) -> None:
-    text = "response_cache { enable: true }"
-    assert refused(MODEL % "" + text) == ["4:1: model 'm': response_cache is not supported yet [N6]"]
-
-
-def test_refusal_N11_inflight_limits(refused: Refused) -> None:
-    assert refused(PIPE % ("", "max_inflight_requests: 16", "")) == [
-        "4:23: model 'm': max_inflight_requests is not supported yet (0 means no limit) [N11]"
-    ]
-
-
-def test_refusal_N12_reshapes(refused: Refused) -> None:
-    (text,) = refused(MODEL % "reshape { shape: [ 2, 2 ] }")
-    assert text.startswith("2:52: model 'm': reshape of input 'X' is not supported yet (give it the dims that")
 
 
 def test_refusal_N13_shape_tensors(refused: Refused) -> None:
@@ -136,12 +124,6 @@ def test_without_gpus_groups_that_ask_for_one_run_on_the_cpu_with_a_warning(
         ("KIND_MODEL", 1, ()),
     ]
     assert caplog.messages == ["m/config.pbtxt: instance group m_0 runs on the CPU instead of a GPU (--gpu=off)"]
-
-
-def test_refusal_N16_optional_inputs_of_ensembles(refused: Refused) -> None:
-    assert refused(PIPE % ("optional: true", "", "")) == [
-        "2:52: model 'm': optional input 'A' of an ensemble is not supported yet [N16]"
-    ]
 
 
 def test_refusal_N17_namespaces(refused: Refused) -> None:

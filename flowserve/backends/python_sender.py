@@ -1,0 +1,152 @@
+"""How a Python model answers through a response sender: any number of times, or once in its own time.
+
+Decided here: what a model may do with a sender (Triton's rules and texts), and what it means when it lets go of one
+without the final flag. Which answers are right is decided in python_answers.py, when there is room for one by whoever
+is behind `Sender` (backends/base.py). A sender may be used on any thread, also after `execute` has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+from flowserve.backends.base import Sender, Work
+from flowserve.backends.python_answers import AnswerReader
+from flowserve.backends.triton_objects import (
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+    GivenRequest,
+    InferenceRequest,
+    InferenceResponse,
+    TritonModelException,
+)
+from flowserve.errors import ModelFailed
+
+log = logging.getLogger("flowserve.python")
+
+_CLOSED: Final = "Unable to send response. Response sender has been closed."
+_ANY_ROWS: Final = -1
+
+
+class ResponseSender:
+    """What `get_response_sender` gives a decoupled model."""
+
+    def __init__(self, sender: Sender, answers: AnswerReader, work: Work, member: int, model: str) -> None:
+        self._sender = sender
+        self._answers = answers
+        # An answer may have any number of rows.
+        self._work = Work([], [_ANY_ROWS], [], [work.wanted[member]])
+        self._model = model
+        self._is_closed = False
+        self._one_by_one = threading.Lock()
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Answer, or (with TRITONSERVER_RESPONSE_COMPLETE_FINAL) say that there are no more answers. Waits while those
+        who read the answers are behind.
+        """
+        _check(response, flags)
+        is_final = flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        with self._one_by_one:
+            if self._is_closed:
+                log.error("model '%s': %s", self._model, _CLOSED)
+                raise TritonModelException(_CLOSED)
+            self._is_closed = is_final
+            if response is not None:
+                outputs, errors, _ = self._answers.read([response], self._work)
+                if errors:
+                    self._is_closed = True
+                    self._sender.fail(errors[0])
+                    return
+                self._sender.send([column[0] for column in outputs])
+        if is_final:
+            self._sender.finish()
+
+    def is_cancelled(self) -> bool:
+        """Nobody wants any more answers; those that are sent all the same are dropped."""
+        return self._sender.is_cancelled()
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self._sender.fail(
+                ModelFailed(
+                    f"model '{self._model}' let go of a response sender without sending "
+                    f"TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+                )
+            )
+
+
+class SingleResponseSender:
+    """The same for a model that is not decoupled: exactly one response, which its batch waits for."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._response: InferenceResponse | None = None
+        self._is_closed = threading.Event()
+        self._one_by_one = threading.Lock()
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        _check(response, flags)
+        with self._one_by_one:
+            if self._is_closed.is_set():
+                raise TritonModelException(_CLOSED)
+            if response is not None:
+                if self._response is not None:
+                    raise TritonModelException(
+                        f"Unable to send response. Non-decoupled model '{self._model}' cannot send more than one."
+                    )
+                self._response = response
+            if flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL:
+                if self._response is None:
+                    raise TritonModelException(
+                        f"Unable to send response. Non-decoupled model '{self._model}' sent the final flag before any "
+                        "response."
+                    )
+                self._is_closed.set()
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def wait(self) -> InferenceResponse:
+        """The response, when it is there."""
+        self._is_closed.wait()
+        assert self._response is not None, "it is closed with a response only"
+        return self._response
+
+
+def collect(requests: Sequence[InferenceRequest], responses: list[Any], model: str) -> None:
+    """Put what a model that is not decoupled answered through senders into `responses`, where it has None. Waits for
+    it. Raises ModelFailed where there is nothing at all.
+    """
+    used = [request._sender if isinstance(request, GivenRequest) else None for request in requests]
+    if not any(used) and not any(responses):
+        raise ModelFailed(f"model '{model}' returned None where a list of InferenceResponse was expected (TypeError)")
+    for m, sender in enumerate(used[: len(responses)]):
+        if responses[m] is None and sender is not None:
+            responses[m] = sender.wait()
+
+
+def answer_the_forgotten(requests: Sequence[InferenceRequest], senders: Sequence[Sender], model: str) -> None:
+    """A decoupled model's `execute` returned: whoever's sender was never asked for gets no answer any more."""
+    for request, sender in zip(requests, senders, strict=True):
+        if isinstance(request, GivenRequest) and request._sender is None:
+            sender.fail(ModelFailed(f"model '{model}' returned without asking for the response sender of a request"))
+
+
+def refuse_returned(responses: Sequence[object], model: str) -> None:
+    """A decoupled model returns nothing."""
+    if any(response is not None for response in responses):
+        raise ModelFailed(
+            f"Python model '{model}' is using the decoupled mode and the execute function must return None."
+        )
+
+
+def _check(response: object, flags: int) -> None:
+    if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+        raise TritonModelException("Unable to send response. Unsupported flag provided.")
+    if response is None and not flags:
+        raise TritonModelException("Inference Response object must be provided when the response flags is set to zero.")
+    if response is not None and not isinstance(response, InferenceResponse):
+        raise TritonModelException(
+            f"Unable to send response. InferenceResponse expected, got {type(response).__name__}."
+        )

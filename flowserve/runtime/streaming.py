@@ -1,0 +1,173 @@
+"""Where models that answer many times meet the loop: answers, waits and ends, from whatever thread or process.
+
+Decided here: how what a decoupled model does reaches the machines that decide (scheduling/credits.py), and what a step
+of one is written down as. What a thread of a model says is handed to the loop in the order in which it was said; a
+thread that has credits waits for nothing. How a process says it is decided in process_link.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import trio
+
+from flowserve.errors import FlowserveError
+from flowserve.memory.tensor import Tensor
+from flowserve.observe.statistics import BACKEND, Statistics
+from flowserve.runtime.clock import ClockNs, wall_clock_ms
+from flowserve.scheduling.dispatcher import Batch, Dispatcher
+from flowserve.scheduling.streams import Sender, Source
+
+log = logging.getLogger("flowserve.runtime")
+
+
+@dataclass(slots=True, eq=False)
+class Returned:
+    """What the run of a decoupled model's batch came to: its instance is free. Its answers come by themselves, and so
+    does why it `has_failed`.
+    """
+
+    gathered_ns: int = 0
+    computed_ns: int = 0
+    has_failed: bool = False
+
+
+class Streaming:
+    """The engine's ear for decoupled models. Everything but `post` is called on the loop."""
+
+    def __init__(
+        self, token: trio.lowlevel.TrioToken, dispatcher: Dispatcher, clock: ClockNs, poke: Callable[[], None]
+    ) -> None:
+        self._poke = poke
+        self._token = token
+        self._streams = dispatcher.streams
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._posted: deque[Callable[[], None]] = deque()
+
+    def start(self, source: Source, sender: Sender) -> int:
+        """A step is about to run; how many answers it may send before it must wait."""
+        return self._streams.start(source, sender, self._clock())
+
+    def answered(self, source: Source, outputs: Sequence[Tensor | None]) -> None:
+        """One answer, for one credit."""
+        self._streams.answer(source, outputs, self._clock())
+        self._poke()
+
+    def waits(self, source: Source, holder: Batch | None) -> None:
+        """Somebody stands in its send without a credit, and keeps the instance of `holder` meanwhile."""
+        self._streams.wait(source, holder)
+        self._poke()
+
+    def over(self, source: Source, error: FlowserveError | None = None) -> None:
+        """There are no more answers. Harmless when it was said before."""
+        if source.is_over:
+            return
+        now_ns = self._clock()
+        statistics: Statistics = source.flow.route[source.node.index].observer
+        if error is None:
+            took_ns = now_ns - source.started_ns
+            statistics.succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
+            flow = source.flow
+            flow.queue_ns += source.started_ns - source.queued_ns
+            flow.compute_infer_ns += took_ns
+            self._streams.last(source, now_ns)
+        else:
+            statistics.failed(1, now_ns - source.queued_ns, BACKEND)
+            self._streams.failed(source, error)
+            source.is_over = True
+        self._poke()
+
+    def returned(self, batch: Batch, outcome: Returned) -> None:
+        """A batch gave its instance back."""
+        now_ns = self._clock()
+        if not outcome.has_failed:
+            started_ns = batch.started_ns
+            statistics: Statistics = batch.queue.observer
+            input_ns = max(outcome.gathered_ns - started_ns, 0)
+            statistics.executed(batch.rows, input_ns, now_ns - started_ns - input_ns, 0, wall_clock_ms())
+            for ticket in batch.tickets:
+                ticket.flow.owner.traffic[ticket.node.index].ran(ticket.rows, ())
+        self._dispatcher.execute_returned(batch)
+        self._poke()
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Do this on the loop, after what was posted before. On any thread."""
+        self._posted.append(what)
+        try:
+            self._token.run_sync_soon(self._drain, idempotent=True)
+        except trio.RunFinishedError:
+            log.debug("an answer came after the server was gone")
+
+    def _drain(self) -> None:
+        posted = self._posted
+        while posted:
+            posted.popleft()()
+
+
+class ThreadSender:
+    """Where a model on a thread sends its answers to one request, and what the loop tells it. `execution` says which
+    batch a thread executes, None for threads of the model's own.
+    """
+
+    def __init__(self, source: Source, streaming: Streaming, execution: Callable[[], Batch | None]) -> None:
+        self._source = source
+        self._streaming = streaming
+        self._execution = execution
+        self._credits = threading.Semaphore(0)
+        self._waiting = 0
+        self._count = threading.Lock()
+        self._is_withdrawn = False
+
+    # -- of the model
+
+    def send(self, outputs: Sequence[Tensor | None]) -> None:
+        if not self._credits.acquire(blocking=False):
+            self._wait()
+        if self._is_withdrawn:
+            self._credits.release()  # for whoever sends next
+            return
+        self._streaming.post(partial(self._streaming.answered, self._source, outputs))
+
+    def fail(self, error: FlowserveError) -> None:
+        self._streaming.post(partial(self._streaming.over, self._source, error))
+
+    def finish(self) -> None:
+        self._streaming.post(partial(self._streaming.over, self._source))
+
+    def is_cancelled(self) -> bool:
+        return self._is_withdrawn
+
+    def _wait(self) -> None:
+        with self._count:
+            self._waiting += 1
+        self._say_that_it_waits()
+        self._credits.acquire()
+        with self._count:
+            self._waiting -= 1
+            others = self._waiting
+        if others:
+            self._say_that_it_waits()
+
+    def _say_that_it_waits(self) -> None:
+        self._streaming.post(partial(self._streaming.waits, self._source, self._execution()))
+
+    # -- of the loop
+
+    def grant(self, count: int) -> None:
+        self._credits.release(count)
+
+    def withdraw(self) -> None:
+        self._is_withdrawn = True
+        self._credits.release()
+
+
+def sources(batch: Batch) -> list[Source]:
+    """The steps of a decoupled model's batch."""
+    return cast("list[Source]", batch.tickets)

@@ -1,0 +1,251 @@
+"""Models that answer many times, and graphs around them, in a running engine: on threads and in processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from flowserve.errors import FlowserveError, Unsupported
+from flowserve.runtime.control import ControlOptions, open_control
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.scheduling.streams import UNREAD_MAX
+from flowserve.values import Request
+
+# Answers IN times with IN, IN+1, ...; what is special about it is in its parameters.
+REPEAT = """
+import json, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def log(text):
+    with open("{log}", "a") as file:
+        file.write(text + "\\n")
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.threads = []
+
+    def execute(self, requests):
+        for request in requests:
+            how = json.loads(request.parameters())
+            if how.get("thread"):
+                self.threads.append(threading.Thread(target=self.answer, args=(request, how)))
+                self.threads[-1].start()
+            elif how.get("forgets"):
+                self.kept = request
+            else:
+                self.answer(request, how)
+
+    def answer(self, request, how):
+        (count,) = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy().reshape(-1)
+        sender = request.get_response_sender()
+        for n in range(count):
+            if sender.is_cancelled():
+                log("cancelled")
+                break
+            if n == how.get("fails_at", -1):
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("no more")), FINAL)
+                return
+            if n == how.get("raises_at", -1):
+                raise ValueError("out of numbers")
+            log(f"sends {n}")
+            answer = pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[count + n]], np.int32))])
+            if how.get("with_last") and n == count - 1:
+                sender.send(answer, flags=FINAL)
+                return
+            sender.send(answer)
+        if how.get("drops"):
+            return
+        sender.send(flags=FINAL)
+        if how.get("too_late"):
+            try:
+                sender.send(flags=FINAL)
+            except pb_utils.TritonModelException as error:
+                log(str(error))
+"""
+PORTS = (
+    'input { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }\n'
+)
+DECOUPLED = 'backend: "python" max_batch_size: 4 model_transaction_policy { decoupled: true }\n' + PORTS
+SQUARE = """
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        time.sleep(SECONDS)
+        return [
+            pb_utils.InferenceResponse(
+                [pb_utils.Tensor("OUT", pb_utils.get_input_tensor_by_name(request, "IN").as_numpy() ** 2)]
+            )
+            for request in requests
+        ]
+"""
+STEP = """step {{
+    model_name: "{}" model_version: -1
+    input_map {{ key: "IN" value: "{}" }} output_map {{ key: "OUT" value: "{}" }}
+}}"""
+
+
+def ensemble(*steps: tuple[str, str, str], limit: int = 0, shared: bool = False) -> str:
+    scope = 'parameters { key: "max_inflight_scope" value { string_value: "shared" } }' if shared else ""
+    ports = PORTS if steps[-1][2] == "OUT" else ""
+    return f"""platform: "ensemble" max_batch_size: 1 {scope} {ports}
+        ensemble_scheduling {{ max_inflight_requests: {limit} {" ".join(STEP.format(*step) for step in steps)} }}"""
+
+
+def write(repository: Path, name: str, config: str, code: str = "") -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
+    if code:
+        (repository / name / "1" / "model.py").write_text(code)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    write(folder, "repeat", DECOUPLED, REPEAT.replace("{log}", str(tmp_path / "log")))
+    write(folder, "square", 'backend: "python" max_batch_size: 8\n' + PORTS, SQUARE.replace("SECONDS", "0"))
+    write(folder, "slow", 'backend: "python" max_batch_size: 8\n' + PORTS, SQUARE.replace("SECONDS", "0.005"))
+    write(folder, "repeat_square", ensemble(("repeat", "IN", "mid"), ("square", "mid", "OUT")))
+    for limit in (1, 4):
+        write(folder, f"limited_{limit}", ensemble(("repeat", "IN", "mid"), ("slow", "mid", "OUT"), limit=limit))
+    return folder
+
+
+@pytest.fixture(params=["thread", "process"])
+def execution(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@asynccontextmanager
+async def served(repository: Path, execution: str) -> AsyncIterator[Engine]:
+    with trio.fail_after(60):
+        async with (
+            open_engine(EngineOptions(python_execution=execution)) as engine,
+            open_control(engine, [repository], ControlOptions("none")) as control,
+        ):
+            assert await control.start(lambda event: None) == {}
+            yield engine
+
+
+def ask(count: int, **how: Any) -> Request:
+    return Request({"IN": np.array([[count]], np.int32)}, parameters=how)
+
+
+async def answers(engine: Engine, name: str, request: Request) -> list[int]:
+    return [int(response.outputs["OUT"].item()) async for response in engine.stream(engine.find(name), request)]
+
+
+@pytest.mark.parametrize("name", ["repeat", "repeat_square"])
+@pytest.mark.parametrize("how", [{}, {"thread": True}, {"with_last": True}], ids=["in execute", "thread", "with flag"])
+async def test_a_step_answers_none_once_and_many_times(
+    repository: Path, execution: str, name: str, how: dict[str, Any]
+) -> None:
+    power = 2 if name == "repeat_square" else 1
+    async with served(repository, execution) as engine:
+        for count in (0, 1, 40):
+            if count or not how.get("with_last"):
+                assert await answers(engine, name, ask(count, **how)) == [(count + n) ** power for n in range(count)]
+        assert engine.dispatcher.in_flight == 0
+
+
+async def test_an_error_comes_after_the_answers_before_it_and_is_the_last(repository: Path, execution: str) -> None:
+    async with served(repository, execution) as engine:
+        for how, text in (({"fails_at": 3}, "no more"), ({"raises_at": 3}, "out of numbers")):
+            some = engine.stream(engine.find("repeat"), ask(5, **how))
+            assert [(await anext(some)).outputs["OUT"].item() for _ in range(3)] == [5, 6, 7]
+            with pytest.raises(FlowserveError, match=text):
+                await anext(some)
+        with pytest.raises(FlowserveError, match=r"^in ensemble 'repeat_square', no more"):
+            await answers(engine, "repeat_square", ask(5, fails_at=3))
+        assert await answers(engine, "repeat", ask(2)) == [2, 3]
+
+
+@pytest.mark.fault("P9")
+async def test_what_comes_after_the_final_flag_is_refused_and_a_sender_that_is_dropped_fails_its_request(
+    repository: Path, execution: str, tmp_path: Path
+) -> None:
+    async with served(repository, execution) as engine:
+        assert await answers(engine, "repeat", ask(1, too_late=True)) == [1]
+        with pytest.raises(FlowserveError, match="let go of a response sender without sending"):
+            await answers(engine, "repeat", ask(1, drops=True))
+        with pytest.raises(FlowserveError, match="returned without asking for the response sender"):
+            await answers(engine, "repeat", ask(1, forgets=True))
+        assert await answers(engine, "repeat", ask(1)) == [1]
+    assert "Unable to send response. Response sender has been closed." in (tmp_path / "log").read_text()
+
+
+@pytest.mark.fault("P6")
+async def test_a_reader_who_reads_slowly_holds_back_the_model_and_nobody_else(
+    repository: Path, execution: str, tmp_path: Path
+) -> None:
+    async with served(repository, execution) as engine:
+        async with engine.stream(engine.find("repeat"), ask(200, thread=True)) as slow:
+            assert (await anext(slow)).outputs["OUT"].item() == 200
+            assert await answers(engine, "repeat", ask(100)) == [*range(100, 200)]
+            await trio.sleep(0.05)
+            sent = (tmp_path / "log").read_text().count("sends")
+            assert 100 < sent <= 100 + UNREAD_MAX + 2  # one was taken, one stands in its send
+            assert [response.outputs["OUT"].item() async for response in slow] == [*range(201, 400)]
+
+
+@pytest.mark.fault("P5")
+@pytest.mark.parametrize("name", ["repeat", "limited_1"])
+async def test_who_leaves_is_seen_by_the_model(repository: Path, execution: str, tmp_path: Path, name: str) -> None:
+    async with served(repository, execution) as engine:
+        async with engine.stream(engine.find(name), ask(1000)) as some:
+            await anext(some)
+        while "cancelled" not in (tmp_path / "log").read_text():  # noqa: ASYNC110  (a file cannot tell us)
+            await trio.sleep(0.001)
+        assert (tmp_path / "log").read_text().count("sends") <= UNREAD_MAX + 4
+        assert await answers(engine, "repeat", ask(1)) == [1]
+        assert engine.dispatcher.in_flight == 0
+
+
+@pytest.mark.fault("P7", "P8")
+async def test_with_a_limit_the_rest_waits_in_send_and_slots_come_home(
+    repository: Path, execution: str, tmp_path: Path
+) -> None:
+    async with served(repository, execution) as engine:
+        for limit in (1, 4):
+            for _ in range(16):
+                async with engine.stream(engine.find(f"limited_{limit}"), ask(100)) as some:
+                    await anext(some)
+            assert await answers(engine, f"limited_{limit}", ask(30)) == [(30 + n) ** 2 for n in range(30)]
+
+
+@pytest.mark.fault("P10")
+@pytest.mark.parametrize("name", ["limited_1", "limited_4", "repeat_square"])
+async def test_sixteen_streams_at_once(repository: Path, execution: str, name: str) -> None:
+    got: dict[int, list[int]] = {}
+
+    async def one(number: int) -> None:
+        got[number] = await answers(engine, name, ask(8, thread=number % 2 == 0))
+
+    async with served(repository, execution) as engine, trio.open_nursery() as nursery:
+        for number in range(16):
+            nursery.start_soon(one, number)
+    assert got == {number: [(8 + n) ** 2 for n in range(8)] for number in range(16)}
+
+
+@pytest.mark.fault("P3")
+async def test_what_may_answer_any_number_of_times_is_not_inferred(repository: Path) -> None:
+    async with served(repository, "thread") as engine:
+        for name in ("repeat", "repeat_square"):
+            with pytest.raises(Unsupported, match="decoupled transaction policy"):
+                await engine.infer(engine.find(name), ask(1))
+        (response,) = [one async for one in engine.stream(engine.find("square"), ask(3))]
+        assert response.outputs["OUT"].item() == 9
