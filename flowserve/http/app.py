@@ -7,11 +7,9 @@ What is measured and counted is decided in observe/, what is ready in runtime/.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-import orjson
 import trio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,10 +20,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, TooLarge, Unavailable, Unsupported
 from flowserve.http.compression import UnknownEncoding, expand, is_compressed
+from flowserve.http.documents import Handler, json_response
 from flowserve.http.errors import error_body, status_of
 from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, is_version, target
 from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
 from flowserve.http.model_control import ModelControlRoutes
+from flowserve.http.shared_memory import shared_memory_routes
+from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
 from flowserve.runtime.control import Control
 from flowserve.runtime.deployment import Deployment
@@ -41,22 +42,24 @@ EXTENSIONS: Final = (
     "classification",
     "parameters",
     "statistics",
+    "system_shared_memory",
 )
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """`max_body_bytes` bounds bodies that a foreign ASGI server hands on in pieces; our own server refuses earlier."""
+    """`max_body_bytes` bounds bodies that a foreign ASGI server hands on in pieces, and compressed ones, expanded; our
+    own server refuses others earlier. `client_memory` is shared by everything that serves one engine.
+    """
 
     max_body_bytes: int = MAX_BODY_BYTES
+    client_memory: ClientMemory = field(default_factory=ClientMemory)
 
 
 def make_app(engine: Engine, options: AppOptions | None = None, control: Control | None = None) -> ASGIApp:
     """The ASGI application that serves `engine`. `control`, where there is one, loads and unloads its models."""
     options = options or AppOptions()
-    infer = InferRoute(engine, options.max_body_bytes)
+    infer = InferRoute(engine, options.max_body_bytes, options.client_memory)
     rest = _starlette(engine, options, control)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,6 +82,7 @@ def _starlette(engine: Engine, options: AppOptions, control: Control | None) -> 
         Route("/v2/health/ready", pages.ready),
         Route("/v2/models/stats", pages.all_statistics),
         *ModelControlRoutes(engine, control, pages.body).routes(),
+        *shared_memory_routes(options.client_memory, pages.body),
         Route("/metrics", pages.metrics),
         *_absent_routes(),
     ]
@@ -112,7 +116,7 @@ class _Pages:
         self._options = options
 
     async def server(self, request: Request) -> Response:
-        return _json({"name": "flowserve", "version": __version__, "extensions": EXTENSIONS})
+        return json_response({"name": "flowserve", "version": __version__, "extensions": EXTENSIONS})
 
     async def live(self, request: Request) -> Response:
         return Response(status_code=200 if self._engine.is_live else 400)
@@ -124,7 +128,7 @@ class _Pages:
         deployment = self._deployment(request)
         version = request.path_params.get("version")
         batch = [-1] if deployment.graph.max_batch_size else []
-        return _json(
+        return json_response(
             {
                 "name": deployment.name,
                 "versions": [version] if version else [str(one) for one in deployment.versions],
@@ -139,17 +143,17 @@ class _Pages:
             outage = self._engine.outage(self._deployment(request))
         except Unavailable:
             outage = "it is not loaded"
-        return _json({"error": f"Model version not ready: {outage}"}, 400) if outage else Response()
+        return json_response({"error": f"Model version not ready: {outage}"}, 400) if outage else Response()
 
     async def config(self, request: Request) -> Response:
-        return _json(self._deployment(request).config.json)
+        return json_response(self._deployment(request).config.json)
 
     async def statistics(self, request: Request) -> Response:
         name, version = _names(request)
-        return _json({"model_stats": self._engine.statistics(name, version)})
+        return json_response({"model_stats": self._engine.statistics(name, version)})
 
     async def all_statistics(self, request: Request) -> Response:
-        return _json({"model_stats": self._engine.statistics()})
+        return json_response({"model_stats": self._engine.statistics()})
 
     async def metrics(self, request: Request) -> Response:
         # Off the loop: with many deployments the text takes a tenth of a second to write.
@@ -192,7 +196,6 @@ def _tensor(spec: TensorSpec, batch: list[int]) -> dict[str, Any]:
 def _absent_routes() -> list[Route]:
     """Triton's other endpoints, each saying what it would need."""
     model, versioned = PREFIX + "{name}", PREFIX + "{name}/versions/{version}"
-    shared = "{kind:str}sharedmemory"
     table: list[tuple[Handler, list[str], list[str]]] = [
         (_absent("the generate extension"), ["POST"], [f"{path}/generate" for path in (model, versioned)]),
         (
@@ -202,11 +205,6 @@ def _absent_routes() -> list[Route]:
         ),
         (_absent("the trace extension"), ["GET", "POST"], ["/v2/trace/setting", f"{model}/trace/setting"]),
         (_absent("the logging extension"), ["GET", "POST"], ["/v2/logging"]),
-        (
-            _absent("the shared memory extension"),
-            ["GET", "POST"],
-            [f"/v2/{shared}/{verb}" for verb in ("status", "register", "unregister", "region/{name}/{verb}")],
-        ),
     ]
     return [Route(path, handler, methods=methods) for handler, methods, paths in table for path in paths]
 
@@ -219,10 +217,6 @@ def _absent(feature: str) -> Handler:
 
 
 # ---------------------------------------------------------------------------------------------- answers
-
-
-def _json(document: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(document), status, media_type="application/json")
 
 
 def _error_response(text: str, status: int, headers: dict[str, str] | None = None) -> Response:

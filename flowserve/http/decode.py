@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ import numpy as np
 from flowserve.errors import Invalid
 from flowserve.http.infer_header import ALL_BINARY, AnswerForm, InferHeader, InputHeader, element_count, parse_header
 from flowserve.memory import bytes_codec
+from flowserve.memory.client_memory import ClientMemory
 from flowserve.values import Array, DType, Request, TensorSpec
 
 Body = bytes | bytearray | memoryview
@@ -37,14 +39,15 @@ class Decoder:
     """Bodies to requests. Keeps the checked JSON of binary requests by its bytes: clients mostly send the same
     header again."""
 
-    def __init__(self) -> None:
+    def __init__(self, client_memory: ClientMemory) -> None:
+        self._client_memory = client_memory
         self._headers: dict[tuple[bytes, str], InferHeader] = {}
 
     def decode(self, body: Body, header_length: int | None, model: str) -> tuple[Request, AnswerForm]:
         """The request, and how it wants its answer. `header_length` is Inference-Header-Content-Length, None where
         there is none.
 
-        Raises `Invalid` or `Unsupported`, naming the field.
+        Raises `Invalid`, naming the field, and what `ClientMemory` raises.
         """
         if header_length is None:
             header_length = len(body)
@@ -53,7 +56,10 @@ class Decoder:
             if not 0 <= header_length <= len(body):
                 raise Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
             header = self._header(bytes(body[:header_length]), model)
-        inputs = _arrays(header, body, header_length, model)
+        inputs = _arrays(header, body, header_length, model, self._client_memory)
+        form = header.form
+        if header.portions:
+            form = replace(form, windows=self._client_memory.windows(header.portions))
         request = Request(
             inputs,
             header.outputs,
@@ -65,7 +71,7 @@ class Decoder:
             header.sequence_end,
             header.parameters,
         )
-        return request, header.form
+        return request, form
 
     def _header(self, text: bytes, model: str) -> InferHeader:
         key = (text, model)  # the model's name is in the messages
@@ -122,13 +128,13 @@ def _deduced(spec: TensorSpec, nbytes: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------- binary
 
 
-def _arrays(header: InferHeader, body: Body, offset: int, model: str) -> dict[str, Array]:
+def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_memory: ClientMemory) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     end = len(body)
     for one in header.inputs:
         size = one.binary_size
         if size is None:
-            arrays[one.name] = _json_array(one)
+            arrays[one.name] = _json_array(one) if one.portion is None else _shared_array(one, model, client_memory)
             continue
         if size > end - offset:
             missing = size - (end - offset)
@@ -147,6 +153,14 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str) -> dict[st
             f"unexpected additional input data for model '{model}': {end - offset} bytes after the last input"
         )
     return arrays
+
+
+def _shared_array(header: InputHeader, model: str, client_memory: ClientMemory) -> Array:
+    assert header.portion is not None  # InputHeader promises one of the three
+    data = client_memory.window(header.portion).read()
+    if header.dtype is DType.BYTES:
+        return _shaped(bytes_codec.decode(data, header.count, name=header.name, model=model), header)
+    return _binary_array(header, data, 0)
 
 
 def _binary_array(header: InputHeader, body: Body, offset: int) -> Array:
@@ -177,7 +191,7 @@ def _unshapeable(header: InputHeader, error: ValueError) -> Invalid:
 
 
 def _json_array(header: InputHeader) -> Array:
-    assert header.data is not None  # InputHeader promises one of the two
+    assert header.data is not None  # InputHeader promises one of the three
     flat = _flattened(header.data)
     if len(flat) != header.count:
         raise Invalid(

@@ -16,6 +16,7 @@ import orjson
 from flowserve.errors import Internal, Invalid
 from flowserve.http.infer_header import AnswerForm
 from flowserve.memory import bytes_codec
+from flowserve.memory.client_memory import Window
 from flowserve.values import BY_NUMPY, Array, DType, Response
 
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
@@ -71,7 +72,9 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], Headers]:
                 f"model '{response.model}' made output '{name}' of numpy type {array.dtype}, which no datatype is"
             )
         entry: dict[str, Any] = {"name": name, "datatype": dtype.wire, "shape": array.shape}
-        if form.is_binary(name):
+        if name in form.windows:
+            _write(name, bytes_codec.encode(array) if dtype is DType.BYTES else _block(array), form.windows[name])
+        elif form.is_binary(name):
             block = bytes_codec.encode(array) if dtype is DType.BYTES else _block(array)
             entry["parameters"] = {"binary_data_size": len(block)}
             blocks.append(block)
@@ -95,6 +98,15 @@ def _block(array: Array) -> bytes | memoryview:
     if array.nbytes <= _COPIED_BYTES_MAX:
         return array.tobytes()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _write(name: str, block: bytes | memoryview, window: Window) -> None:
+    if len(block) > window.size:
+        raise Invalid(
+            f"shared memory size specified with the request for output '{name}' ({window.size} bytes) should be at "
+            f"least {len(block)} bytes to hold the results"
+        )
+    window.write(block)
 
 
 _COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one

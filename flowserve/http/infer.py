@@ -34,6 +34,7 @@ from flowserve.http.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
 from flowserve.http.errors import error_body, status_of
 from flowserve.http.infer_header import AnswerForm
 from flowserve.http.limits import body_too_large
+from flowserve.memory.client_memory import ClientMemory
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
 from flowserve.scheduling.router import Flow
@@ -57,10 +58,10 @@ _INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would keep the l
 class InferRoute:
     """Answers inference requests. One for a server: it keeps what repeats between them."""
 
-    def __init__(self, engine: Engine, max_body_bytes: int) -> None:
+    def __init__(self, engine: Engine, max_body_bytes: int, client_memory: ClientMemory) -> None:
         self._engine = engine
         self._max_body_bytes = max_body_bytes
-        self._decoder = Decoder()
+        self._decoder = Decoder(client_memory)
         self._encoder = Encoder()
         self._threads = trio.CapacityLimiter(_COMPRESSING_AT_ONCE)
 

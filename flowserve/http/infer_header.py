@@ -19,13 +19,13 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from flowserve.errors import Invalid, Unsupported
+from flowserve.errors import Invalid
+from flowserve.http.fields import array_of, bool_of, missing, object_of, string_of, uint_of
+from flowserve.memory.client_memory import Portion, Window
 from flowserve.values import BY_WIRE, DType, Parameter
 
 _DEPTH_MAX: Final = 100
-_ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, far fewer than hurt
 _INT64_MAX: Final = 2**63 - 1
-_UINT64_MAX: Final = 2**64 - 1
 _NOT_MARKS: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE: Final = ord('"')
 _DEPTH_BLOCK: Final = 1 << 20
@@ -37,11 +37,13 @@ _STEP[[ord("]"), ord("}")]] = -1
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     """How the outputs travel back. `listed` are the outputs the client named; `default_is_binary` counts where it
-    named none. `classes`: how many of its largest values an output is wanted as, where it is not wanted as itself."""
+    named none. `classes`: how many of its largest values an output is wanted as, where it is not wanted as itself.
+    `windows`: where in the client's memory outputs go, of one request; the JSON's own form has none."""
 
     default_is_binary: bool = False
     listed: Mapping[str, bool] = field(default_factory=dict)
     classes: Mapping[str, int] = field(default_factory=dict)
+    windows: Mapping[str, Window] = field(default_factory=dict)
 
     def is_binary(self, output: str) -> bool:
         return self.listed.get(output, self.default_is_binary)
@@ -52,8 +54,8 @@ ALL_BINARY: Final = AnswerForm(default_is_binary=True)
 
 @dataclass(frozen=True, slots=True)
 class InputHeader:
-    """One input. Exactly one of `binary_size` (bytes in the binary part) and `data` (JSON, flat or nested) is not
-    None."""
+    """One input. Exactly one of `binary_size` (bytes in the binary part), `data` (JSON, flat or nested) and `portion`
+    (of the client's memory) is not None."""
 
     name: str
     dtype: DType
@@ -61,11 +63,12 @@ class InputHeader:
     count: int
     binary_size: int | None
     data: list[Any] | None
+    portion: Portion | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InferHeader:
-    """The whole JSON, checked. Fields mean what `Request`'s do."""
+    """The whole JSON, checked. Fields mean what `Request`'s do. `portions`: where in the client's memory outputs go."""
 
     inputs: tuple[InputHeader, ...]
     outputs: tuple[str, ...] | None
@@ -77,6 +80,7 @@ class InferHeader:
     sequence_start: bool
     sequence_end: bool
     parameters: Mapping[str, Parameter]
+    portions: Mapping[str, Portion]
 
     @property
     def is_all_binary(self) -> bool:
@@ -84,23 +88,24 @@ class InferHeader:
 
 
 def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeader:
-    """The checked header. Raises `Invalid` naming the field, `Unsupported` naming the feature."""
+    """The checked header. Raises `Invalid` naming the field."""
     document = load_json(text)
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
-    parameters = _object(document, "parameters")
-    outputs, form = _outputs(document, _bool(parameters, "binary_data_output"))
+    parameters = object_of(document, "parameters")
+    outputs, form, portions = _outputs(document, bool_of(parameters, "binary_data_output"))
     return InferHeader(
         inputs=_inputs(document, model),
         outputs=outputs,
         form=form,
-        id=_string(document, "id", default=""),
-        priority=_uint(parameters, "priority"),
-        timeout_us=_uint(parameters, "timeout"),
+        id=string_of(document, "id", default=""),
+        priority=uint_of(parameters, "priority"),
+        timeout_us=uint_of(parameters, "timeout"),
         sequence_id=_sequence_id(parameters),
-        sequence_start=_bool(parameters, "sequence_start"),
-        sequence_end=_bool(parameters, "sequence_end"),
+        sequence_start=bool_of(parameters, "sequence_start"),
+        sequence_end=bool_of(parameters, "sequence_end"),
         parameters=_custom_parameters(parameters),
+        portions=portions,
     )
 
 
@@ -147,7 +152,7 @@ def _check_depth(text: bytes) -> None:
 
 def _inputs(document: Mapping[str, Any], model: str) -> tuple[InputHeader, ...]:
     inputs: dict[str, InputHeader] = {}
-    for position, entry in enumerate(_array(document, "inputs")):
+    for position, entry in enumerate(array_of(document, "inputs")):
         name = _name(entry, "inputs", position)
         if name in inputs:
             raise Invalid(f"input '{name}' already exists in request")
@@ -157,27 +162,29 @@ def _inputs(document: Mapping[str, Any], model: str) -> tuple[InputHeader, ...]:
 
 def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
     where = f" (input '{name}')"
-    wire = _string(entry, "datatype", where)
+    wire = string_of(entry, "datatype", where)
     dtype = BY_WIRE.get(wire)
     if dtype is None:
         raise Invalid(f"invalid datatype '{wire}' for input '{name}'; use one of {', '.join(BY_WIRE)}")
     shape = _shape(entry, where)
     count = element_count(name, shape, dtype)
-    parameters = _object(entry, "parameters", where)
-    _refuse_shared_memory(parameters, f"input '{name}'")
-    size = _uint(parameters, "binary_data_size", where) if "binary_data_size" in parameters else None
+    parameters = object_of(entry, "parameters", where)
+    portion = _portion(parameters, where)
+    size = uint_of(parameters, "binary_data_size", where) if "binary_data_size" in parameters else None
     data = entry.get("data")
-    if (size is None) == (data is None):
-        found = "none was given" if data is None else "both 'data' and 'binary_data_size' were given"
+    if (data is None) + (size is None) + (portion is None) != 2:
+        given = [what for what, found in zip(_WAYS, (data, size, portion), strict=True) if found is not None]
+        found = f"{' and '.join(given)} were given" if given else "none was given"
         raise Invalid(
             "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
             f"'shared_memory_region' in 'parameters'. But {found} for input '{name}'"
         )
-    if size is not None:
-        if dtype is not DType.BYTES and size != count * dtype.itemsize:
+    nbytes = portion.size if portion is not None else size
+    if nbytes is not None:
+        if dtype is not DType.BYTES and nbytes != count * dtype.itemsize:
             expected = count * dtype.itemsize
             raise Invalid(
-                f"input byte size mismatch for input '{name}' for model '{model}'. Expected {expected}, got {size}"
+                f"input byte size mismatch for input '{name}' for model '{model}'. Expected {expected}, got {nbytes}"
             )
     elif not isinstance(data, list):
         raise Invalid(f"Unable to parse 'data': attempt to access JSON non-array as array{where}")
@@ -185,11 +192,11 @@ def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
         raise Invalid(
             f"receiving {dtype} data via JSON is not supported. Please use the binary data format for input {name}"
         )
-    return InputHeader(name, dtype, shape, count, size, data)
+    return InputHeader(name, dtype, shape, count, size, data, portion)
 
 
 def _shape(entry: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    shape = _array(entry, "shape", where, is_required=True)
+    shape = array_of(entry, "shape", where, is_required=True)
     for position, dim in enumerate(shape):
         if type(dim) is not int or dim < 0:
             raise Invalid(
@@ -212,25 +219,39 @@ def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
     return count
 
 
-def _outputs(document: Mapping[str, Any], default_is_binary: bool) -> tuple[tuple[str, ...] | None, AnswerForm]:
+def _outputs(
+    document: Mapping[str, Any], default_is_binary: bool
+) -> tuple[tuple[str, ...] | None, AnswerForm, Mapping[str, Portion]]:
     listed: dict[str, bool] = {}
     classes: dict[str, int] = {}
-    for position, entry in enumerate(_array(document, "outputs")):
+    portions: dict[str, Portion] = {}
+    for position, entry in enumerate(array_of(document, "outputs")):
         name = _name(entry, "outputs", position)
         if name in listed:
             raise Invalid(f"output '{name}' already exists in request")
         where = f" (output '{name}')"
-        parameters = _object(entry, "parameters", where)
-        _refuse_shared_memory(parameters, f"output '{name}'")
-        listed[name] = _bool(parameters, "binary_data", where)
-        if count := _uint(parameters, "classification", where):
+        parameters = object_of(entry, "parameters", where)
+        listed[name] = bool_of(parameters, "binary_data", where)
+        if count := uint_of(parameters, "classification", where):
             classes[name] = count
-    return tuple(listed) or None, AnswerForm(default_is_binary, listed, classes)
+        if portion := _portion(parameters, where):
+            portions[name] = portion
+            if count or listed[name]:
+                other = "'classification'" if count else "'binary_data'"
+                raise Invalid(f"{other} cannot be set for an output that goes to shared memory{where}")
+    return tuple(listed) or None, AnswerForm(default_is_binary, listed, classes), portions
 
 
-def _refuse_shared_memory(parameters: Mapping[str, Any], whose: str) -> None:
-    if "shared_memory_region" in parameters:
-        raise Unsupported(f"{whose}: shared memory is not supported yet; send the tensor with the request")
+def _portion(parameters: Mapping[str, Any], where: str) -> Portion | None:
+    if "shared_memory_region" not in parameters:
+        return None
+    if "shared_memory_byte_size" not in parameters:
+        raise missing("shared_memory_byte_size", where)
+    return Portion(
+        string_of(parameters, "shared_memory_region", where),
+        uint_of(parameters, "shared_memory_offset", where),
+        uint_of(parameters, "shared_memory_byte_size", where),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- request
@@ -243,8 +264,8 @@ _KNOWN_PARAMETERS: Final = frozenset(
 
 def _sequence_id(parameters: Mapping[str, Any]) -> int | str:
     if isinstance(parameters.get("sequence_id"), str):
-        return _string(parameters, "sequence_id")
-    return _uint(parameters, "sequence_id")
+        return string_of(parameters, "sequence_id")
+    return uint_of(parameters, "sequence_id")
 
 
 def _custom_parameters(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
@@ -263,64 +284,10 @@ def _custom_parameters(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]
     return custom
 
 
-# ---------------------------------------------------------------------------------------------- fields
-
-
 def _name(entry: Any, where: str, position: int) -> str:
     if not isinstance(entry, dict):
         raise Invalid(f"Unable to parse '{where}': attempt to access JSON non-object as object ({where}[{position}])")
-    return _string(entry, "name", f" ({where}[{position}])")
-
-
-def _string(entry: Mapping[str, Any], key: str, where: str = "", default: str | None = None) -> str:
-    value = entry.get(key, default)
-    if value is None:
-        raise _missing(key, where)
-    if not isinstance(value, str):
-        raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-string as string{where}")
-    return value
-
-
-def _array(entry: Mapping[str, Any], key: str, where: str = "", *, is_required: bool = False) -> list[Any]:
-    value = entry.get(key)
-    if value is None and key not in entry:
-        if is_required:
-            raise _missing(key, where)
-        return []
-    if not isinstance(value, list):
-        raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-array as array{where}")
-    if len(value) > _ITEMS_MAX:
-        raise Invalid(f"Unable to parse '{key}': {len(value)} entries, at most {_ITEMS_MAX} are accepted{where}")
-    return value
-
-
-def _object(entry: Mapping[str, Any], key: str, where: str = "") -> dict[str, Any]:
-    value = entry.get(key, _NOTHING)
-    if not isinstance(value, dict):
-        raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-object as object{where}")
-    if len(value) > _ITEMS_MAX:
-        raise Invalid(f"Unable to parse '{key}': {len(value)} entries, at most {_ITEMS_MAX} are accepted{where}")
-    return value
-
-
-def _uint(entry: Mapping[str, Any], key: str, where: str = "") -> int:
-    value = entry.get(key, 0)
-    if type(value) is not int or not 0 <= value <= _UINT64_MAX:
-        raise Invalid(
-            f"Unable to parse '{key}': attempt to access JSON non-unsigned-integer as unsigned-integer{where}"
-        )
-    return value
-
-
-def _bool(entry: Mapping[str, Any], key: str, where: str = "") -> bool:
-    value = entry.get(key, False)
-    if type(value) is not bool:
-        raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-boolean as boolean{where}")
-    return value
-
-
-def _missing(key: str, where: str) -> Invalid:
-    return Invalid(f"Unable to parse '{key}': attempt to access non-existing object member '{key}'{where}")
+    return string_of(entry, "name", f" ({where}[{position}])")
 
 
 def _shown(value: Any) -> str:
@@ -328,4 +295,4 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-_NOTHING: Final[dict[str, Any]] = {}
+_WAYS: Final = ("'data'", "'binary_data_size'", "'shared_memory_region'")

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from flowserve.errors import Invalid, Unavailable, Unsupported
-from flowserve.http.infer_header import load_json
+from flowserve.http.documents import ReadBody, document, json_response
 from flowserve.repository.override import Override
 from flowserve.runtime.control import NOT_ALLOWED, Control
 from flowserve.runtime.engine import Engine
@@ -25,8 +23,6 @@ REPOSITORY: Final = "/v2/repository"
 FILE: Final = "file:"
 CONFIG: Final = "config"
 UNLOAD_DEPENDENTS: Final = "unload_dependents"
-
-ReadBody = Callable[[Request], Awaitable[bytes]]
 
 
 class ModelControlRoutes:
@@ -48,21 +44,21 @@ class ModelControlRoutes:
         ]
 
     async def index(self, request: Request) -> Response:
-        asked = await self._asked(request)
+        asked = await document(request, self._body)
         ready = asked.get("ready", False)
         if not isinstance(ready, bool):
             raise Invalid('the body of a repository index request is {} or {"ready": true}')
         if self._control is None:
-            return _json(self._engine.index(ready_only=ready))
-        return _json(await self._control.index(ready_only=ready))
+            return json_response(self._engine.index(ready_only=ready))
+        return json_response(await self._control.index(ready_only=ready))
 
     async def load(self, request: Request) -> Response:
-        parameters = _parameters(await self._asked(request))
+        parameters = _parameters(await document(request, self._body))
         await self._may_control().load(request.path_params["name"], _override(parameters))
         return Response()
 
     async def unload(self, request: Request) -> Response:
-        parameters = _parameters(await self._asked(request))
+        parameters = _parameters(await document(request, self._body))
         _refuse_others(parameters, {UNLOAD_DEPENDENTS})
         dependents = parameters.get(UNLOAD_DEPENDENTS, False)
         if not isinstance(dependents, bool):
@@ -77,13 +73,6 @@ class ModelControlRoutes:
         if self._control is None:
             raise Unavailable(f"{NOT_ALLOWED}; this server was not started from a repository")
         return self._control
-
-    async def _asked(self, request: Request) -> dict[str, Any]:
-        body = await self._body(request)
-        asked = load_json(body) if body else {}
-        if not isinstance(asked, dict):
-            raise Invalid("failed to parse the request JSON buffer: the body is a JSON object, or empty")
-        return asked
 
 
 def _parameters(asked: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +107,3 @@ def _decoded(path: str, value: Any) -> bytes:
     except (binascii.Error, ValueError) as error:
         raise Invalid(f"the parameter '{FILE}{path[:100]}' is not base64: {error}") from None
     raise Invalid(f"the parameter '{FILE}{path[:100]}' is a string of base64")
-
-
-def _json(document: Any) -> Response:
-    return Response(orjson.dumps(document), media_type="application/json")

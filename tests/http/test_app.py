@@ -303,9 +303,6 @@ async def test_the_wrong_verb_is_405(api: Any, method: str, path: str) -> None:
         ("GET", "/v2/trace/setting", "trace"),
         ("POST", "/v2/models/double/trace/setting", "trace"),
         ("POST", "/v2/logging", "logging"),
-        ("GET", "/v2/systemsharedmemory/status", "shared memory"),
-        ("POST", "/v2/cudasharedmemory/region/r/register", "shared memory"),
-        ("POST", "/v2/systemsharedmemory/unregister", "shared memory"),
     ],
 )
 async def test_what_is_absent_says_its_name(api: Any, method: str, path: str, feature: str) -> None:

@@ -17,6 +17,7 @@ from flowserve.http.decode import Decoder, decode_raw
 from flowserve.http.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
 from flowserve.http.infer_header import ALL_BINARY, AnswerForm
 from flowserve.memory.bytes_codec import encode as encode_strings
+from flowserve.memory.client_memory import ClientMemory
 from flowserve.values import BY_NUMPY, Array, DType, Response, TensorSpec
 
 MANY_VARIABLE = "can not be deduced because there are more than one variable-sized dimension"
@@ -35,7 +36,7 @@ def binary_request(tensors: dict[str, tuple[str, list[int], bytes]], pad: int = 
 
 
 def decoded(body: bytes, header_length: int | None = None) -> dict[str, Array]:
-    return Decoder().decode(body, header_length, "m")[0].inputs
+    return Decoder(ClientMemory()).decode(body, header_length, "m")[0].inputs
 
 
 ENCODER = Encoder()  # one for all tests, so that what it keeps is put to the test too
@@ -175,7 +176,7 @@ def test_bytes_that_are_not_text_cannot_be_answered_as_json() -> None:
 
 
 def test_a_header_that_was_seen_before_still_reads_its_own_bytes() -> None:
-    decoder = Decoder()
+    decoder = Decoder(ClientMemory())
     for value in (1, 2, 3):
         body, length = binary_request({"A": ("UINT8", [2], bytes([value, value]))})
         assert decoder.decode(body, length, "m")[0].inputs["A"].tolist() == [value, value]
@@ -183,7 +184,7 @@ def test_a_header_that_was_seen_before_still_reads_its_own_bytes() -> None:
 
 
 def test_headers_do_not_pile_up() -> None:
-    decoder = Decoder()
+    decoder = Decoder(ClientMemory())
     for pad in range(600):
         body, length = binary_request({"A": ("UINT8", [1], b"x")}, pad)
         decoder.decode(body, length, "m")

@@ -15,6 +15,7 @@ from flowserve.http.decode import Decoder
 from flowserve.http.head import HeadCache, Refused
 from flowserve.http.limits import Limits
 from flowserve.memory.bytes_codec import encode as encode_strings
+from flowserve.memory.client_memory import ClientMemory
 from flowserve.values import BY_NUMPY
 
 HEAD = (
@@ -82,5 +83,5 @@ def test_a_mutated_chunked_body_is_read_or_refused_wherever_it_is_cut(data: byte
 def test_a_mutated_body_is_decoded_or_refused(data: bytes, shift: int) -> None:
     for length in (len(JSON) + shift, None):
         with suppress(Invalid, Unsupported):
-            request, _ = Decoder().decode(data, length, "m")
+            request, _ = Decoder(ClientMemory()).decode(data, length, "m")
             assert all(array.dtype in BY_NUMPY for array in request.inputs.values())

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.errors import FlowserveError, Invalid, Unsupported
+from flowserve.errors import FlowserveError, Invalid
 from flowserve.http.infer_header import AnswerForm, parse_header
+from flowserve.memory.client_memory import Portion
 
 INPUT: dict[str, Any] = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
 
@@ -209,7 +210,7 @@ def test_half_precision_cannot_come_as_json(dtype: str) -> None:
 def test_data_comes_one_way_only() -> None:
     text = refusal(one_input(parameters={"binary_data_size": 8}))
     assert text.startswith("Input must set only one of the following fields: 'data', 'binary_data_size'")
-    assert "both" in text
+    assert "But 'data' and 'binary_data_size' were given for input 'INPUT0'" in text
 
 
 @pytest.mark.fault("B2")
@@ -260,11 +261,35 @@ def test_outputs_are_wanted_as_tensors_or_as_so_many_classes() -> None:
     assert refusal(request(outputs=[output])).startswith("Unable to parse 'classification': attempt to access JSON")
 
 
-def test_shared_memory_is_refused_by_name() -> None:
-    region = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
-    assert "shared memory is not supported yet" in refusal(one_input(data=None, parameters=region), Unsupported)
-    output = {"name": "A", "parameters": region}
-    assert "shared memory is not supported yet" in refusal(request(outputs=[output]), Unsupported)
+def test_tensors_may_lie_in_shared_memory() -> None:
+    place = {"shared_memory_region": "r", "shared_memory_offset": 16, "shared_memory_byte_size": 8}
+    (one,) = parse_header(one_input(data=None, parameters=place), "m").inputs
+    assert (one.portion, one.data, one.binary_size) == (Portion("r", 16, 8), None, None)
+    header = parse_header(request(outputs=[{"name": "A", "parameters": place}, {"name": "B"}]), "m")
+    assert header.portions == {"A": Portion("r", 16, 8)}
+    assert header.outputs == ("A", "B")
+
+
+@pytest.mark.fault("M8")
+def test_a_place_in_shared_memory_is_said_completely_and_in_the_tensors_size() -> None:
+    place = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
+
+    def said(**parameters: Any) -> str:
+        return refusal(one_input(data=None, parameters={**place, **parameters}))
+
+    assert said(shared_memory_byte_size=12) == (
+        "input byte size mismatch for input 'INPUT0' for model 'm'. Expected 8, got 12"
+    )
+    assert said(shared_memory_region=7).startswith("Unable to parse 'shared_memory_region'")
+    assert said(shared_memory_offset=-1).startswith("Unable to parse 'shared_memory_offset'")
+    assert said(shared_memory_byte_size="8").startswith("Unable to parse 'shared_memory_byte_size'")
+    text = refusal(one_input(data=None, parameters={"shared_memory_region": "r"}))
+    assert "non-existing object member 'shared_memory_byte_size'" in text
+    assert "'data' and 'shared_memory_region' were given" in refusal(one_input(parameters=place))
+    for other in ({"binary_data": True}, {"classification": 1}):
+        (key,) = other
+        text = refusal(request(outputs=[{"name": "A", "parameters": {**place, **other}}]))
+        assert text == f"'{key}' cannot be set for an output that goes to shared memory (output 'A')"
 
 
 @pytest.mark.fault("S7")

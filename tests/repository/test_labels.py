@@ -62,7 +62,7 @@ def test_a_label_file_that_is_no_text_is_a_mistake_with_its_place(read: Callable
         read(b"\xff\xfe")
     (problem,) = refused.value.problems
     assert str(problem) == (
-        "m/config.pbtxt:3:47: label file 'labels/animals.txt' of output 'Y' cannot be read: it is not UTF-8 text"
+        "m/config.pbtxt:3:49: label file 'labels/animals.txt' of output 'Y' cannot be read: it is not UTF-8 text"
     )
 
 

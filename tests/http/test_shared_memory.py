@@ -1,0 +1,172 @@
+"""The shared memory extension over HTTP, with the shared memory tools of Triton's own client."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException, shared_memory
+
+from flowserve.http.app import AppOptions, make_app
+from flowserve.memory.client_memory import DISABLED, ClientMemory
+from flowserve.runtime.engine import Engine
+from flowserve.testing.engine import add_function
+
+
+@pytest.fixture
+def region() -> Iterator[Any]:
+    """A region of 64 bytes that the client made, and its key."""
+    key = f"/flowserve_test_{secrets.token_hex(8)}"
+    handle = shared_memory.create_shared_memory_region("r", key, 64)
+    yield handle, key
+    shared_memory.destroy_shared_memory_region(handle)
+
+
+@pytest.fixture
+async def allowed(engine: Engine, start: Any) -> Any:
+    return await start(make_app(engine, AppOptions(client_memory=ClientMemory(is_allowed=True))))
+
+
+def tensors(offset_in: int, offset_out: int, nbytes_out: int = 16) -> tuple[list[Any], list[Any]]:
+    one = triton.InferInput("IN", [1, 4], "FP32")
+    one.set_shared_memory("r", 16, offset_in)
+    out = triton.InferRequestedOutput("OUT")
+    out.set_shared_memory("r", nbytes_out, offset_out)
+    return [one], [out]
+
+
+async def test_inputs_are_read_from_it_and_outputs_written_to_it(allowed: Any, region: Any) -> None:
+    handle, key = region
+
+    def talk() -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}") as client:
+            assert client.get_system_shared_memory_status() == []
+            client.register_system_shared_memory("r", key, 64)
+            row = {"name": "r", "key": key, "offset": 0, "byte_size": 64}
+            assert client.get_system_shared_memory_status() == client.get_system_shared_memory_status("r") == [row]
+            inputs, outputs = tensors(8, 32)
+            for number in (1, 2):
+                shared_memory.set_shared_memory_region(handle, [np.full((1, 4), number, np.float32)], 8)
+                answer = client.infer("double", inputs, outputs=outputs)
+                assert answer.get_output("OUT") == {"name": "OUT", "datatype": "FP32", "shape": [1, 4]}
+                told = shared_memory.get_contents_as_numpy(handle, np.float32, [1, 4], 32)
+                assert told.tolist() == [[2.0 * number] * 4]
+            client.unregister_system_shared_memory("r")
+            assert client.get_system_shared_memory_status() == []
+            with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'r'"):
+                client.infer("double", inputs)
+
+    await trio.to_thread.run_sync(talk)
+
+
+@pytest.mark.fault("M9")
+async def test_an_output_that_does_not_fit_is_refused_and_nothing_is_overrun(allowed: Any, region: Any) -> None:
+    handle, key = region
+
+    def talk() -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}") as client:
+            client.register_system_shared_memory("r", key, 64)
+            shared_memory.set_shared_memory_region(handle, [np.ones(16, np.float32)])
+            inputs, outputs = tensors(0, 32, nbytes_out=12)
+            text = r"output 'OUT' \(12 bytes\) should be at least 16 bytes to hold the results"
+            with pytest.raises(InferenceServerException, match=text) as refused:
+                client.infer("double", inputs, outputs=outputs)
+            assert refused.value.status() == "400"
+            assert shared_memory.get_contents_as_numpy(handle, np.float32, [16]).tolist() == [1.0] * 16
+
+    await trio.to_thread.run_sync(talk)
+
+
+@pytest.mark.fault("M10")
+async def test_unregistering_in_the_middle_of_a_request_takes_nothing_from_it(
+    engine: Engine, allowed: Any, region: Any
+) -> None:
+    handle, key = region
+    begun, gate = threading.Event(), threading.Event()
+
+    def wait(array: Any) -> Any:
+        begun.set()
+        gate.wait(30)
+        return array
+
+    add_function(engine, "slow", [wait], inline=False)
+
+    def talk() -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}", concurrency=2) as client:
+            client.register_system_shared_memory("r", key, 64)
+            shared_memory.set_shared_memory_region(handle, [np.full((1, 4), 7, np.float32)])
+            inputs, outputs = tensors(0, 16)
+            waiting = client.async_infer("slow", inputs, outputs=outputs)
+            with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}") as other:
+                while not begun.is_set():
+                    assert other.is_server_live()  # lets the first one's greenlet go on
+                other.unregister_system_shared_memory()
+                assert other.get_system_shared_memory_status() == []
+            gate.set()
+            waiting.get_result()
+            assert shared_memory.get_contents_as_numpy(handle, np.float32, [1, 4], 16).tolist() == [[7.0] * 4]
+
+    await trio.to_thread.run_sync(talk)
+
+
+@pytest.mark.fault("M1")
+async def test_it_is_off_by_default(api: Any, region: Any) -> None:
+    _, key = region
+
+    def talk() -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{api.port}") as client:
+            assert client.get_system_shared_memory_status() == []
+            assert client.get_cuda_shared_memory_status() == []
+            inputs, _ = tensors(0, 16)
+            for call in (
+                lambda: client.register_system_shared_memory("r", key, 64),
+                client.unregister_system_shared_memory,
+                lambda: client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 64),
+                client.unregister_cuda_shared_memory,
+                lambda: client.infer("double", inputs),
+            ):
+                with pytest.raises(InferenceServerException) as refused:
+                    call()
+                assert (refused.value.status(), refused.value.message()) == ("501", DISABLED)
+
+    await trio.to_thread.run_sync(talk)
+
+
+async def test_cuda_memory_is_refused_by_name(allowed: Any) -> None:
+    def talk() -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}") as client:
+            assert client.get_cuda_shared_memory_status() == []
+            client.unregister_cuda_shared_memory()
+            with pytest.raises(InferenceServerException, match="CUDA shared memory of clients is not supported"):
+                client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 64)
+            with pytest.raises(InferenceServerException, match="Unable to find cuda shared memory region: 'r'"):
+                client.get_cuda_shared_memory_status("r")
+
+    await trio.to_thread.run_sync(talk)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "text"),
+    [
+        ({"key": "/x"}, 400, "non-existing object member 'byte_size'"),
+        ({"byte_size": 8}, 400, "non-existing object member 'key'"),
+        ({"key": 7, "byte_size": 8}, 400, "Unable to parse 'key'"),
+        ({"key": "/x", "byte_size": "8"}, 400, "Unable to parse 'byte_size'"),
+        ({"key": "/x", "byte_size": 8, "offset": -1}, 400, "Unable to parse 'offset'"),
+        ({"key": "/flowserve_nothing", "byte_size": 8}, 400, "Unable to open shared memory region"),
+        ([], 400, "the body is a JSON object"),
+    ],
+)
+async def test_a_wrong_registration_is_the_clients_fault(allowed: Any, asked: Any, status: int, text: str) -> None:
+    body = json.dumps(asked).encode()
+    client = await allowed.connect()
+    head = f"POST /v2/systemsharedmemory/region/r/register HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+    answer = await client.ask(head.encode() + body)
+    assert (answer.status, text in json.loads(answer.body)["error"]) == (status, True)
