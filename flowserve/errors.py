@@ -15,6 +15,7 @@ class FlowserveError(Exception):
     """Base of every error flowserve raises on purpose. `str(error)` is the text a client reads."""
 
     kind: ClassVar[str] = "internal"
+    lineage: str = ""  # which step of a graph it happened in, as it stands behind the message
 
 
 class Invalid(FlowserveError):

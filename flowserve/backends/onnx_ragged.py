@@ -11,9 +11,9 @@ from math import prod
 from typing import Final
 
 from flowserve.backends.base import Work
-from flowserve.backends.shapes import reshaped
 from flowserve.config.types import ModelConfig
 from flowserve.errors import ModelFailed
+from flowserve.graph.conversion import reshaped
 from flowserve.memory.assemble import gather
 from flowserve.memory.pool import HOST
 from flowserve.memory.ragged import BATCH_INPUTS, Shape, cut, filled, flatten

@@ -26,10 +26,11 @@ import onnxruntime as ort
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts
-from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements
-from flowserve.backends.shapes import fits, reshaped, shown
+from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements, with_flat_controls
+from flowserve.backends.shapes import fits, shown
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, ModelFailed, Problem, Problems, Unsupported
+from flowserve.graph.conversion import reshaped
 from flowserve.memory.assemble import gather, scatter
 from flowserve.memory.pool import HOST
 from flowserve.memory.tensor import Tensor
@@ -75,6 +76,7 @@ class OnnxRuntime:
         path = self._path(config, files)
         session = _open(config, path, files, _settings(config, options))
         signature = _signature(session)
+        config = with_flat_controls(config, signature)
         _refuse_strings_beside_bfloat16(config)
         problems = list(disagreements(config, signature, relative(path, files)))
         if problems:

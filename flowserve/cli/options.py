@@ -37,6 +37,7 @@ class RunOptions:
     repository_poll_s: int = 15
     rate_limit: bool = False
     rate_limit_resources: tuple[tuple[str, int, int | None], ...] = ()
+    cache_bytes: int | None = None
     log_verbose: int = 0
     log_format: str = "default"
 
@@ -50,8 +51,7 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--allow-metrics": "serving without metrics",
     "--backend-config": "backend configuration on the command line",
     "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point)",
-    "--cache-config": "the response cache",
-    "--cache-directory": "the response cache",
+    "--cache-directory": "other caches than the local one",
     "--cuda-memory-pool-byte-size": "CUDA memory pools",
     "--disable-auto-complete-config": "serving without completing configurations",
     "--enable-peer-access": "CUDA peer access",
@@ -73,7 +73,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--model-load-thread-count": "choosing the number of loading threads",
     "--model-namespacing": "model namespacing",
     "--pinned-memory-pool-byte-size": "pinned memory pools",
-    "--response-cache-byte-size": "the response cache",
     "--reuse-http-port": "sharing a port between servers",
     "--trace-config": "tracing",
 }
@@ -84,6 +83,7 @@ INSTEAD: Final[Mapping[str, str]] = {
     "--model-store": "the repository is named without an option: flowserve run REPO",
     "--port": "the option is --http-port",
     "--host": "the option is --http-address",
+    "--response-cache-byte-size": "the option is --cache-config local,size=BYTES",
 }
 
 
@@ -130,6 +130,14 @@ def resource(text: str) -> tuple[str, int, int | None]:
     if found is None:
         raise argparse.ArgumentTypeError(f"expected NAME:COUNT or NAME:COUNT:DEVICE, got {text!r}")
     return found[1], int(found[2]), None if found[3] is None else int(found[3])
+
+
+def local_cache(text: str) -> int:
+    """local,size=BYTES."""
+    found = re.fullmatch(r"local,size=([0-9]{1,15})", text, re.ASCII)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected local,size=BYTES, got {text!r}")
+    return int(found[1])
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +223,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         " instance asks for; with one, nothing of what is not given",
     )
     models.add_argument(
+        "--cache-config",
+        metavar="local,size=BYTES",
+        type=local_cache,
+        help="remember so many bytes of answers of the deployments whose configuration enables response_cache",
+    )
+    models.add_argument(
         "--python-execution",
         metavar="PLACE",
         type=one_of("process", "thread", "inline"),
@@ -279,6 +293,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         repository_poll_s=arguments.repository_poll_secs,
         rate_limit=arguments.rate_limit == "execution_count",
         rate_limit_resources=tuple(arguments.rate_limit_resource),
+        cache_bytes=arguments.cache_config,
         log_verbose=arguments.log_verbose,
         log_format=arguments.log_format,
     )

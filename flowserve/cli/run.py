@@ -83,6 +83,7 @@ async def _run(options: RunOptions) -> int:
             rate_limit=tuple(Available(*given) for given in options.rate_limit_resources)
             if options.rate_limit
             else None,
+            cache_bytes=options.cache_bytes,
         )
         if options.rate_limit_resources and not options.rate_limit:
             _log.warning("--rate-limit-resource says nothing without --rate-limit execution_count")

@@ -6,7 +6,7 @@ rules ran that is all that can be said of it, and after them there is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
@@ -14,6 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from flowserve.config.model_config_pb2 import BatchInput as BatchInputProto
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy, ModelWarmup
+from flowserve.config.model_config_pb2 import ModelSequenceBatching as SequenceProto
 from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Message
 from flowserve.config.types import (
     BatchInput,
@@ -26,12 +27,15 @@ from flowserve.config.types import (
     ModelConfig,
     QueuePolicy,
     RateLimiter,
+    SequenceBatching,
+    SequenceControl,
+    SequenceState,
     SourceMap,
     VersionPolicy,
     WarmupInput,
     WarmupSample,
 )
-from flowserve.values import BY_NUMBER, TensorSpec
+from flowserve.values import BY_NUMBER, DType, TensorSpec
 
 
 def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
@@ -46,6 +50,7 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
         source=source,
         version_policy=_version_policy(message),
         dynamic_batching=_dynamic_batching(message),
+        sequence=_sequence(message),
         ensemble=_ensemble(message),
         instance_groups=tuple(_instance_group(group) for group in message.instance_group),
         batch_inputs=_batch_inputs(message),
@@ -55,6 +60,7 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
         parameters={key: message.parameters[key].string_value for key in message.parameters},
         json=to_json(message),
         decoupled=message.model_transaction_policy.decoupled,
+        response_cache=message.response_cache.enable,
     )
 
 
@@ -163,6 +169,50 @@ def _dynamic_batching(message: ModelConfigProto) -> DynamicBatching | None:
         priority_queue_policies={
             level: _queue_policy(batching.priority_queue_policy[level]) for level in batching.priority_queue_policy
         },
+    )
+
+
+def _sequence(message: ModelConfigProto) -> SequenceBatching | None:
+    """Direct, where no strategy is named, as on Triton."""
+    if not message.HasField("sequence_batching"):
+        return None
+    batching = message.sequence_batching
+    is_direct = not batching.HasField("oldest")
+    chosen = batching.direct if is_direct else batching.oldest
+    return SequenceBatching(
+        idle_us=batching.max_sequence_idle_microseconds,
+        is_direct=is_direct,
+        controls=tuple(_control(tensor.name, one) for tensor in batching.control_input for one in tensor.control),
+        states=tuple(_state(state) for state in batching.state if state.data_type in BY_NUMBER),
+        max_queue_delay_us=chosen.max_queue_delay_microseconds,
+        slot_share=batching.direct.minimum_slot_utilization,
+        candidates=batching.oldest.max_candidate_sequences,
+        preferred_batch_sizes=tuple(batching.oldest.preferred_batch_size),
+    )
+
+
+def _control(name: str, control: SequenceProto.Control) -> SequenceControl:
+    kind = SequenceProto.Control.Kind.Name(control.kind).removeprefix("CONTROL_SEQUENCE_")
+    if kind == "CORRID":
+        return SequenceControl(name, kind, BY_NUMBER.get(control.data_type, DType.UINT64))
+    pairs: list[tuple[DType, Sequence[float]]] = [
+        (DType.INT32, control.int32_false_true),
+        (DType.FP32, control.fp32_false_true),
+        (DType.BOOL, control.bool_false_true),
+    ]
+    dtype, pair = next(((dtype, pair) for dtype, pair in pairs if len(pair) == 2), (DType.BOOL, (False, True)))
+    return SequenceControl(name, kind, dtype, pair[0], pair[1])
+
+
+def _state(state: SequenceProto.State) -> SequenceState:
+    initial = state.initial_state[0] if state.initial_state else None
+    return SequenceState(
+        input=state.input_name,
+        output=state.output_name,
+        dtype=BY_NUMBER[state.data_type],
+        dims=tuple(state.dims),
+        initial_dims=None if initial is None else tuple(initial.dims),
+        file="" if initial is None else initial.data_file,
     )
 
 

@@ -130,6 +130,51 @@ class BatchOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceControl:
+    """An input by which a model of sequences is told what a request is. `kind` is "START", "END", "READY" or "CORRID";
+    `false` and `true` are the values of the first three.
+    """
+
+    name: str
+    kind: str
+    dtype: DType
+    false: float = 0
+    true: float = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """A tensor that the server keeps between the requests of a sequence: `output` of one request is `input` of the
+    next. `dims` leave out the batch dimension. The first input has `initial_dims`, where given, and holds what a `file`
+    in initial_state/ says, else zeros.
+    """
+
+    input: str
+    output: str
+    dtype: DType
+    dims: tuple[int, ...]
+    initial_dims: tuple[int, ...] | None = None
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatching:
+    """Triton's ModelSequenceBatching. `is_direct`: else "oldest", whose `preferred_batch_sizes` and `candidates` (how
+    many sequences an instance has at a time; 0: as many as a batch has rows) these are. `slot_share` is direct's
+    minimum_slot_utilization.
+    """
+
+    idle_us: int
+    is_direct: bool
+    controls: tuple[SequenceControl, ...] = ()
+    states: tuple[SequenceState, ...] = ()
+    max_queue_delay_us: int = 0
+    slot_share: float = 0.0
+    candidates: int = 0
+    preferred_batch_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupInput:
     """What a warm-up request holds in one input: zeros, or random values, or what a `file` in warmup/ says. `dims`
     leave out the batch dimension.
@@ -177,6 +222,7 @@ class ModelConfig:
     source: SourceMap
     version_policy: VersionPolicy = VersionPolicy()
     dynamic_batching: DynamicBatching | None = None
+    sequence: SequenceBatching | None = None
     ensemble: Ensemble | None = None
     instance_groups: tuple[InstanceGroup, ...] = ()
     batch_inputs: tuple[BatchInput, ...] = ()
@@ -186,6 +232,7 @@ class ModelConfig:
     parameters: Mapping[str, str] = field(default_factory=dict)
     json: Mapping[str, Any] = field(default_factory=dict)
     decoupled: bool = False
+    response_cache: bool = False
 
     @property
     def is_ensemble(self) -> bool:

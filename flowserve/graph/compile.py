@@ -8,14 +8,15 @@ here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import networkx as nx
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Place, Problem, Problems
-from flowserve.graph.facts import shape_text, shapes_meet, side_of
+from flowserve.graph.conversion import Conversion, conversion, inside
+from flowserve.graph.facts import differ_by_batch, shape_text, shapes_meet, side_of
 from flowserve.graph.levels import counts_that_differ, pauses_without_end
 from flowserve.graph.rules import find_problems
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
@@ -76,13 +77,28 @@ def compile_ensemble(
 class _Source:
     """Where a tensor comes from.
 
-    A call's number (or GRAPH), the index of its output (or of the graph's input), and its name.
+    A call's number (or GRAPH), the index of its output (or of the graph's input), and its name. `spec` is what it is
+    after the `reshapes` of the ensembles whose inputs and outputs it came through.
     """
 
     call: int
     output: int
     tensor: str
     spec: TensorSpec
+    reshapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    def entering(self, port: TensorSpec) -> _Source:
+        """This, as the steps of an ensemble see it that it enters by an input."""
+        return self._as(port.dims, inside(port))
+
+    def leaving(self, port: TensorSpec) -> _Source:
+        """This, as it is outside of an ensemble that it leaves by an output."""
+        return self._as(inside(port).dims, port)
+
+    def _as(self, dims: tuple[int, ...], spec: TensorSpec) -> _Source:
+        if dims == spec.dims:
+            return self
+        return replace(self, spec=spec, reshapes=(*self.reshapes, (dims, spec.dims)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +149,7 @@ class _Folding:
         self.config = config
         self.available = available
         self.calls: list[_Call] = []
-        inputs = {spec.name: _Source(GRAPH, i, spec.name, spec) for i, spec in enumerate(config.inputs)}
+        inputs = {spec.name: _Source(GRAPH, i, spec.name, spec).entering(spec) for i, spec in enumerate(config.inputs)}
         self.outputs = self._fold(_Scope(wire(config, available, {}), inputs, max_inflight=_limit(config)))
 
     def _fold(self, scope: _Scope) -> list[_Source]:
@@ -149,15 +165,16 @@ class _Folding:
             )
             for port, tensor in step.written.output_map.items():
                 source = made[port_index(step.model.outputs, port)]
-                scope.tensors[tensor] = _Source(source.call, source.output, scope.prefix + tensor, source.spec)
-        return [scope.tensors[spec.name] for spec in scope.wiring.config.outputs]
+                scope.tensors[tensor] = replace(source, tensor=scope.prefix + tensor)
+        return [scope.tensors[spec.name].leaving(spec) for spec in scope.wiring.config.outputs]
 
     def _fold_nested(self, scope: _Scope, step: Step, name: str) -> list[_Source]:
         assert step.model is not None
         given = {port: scope.tensors.get(tensor) for port, tensor in step.written.input_map.items()}
+        ports = {spec.name: spec for spec in step.model.inputs}
         inner = _Scope(
             wire(step.model, self.available, {}),
-            {port: source for port, source in given.items() if source is not None},
+            {port: source.entering(ports[port]) for port, source in given.items() if source is not None},
             prefix=f"{name}/",
             path=(*scope.path, step.model.name),
             order=(*scope.order, step.index),
@@ -183,8 +200,8 @@ class _Folding:
         number[GRAPH] = GRAPH
         nodes = {number[call]: self._node(number[call], made) for call, made in enumerate(self.calls)}
         edges = [
-            Edge(source.tensor, number[source.call], source.output, consumer, port)
-            for source, consumer, port in self._joints(number)
+            Edge(source.tensor, number[source.call], source.output, consumer, port, self._conversion(source, wanted))
+            for (source, consumer, port), wanted in zip(self._joints(number), self._wanted(), strict=True)
         ]
         return Graph(
             name=self.config.name,
@@ -232,6 +249,20 @@ class _Folding:
                     yield source, number[consumer], port
         for port, source in enumerate(self.outputs):
             yield source, GRAPH, port
+
+    def _wanted(self) -> Iterator[tuple[TensorSpec, bool]]:
+        """What each of `_joints` is read as, and whether its reader batches."""
+        for call in self.calls:
+            for source, spec in zip(call.sources, call.config.inputs, strict=True):
+                if source is not None:
+                    yield spec, call.config.max_batch_size > 0
+        for spec in self.config.outputs:
+            yield spec, self.config.max_batch_size > 0
+
+    def _conversion(self, source: _Source, wanted: tuple[TensorSpec, bool]) -> Conversion | None:
+        spec, wants_batches = wanted
+        batches = self.producer(source).max_batch_size > 0
+        return conversion(source.reshapes, source.spec.dims, batches, spec.dims, wants_batches)
 
     def producer(self, source: _Source) -> ModelConfig:
         return self.config if source.call == GRAPH else self.calls[source.call].config
@@ -282,7 +313,7 @@ def _disagreements_across_folds(config: ModelConfig, folding: _Folding) -> Itera
         writer = folding.producer(source)
         first = side_of(writer.name, source.spec, writer.max_batch_size > 0)
         second = side_of(reader.name, spec, reader.max_batch_size > 0)
-        if not shapes_meet(first, second):
+        if not shapes_meet(first, second) and not differ_by_batch(first, second):
             yield Problem(
                 f"in ensemble {config.name}, ensemble tensor {source.tensor}: inconsistent shape: {shape_text(first)}"
                 " is inferred from"

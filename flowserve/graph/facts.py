@@ -14,6 +14,7 @@ import networkx as nx
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Place
+from flowserve.graph.conversion import inside
 from flowserve.graph.types import GRAPH
 from flowserve.graph.wiring import End, Step, Wiring, ensembles_below, wire
 from flowserve.values import DType, TensorSpec
@@ -52,10 +53,7 @@ def shape_text(side: Side) -> str:
 
 
 def differ_by_batch(a: Side, b: Side) -> bool:
-    """The dims meet and one of the two has a batch dimension more.
-
-    Triton adds or strips a leading 1 here at run time.
-    """
+    """The dims meet and one of the two has a batch dimension more: there a leading 1 is added or taken away."""
     return a.batches != b.batches and _dims_meet(a.dims, b.dims)
 
 
@@ -80,14 +78,14 @@ def disagreements(w: Wiring, agree: Callable[[Side, Side], bool]) -> Iterator[tu
 
 def _writing_side(w: Wiring, end: End) -> Side | None:
     if end.step == GRAPH:
-        return _side(w.config, w.config.inputs, end.port)
+        return _side(w.config, tuple(map(inside, w.config.inputs)), end.port)
     model = w.steps[end.step].model
     return _side(model, model.outputs, end.port) if model else None
 
 
 def _reading_side(w: Wiring, end: End) -> Side | None:
     if end.step == GRAPH:
-        return _side(w.config, w.config.outputs, end.port)
+        return _side(w.config, tuple(map(inside, w.config.outputs)), end.port)
     model = w.steps[end.step].model
     return _side(model, model.inputs, end.port) if model else None
 

@@ -7,10 +7,11 @@ knows what lies in a slot.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from flowserve.graph.conversion import Conversion
 from flowserve.graph.nesting import Nesting, nesting
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 
@@ -27,7 +28,8 @@ class PlanNode:
     `optional` tells that some input may be absent: then all members of a batch must carry the same set.
     `checks` are the inputs whose shape is known only when the tensor is there: (input index, dims the model wants),
     because the producer left open what the consumer fixes. `wanted` are the names of the outputs this node is asked
-    for, () where that is the request's to say (a plain model).
+    for, () where that is the request's to say (a plain model). `converts` are the inputs whose shape changes on the
+    way: (slot of the tensor, slot of what this input reads, conversion); such an input's slot is its own.
     """
 
     index: int
@@ -42,6 +44,7 @@ class PlanNode:
     optional: bool
     checks: tuple[tuple[int, tuple[int, ...]], ...]
     wanted: tuple[str, ...]
+    converts: tuple[tuple[int, int, Conversion], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +52,9 @@ class Plan:
     """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits
     for. `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it,
     "" where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a
-    flow's slots after its inputs begin as. `nesting`: how often which step runs, None where each does once.
+    flow's slots after its inputs begin as. From slot `converted` on they are inputs that were converted; `lacking` are
+    the graph's optional inputs that some step cannot run without: (slot, its input, its index). `nesting`: how often
+    which step runs, None where each does once.
     """
 
     graph: Graph
@@ -61,6 +66,8 @@ class Plan:
     needed_by: tuple[str, ...]
     readers: tuple[int, ...]
     output_slots: tuple[int, ...]
+    converted: int
+    lacking: tuple[tuple[int, str, int], ...]
     nesting: Nesting | None
 
 
@@ -75,9 +82,15 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     checks: dict[int, list[tuple[int, tuple[int, ...]]]] = {node.index: [] for node in graph.nodes}
     for edge in graph.edges:
         slot_of.setdefault((edge.producer, edge.output), len(slot_of))
+    own: dict[tuple[int, int], int] = {}  # of inputs whose shape changes on the way, the same in every plan of a graph
+    for edge in graph.edges:
+        if edge.conversion is not None and edge.consumer != GRAPH:
+            own[edge.consumer, edge.input] = len(slot_of) + len(own)
     fed: dict[tuple[int, int], int] = {}
     consumers: list[list[int]] = [[] for _ in slot_of]
-    readers = [0] * len(slot_of)
+    readers = [0] * len(slot_of) + [1] * len(own)
+    converts: list[list[tuple[int, int, Conversion]]] = [[] for _ in graph.nodes]
+    reads: list[list[int]] = [[] for _ in graph.nodes]
     needed_by = [""] * len(slot_of)
     output_slots = [NO_SLOT] * len(graph.outputs)
     read: set[int] = set()
@@ -89,15 +102,13 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
             readers[slot] += 1
             continue
         fed[edge.consumer, edge.input] = slot
+        reads[edge.consumer].append(slot)
+        if edge.conversion is not None:
+            fed[edge.consumer, edge.input] = own[edge.consumer, edge.input]
+            converts[edge.consumer].append((slot, own[edge.consumer, edge.input], edge.conversion))
         reader = graph.nodes[edge.consumer]
         spec = reader.inputs[edge.input]
-        wanted = _full(spec.dims, reader.max_batch_size)
-        if edge.producer != GRAPH:
-            writer = graph.nodes[edge.producer]
-            promised = _full(writer.outputs[edge.output].dims, writer.max_batch_size)
-        else:
-            promised = _full(graph.inputs[edge.output].dims, graph.max_batch_size)
-        if any(want != -1 and promise == -1 for want, promise in zip(wanted, promised, strict=True)):
+        if _may_disagree(graph, edge):
             checks[edge.consumer].append((edge.input, spec.dims))
         if not spec.optional and not needed_by[slot]:
             needed_by[slot] = reader.name
@@ -115,7 +126,9 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
                 name=node.name,
                 model=node.model,
                 inputs=inputs,
-                distinct_inputs=tuple(dict.fromkeys(slot for slot in inputs if slot != NO_SLOT)),
+                distinct_inputs=tuple(
+                    dict.fromkeys([*reads[node.index], *(slot for slot in inputs if slot >= len(slot_of))])
+                ),
                 outputs=written,
                 writes=tuple((j, slot, tuple(consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT),
                 max_batch_size=node.max_batch_size,
@@ -123,6 +136,7 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
                 optional=any(spec.optional for spec in node.inputs),
                 checks=tuple(checks[node.index]),
                 wanted=_names(node, written) if graph.is_ensemble else (),
+                converts=tuple(converts[node.index]),
             )
         )
     made_by_nodes = range(len(graph.inputs), len(slot_of))
@@ -130,15 +144,45 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     return Plan(
         graph=graph,
         nodes=tuple(nodes),
-        blank=(None,) * (len(slot_of) - len(graph.inputs)),
+        blank=(None,) * (len(slot_of) + len(own) - len(graph.inputs)),
         first=tuple(node.index for node in nodes if node.writes and not missing[node.index]),
         missing=missing,
         consumers=tuple(tuple(nodes_) for nodes_ in consumers),
         needed_by=tuple(needed_by),
         readers=tuple(readers),
         output_slots=tuple(output_slots),
+        converted=len(slot_of),
+        lacking=tuple(_lacking(graph, edges)),
         nesting=nesting(graph, edges, slot_of),
     )
+
+
+def _may_disagree(graph: Graph, edge: Edge) -> bool:
+    """Whether the producer leaves a dimension open that the reading node fixes, or a batch may be more than the one row
+    that a model without a batch dimension takes.
+    """
+    reader = graph.nodes[edge.consumer]
+    spec = reader.inputs[edge.input]
+    if edge.producer != GRAPH:
+        writer = graph.nodes[edge.producer]
+        dims, rows = writer.outputs[edge.output].dims, writer.max_batch_size
+    else:
+        dims, rows = graph.inputs[edge.output].dims, graph.max_batch_size
+    wanted, promised = _full(spec.dims, reader.max_batch_size), _full(dims, rows)
+    if edge.conversion is not None:
+        if edge.conversion.batch < 0:
+            return True
+        promised = edge.conversion.reshapes[-1][1] if edge.conversion.reshapes else dims
+        wanted = spec.dims
+    return any(want != -1 and promise == -1 for want, promise in zip(wanted, promised, strict=True))
+
+
+def _lacking(graph: Graph, edges: Sequence[Edge]) -> Iterator[tuple[int, str, int]]:
+    for edge in edges:
+        if edge.producer == GRAPH and edge.consumer != GRAPH and graph.inputs[edge.output].optional:
+            spec = graph.nodes[edge.consumer].inputs[edge.input]
+            if not spec.optional:
+                yield edge.output, spec.name, edge.consumer
 
 
 def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:

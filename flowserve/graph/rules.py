@@ -269,18 +269,6 @@ def _shapes_agree(w: Wiring) -> Iterator[Problem]:
         )
 
 
-def _batch_dimensions_agree(w: Wiring) -> Iterator[Problem]:
-    for tensor, first, second, place in disagreements(w, lambda a, b: shapes_meet(a, b) or not differ_by_batch(a, b)):
-        batching, single = (first, second) if first.batches else (second, first)
-        dims = ", ".join(map(str, batching.full))
-        yield Problem(
-            f"in ensemble {w.name}, ensemble tensor {tensor}: '{batching.owner}' batches and '{single.owner}' does not;"
-            " adding or removing a batch dimension between steps is not supported yet",
-            place,
-            hint=f"give '{single.port}' of '{single.owner}' dims: [{dims}], or '{single.owner}' a max_batch_size",
-        )
-
-
 def _batch_sizes_fit(w: Wiring) -> Iterator[Problem]:
     for step, model in known(w):
         if 0 < model.max_batch_size < w.config.max_batch_size:
@@ -291,17 +279,6 @@ def _batch_sizes_fit(w: Wiring) -> Iterator[Problem]:
                 w.place("max_batch_size"),
                 hint=f"lower it to {model.max_batch_size}, or raise it in '{model.name}' (step {step.index})",
             )
-
-
-def _ensembles_do_not_reshape(w: Wiring) -> Iterator[Problem]:
-    for field, specs in (("input", w.config.inputs), ("output", w.config.outputs)):
-        for index, spec in enumerate(specs):
-            if spec.reshape is not None:
-                yield Problem(
-                    f"ensemble '{w.name}': reshape of {field} '{spec.name}' is not supported yet for ensembles",
-                    w.place(f"{field}[{index}].reshape"),
-                    hint="put the reshape into the model that reads or writes the tensor",
-                )
 
 
 def _first_problem_inside(w: Wiring, step: Step) -> str:
@@ -338,7 +315,5 @@ RULES: Final[Mapping[str, Rule]] = {
     "G13": _every_step_leads_to_an_output,
     "G14": _data_types_agree,
     "G15": _shapes_agree,
-    "G16": _batch_dimensions_agree,
     "G17": _batch_sizes_fit,
-    "G18": _ensembles_do_not_reshape,
 }

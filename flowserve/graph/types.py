@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flowserve.errors import Place
+from flowserve.graph.conversion import Conversion
 from flowserve.values import TensorSpec
 
 GRAPH: Final = -1  # as a producer or consumer: the graph's own inputs or outputs
@@ -59,6 +60,7 @@ class Edge:
 
     `producer` is a node's index, or GRAPH with `output` an index into the graph's inputs. `consumer` is a node's
     index, or GRAPH with `input` an index into the graph's outputs. `tensor` is the ensemble tensor's name.
+    `conversion`: how its shape changes on the way, None for not at all.
     """
 
     tensor: str
@@ -66,6 +68,7 @@ class Edge:
     output: int
     consumer: int
     input: int
+    conversion: Conversion | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from flowserve.graph.conversion import Conversion, reshaped
 from flowserve.values import Array
 
 WHOLE: Final = -1
@@ -46,6 +47,18 @@ class Tensor:
         """What the rows weigh, without slicing."""
         rows = len(self.block) if self.stop != WHOLE else 0
         return self.block.nbytes * (self.stop - self.start) // rows if rows else self.block.nbytes
+
+    def converted(self, conversion: Conversion) -> Tensor:
+        """This in another shape: a view wherever the rows lie in one piece, which they do."""
+        array = self.array
+        lead = 0 if self.stop == WHOLE else 1
+        for dims, target in conversion.reshapes:
+            array = array.reshape(array.shape[:lead] + reshaped(array.shape[lead:], dims, target))
+        if conversion.batch > 0:
+            return Tensor(array[None], 0, 1)
+        if conversion.batch < 0:
+            return Tensor(array[0] if len(array) == 1 else array)
+        return Tensor(array) if self.stop == WHOLE else Tensor(array, 0, len(array))
 
     def __repr__(self) -> str:
         return f"Tensor({self.block.dtype}, {list(self.shape)})"

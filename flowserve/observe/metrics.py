@@ -56,6 +56,18 @@ _COUNTERS: Final[tuple[tuple[str, str, Reading], ...]] = (
         "Cumulative time spent handing out outputs",
         lambda s: s.compute_output_ns // _NS_PER_US,
     ),
+    ("nv_cache_num_hits_per_model", "Number of requests answered from the response cache", lambda s: s.cache_hits),
+    ("nv_cache_num_misses_per_model", "Number of requests whose answer was not there", lambda s: s.cache_misses),
+    (
+        "nv_cache_hit_duration_per_model",
+        "Cumulative time spent looking up answers that were there, in microseconds",
+        lambda s: s.cache_hit_ns // _NS_PER_US,
+    ),
+    (
+        "nv_cache_miss_duration_per_model",
+        "Cumulative time spent looking up and keeping answers that were not there, in microseconds",
+        lambda s: s.cache_miss_ns // _NS_PER_US,
+    ),
 )
 _DURATIONS: Final[tuple[tuple[str, str, Callable[[Statistics], tuple[Histogram, int]]], ...]] = (
     (

@@ -57,6 +57,10 @@ class Statistics:
     inference_count: int = 0
     execution_count: int = 0
     last_inference_ms: int = 0
+    cache_hits: int = 0
+    cache_hit_ns: int = 0
+    cache_misses: int = 0
+    cache_miss_ns: int = 0
     batches: dict[int, BatchSizeStatistics] = field(default_factory=dict)
     request_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     queue_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
@@ -115,6 +119,23 @@ class Statistics:
         self.queue_duration.observe(queue_ns)
         self.compute_duration.observe(input_ns + infer_ns + output_ns)
 
+    def hit(self, total_ns: int, cache_ns: int) -> None:
+        """One request was answered with an answer that was there; nothing was executed for it. `cache_ns` of the total
+        went into looking it up, or waiting for it.
+        """
+        self.success_count += 1
+        self.success_ns += total_ns
+        self.request_duration.observe(total_ns)
+        self.queue_duration.observe(0)
+        self.compute_duration.observe(0)
+        self.cache_hits += 1
+        self.cache_hit_ns += cache_ns
+
+    def missed(self, cache_ns: int) -> None:
+        """One request was executed whose answer was not there; looking it up and keeping it took so long."""
+        self.cache_misses += 1
+        self.cache_miss_ns += cache_ns
+
     def failed(self, count: int, total_ns: int, reason: str) -> None:
         """`count` requests failed, for one of REASONS, after `total_ns` all together."""
         self.failures[reason] += count
@@ -143,8 +164,8 @@ class Statistics:
                 "compute_input": _sum(done, self.compute_input_ns),
                 "compute_infer": _sum(done, self.compute_infer_ns),
                 "compute_output": _sum(done, self.compute_output_ns),
-                "cache_hit": _sum(0, 0),
-                "cache_miss": _sum(0, 0),
+                "cache_hit": _sum(self.cache_hits, self.cache_hit_ns),
+                "cache_miss": _sum(self.cache_misses, self.cache_miss_ns),
             },
             "response_stats": {},
             "batch_stats": [

@@ -66,7 +66,7 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
     if flow.error is not None:
         statistics.failed(1, total_ns, OTHER)  # the model whose step it was has counted the reason
         return
-    rows = len(next(iter(flow.request.inputs.values()))) if flow.plan.graph.max_batch_size else 1
+    rows = len(next(iter(flow.request.inputs.values()), ())) if flow.plan.graph.max_batch_size else 1
     durations = (flow.compute_input_ns, flow.compute_infer_ns, flow.compute_output_ns)
     statistics.executed(max(rows, 1), *durations, now_ms=wall_clock_ms())
     statistics.passed(total_ns, flow.queue_ns, *durations)

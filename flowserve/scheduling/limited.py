@@ -72,7 +72,7 @@ class LimitedDispatcher(Dispatcher):
 
     def pump(self, now_ns: int) -> None:
         """Queue what arrived, in order, then start what can start, whoever's turn it is first."""
-        if self._expiring:
+        if self._expiring or self._due is not None:
             self._expire(now_ns)
         if self._arrivals:
             self._queue_arrivals(now_ns)
@@ -89,7 +89,7 @@ class LimitedDispatcher(Dispatcher):
         """When `pump` should be called even if nothing happens, or None. Time alone brings nothing to those who wait
         for resources: a batch's end does.
         """
-        soonest = self._next_expiry() if self._expiring else None
+        soonest = self._next_expiry() if self._expiring or self._due is not None else None
         for queue in self._delayed:
             if queue.free and queue not in self._waiting:
                 deadline = queue.batcher.deadline()

@@ -94,10 +94,9 @@ def test_a_single_value_without_batching_is_a_tensor_of_one(complete: Complete) 
     ].dims == (1,)
 
 
-def test_a_batched_single_value_needs_a_reshape_and_says_so(complete: Complete) -> None:
-    with pytest.raises(Problems, match="reshape of output 'S' is not supported yet") as caught:
-        complete(None, Completion((X,), (TensorSpec("S", DType.FP32, ()),), max_batch_size=4))
-    assert caught.value.problems[0].hint.endswith("write max_batch_size: 0 and dims: [ -1 ]")
+def test_a_batched_single_value_is_one_value_to_clients_and_none_to_the_model(complete: Complete) -> None:
+    (made,) = complete(None, Completion((X,), (TensorSpec("S", DType.FP32, ()),), max_batch_size=4)).outputs
+    assert (made.dims, made.reshape) == ((1,), ())
 
 
 @pytest.mark.fault("C12")

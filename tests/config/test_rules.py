@@ -237,6 +237,21 @@ def test_rule_M18_a_time_that_can_be_kept_is_right(said: Said, value: str) -> No
     assert said("M18", f'parameters {{ key: "execution_timeout" value {{ string_value: "{value}" }} }}') == []
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("max_requests", "0", "expected a whole number, 1 or more"),
+        ("max_request_bytes", "1k", "expected a whole number, 1 or more"),
+        ("deadline_ms", "2.5", "expected a whole number, 1 or more"),
+        ("when_full", "drop", "expected reject or wait"),
+    ],
+)
+def test_rule_M19_limits_of_a_deployment_are_numbers(said: Said, key: str, value: str, wanted: str) -> None:
+    text = 'parameters {{ key: "{}" value {{ string_value: "{}" }} }}'
+    assert said("M19", text.format(key, value)) == [f"1:14: model 'm': {key} is '{value}'; {wanted}"]
+    assert said("M19", text.format(key, "wait" if key == "when_full" else "7")) == []
+
+
 # Tensors
 
 

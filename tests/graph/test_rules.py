@@ -12,6 +12,7 @@ import pytest
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problem, Problems
 from flowserve.graph.compile import compile_ensemble
+from flowserve.graph.conversion import Conversion
 from flowserve.graph.rules import RULES
 from flowserve.testing.ensembles import available, ensemble, model, tensors
 
@@ -437,13 +438,11 @@ def test_rule_G15_a_batch_dimension_may_be_an_ordinary_one_on_the_other_side() -
     assert [node.is_batching for node in graph.nodes] == [False, True, False]
 
 
-def test_rule_G16_adding_a_batch_dimension_between_steps_is_not_supported_yet() -> None:
+def test_a_model_without_a_batch_dimension_may_feed_one_that_has_it() -> None:
+    """The dimension that is missing is added on the way, as on Triton; the whole shape that meets is left alone."""
     single = model("decode", {"BYTES": "BYTES[-1,1]"}, {"IMAGE": "FP32[3,8,8]"}, max_batch_size=0)
-    (problem,) = refusals(GOOD, single, CLASSIFY)
-    assert problem.rule == "G16"
-    assert "'classify' batches and 'decode' does not" in problem.message
-    assert "not supported yet" in problem.message
-    assert problem.hint == "give 'IMAGE' of 'decode' dims: [-1, 3, 8, 8], or 'decode' a max_batch_size"
+    first, second, third = compile_ensemble(GOOD, 1, available(single, CLASSIFY)).edges
+    assert (first.conversion, second.conversion, third.conversion) == (None, Conversion(batch=1), None)
 
 
 @pytest.mark.fault("E5")
@@ -455,13 +454,6 @@ def test_rule_G17_an_ensemble_may_not_allow_more_than_its_smallest_step() -> Non
         " batch size to be 8"
     )
     assert problem.place == place_of(GOOD, "max_batch_size")
-
-
-def test_rule_G18_an_ensemble_does_not_reshape() -> None:
-    shaped = replace(GOOD.inputs[0], reshape=())
-    (problem,) = refusals(replace(GOOD, inputs=(shaped,)))
-    assert problem.rule == "G18"
-    assert problem.message == "ensemble 'pipe': reshape of input 'picture' is not supported yet for ensembles"
 
 
 def doubling(levels: int) -> list[ModelConfig]:

@@ -54,21 +54,28 @@ def test_counters_are_the_statistics_in_microseconds() -> None:
     one.failed(5, 1, CANCELED)
     one.failed(6, 1, REJECTED)
     one.failed(7, 1, OTHER)
+    one.hit(5_000, 3_000)
+    one.missed(4_000)
+    one.missed(5_000)
     found = samples(one, pending=7)
     counters = {name: value for name, value in found.items() if name[0].startswith("nv_") and "hist" not in name[0]}
     assert counters == {
-        ("nv_inference_request_success", "m", "2"): 2,
+        ("nv_inference_request_success", "m", "2"): 3,
         ("nv_inference_request_failure", "m", "REJECTED", "2"): 6,
         ("nv_inference_request_failure", "m", "CANCELED", "2"): 5,
         ("nv_inference_request_failure", "m", "BACKEND", "2"): 4,
         ("nv_inference_request_failure", "m", "OTHER", "2"): 7,
         ("nv_inference_count", "m", "2"): 3,
         ("nv_inference_exec_count", "m", "2"): 1,
-        ("nv_inference_request_duration_us", "m", "2"): 272_000,
+        ("nv_inference_request_duration_us", "m", "2"): 272_005,
         ("nv_inference_queue_duration_us", "m", "2"): 152_000,
         ("nv_inference_compute_input_duration_us", "m", "2"): 20_000,
         ("nv_inference_compute_infer_duration_us", "m", "2"): 40_000,
         ("nv_inference_compute_output_duration_us", "m", "2"): 60_000,
+        ("nv_cache_num_hits_per_model", "m", "2"): 1,
+        ("nv_cache_num_misses_per_model", "m", "2"): 2,
+        ("nv_cache_hit_duration_per_model", "m", "2"): 3,
+        ("nv_cache_miss_duration_per_model", "m", "2"): 9,
         ("nv_inference_pending_request_count", "m", "2"): 7,
     }
 
@@ -122,5 +129,5 @@ def test_every_family_stands_in_the_docs() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     text = metrics_text([(Statistics("m", 1), 0)]).decode()
     families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
-    assert len(families) == 20
+    assert len(families) == 24
     assert [name for name in families if f"`{name}`" not in docs] == []

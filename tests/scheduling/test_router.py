@@ -196,7 +196,7 @@ def test_inputs_of_different_batch_sizes_meet_at_no_step() -> None:
     a, b = simple_model(0), simple_model(1, inputs=(FREE, OTHER))
     flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (GRAPH, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)]), rows_of(2))
     (step,) = flow.begin()
-    with pytest.raises(Invalid, match=r"^step 'b#1': input batch size does not match other inputs for 'b'$"):
+    with pytest.raises(Invalid, match=r"^input batch size does not match other inputs for 'b'$"):
         finish(flow, step, rows_of(3))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from flowserve.config.rules import batching, ensembles, model, ragged, sequences, tensors, warmup
+from flowserve.config.rules import batching, ensembles, gates, model, ragged, sequences, tensors, warmup
 from flowserve.config.rules.subject import Rule, Subject
 from flowserve.errors import Problem
 
@@ -33,6 +33,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "M16": model.cache_has_one_answer,
     "M17": model.some_instance_serves,
     "M18": model.execution_timeout_is_a_time,
+    "M19": gates.gate_parameters_are_right,
     "M20": tensors.every_tensor_has_a_name,
     "M21": tensors.every_tensor_has_a_data_type,
     "M22": tensors.every_tensor_has_dims,
