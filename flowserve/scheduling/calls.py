@@ -149,25 +149,27 @@ class _Hopeless:
         for node in _pending(flow):
             if self._blocks(flow, node):
                 queue = flow.route[node.index]
-                here = self._running.get((flow, node.index)) or [batch for batch in self.stuck if batch.queue is queue]
+                here = [*self._ahead(flow, queue), *self._running.get((flow, node.index), ())]
+                here = here or [batch for batch in self.stuck if batch.queue is queue]
                 # Where none of them has an instance of the model, it is resources that they have.
                 yield queue, [batch for batch in here or self.stuck if batch in self.stuck]
 
     def _blocks(self, flow: CalledFlow, node: PlanNode) -> bool:
+        queue: ModelQueue = flow.route[node.index]
+        if self._ahead(flow, queue):
+            return True
         running = self._running.get((flow, node.index))
         if running is not None:
             return any(batch in self.stuck for batch in running)
-        queue: ModelQueue = flow.route[node.index]
-        if self._is_behind(flow, queue):
-            return True
         return not self._can_start(queue, [*self.stuck])
 
-    def _is_behind(self, flow: CalledFlow, queue: ModelQueue) -> bool:
-        """Whether its answer has to wait for that of a stuck execution, because the model keeps its order."""
+    def _ahead(self, flow: CalledFlow, queue: ModelQueue) -> list[Batch]:
+        """The stuck executions before whose answers this one's cannot go, because the model keeps their order."""
         if queue.order is None:
-            return False
+            return []
         ahead = {id(ticket) for ticket in queue.order.ahead_of(flow)}
-        return any(id(ticket) in ahead for batch in self.stuck if batch.queue is queue for ticket in batch.tickets)
+        here = [batch for batch in self.stuck if batch.queue is queue]
+        return [batch for batch in here if any(id(ticket) in ahead for ticket in batch.tickets)]
 
 
 def _pending(flow: CalledFlow) -> Iterator[PlanNode]:

@@ -116,22 +116,34 @@ def test_the_last_instance_decides_whoever_has_the_others(server: Recorder) -> N
     answer(server, server.running[-1], second, flow)
 
 
-def test_steps_of_an_ensemble_that_are_over_are_not_waited_for(server: Recorder) -> None:
-    for model in (A, B, C):
+def test_a_step_that_is_over_is_not_waited_for_whoever_has_its_model_now(server: Recorder) -> None:
+    for model in MODELS:
         server.serve(model)
-    first = run(server, plain_graph(A))
-    flow = call(server, first, chain_graph("chain", [B, C]))
+    caller = run(server, plain_graph(A))
+    flow = call(server, caller, chain_graph("chain", [B, C]))
     server.turn()
-    of_b = server.running[-1]
-    server.done(of_b)
+    server.done(server.running[-1])
     server.turn()
     of_c = server.running[-1]
-    again = run(server, plain_graph(B), "client of b")
-    call(server, again, plain_graph(C))  # waits for of_c, which waits for nobody
+    of_b = run(server, plain_graph(B), "client of b")
+    behind = call(server, of_b, plain_graph(C))  # behind the one that runs
+    call(server, of_c, plain_graph(D))  # now all three wait; the first for b no more
     server.turn()
-    server.done(of_c)
-    server.turn()
+    for batch in (server.running[-1], of_c):
+        server.done(batch)
+        server.turn()
     assert flow.done
+    answer(server, server.running[-1], of_b, behind)
+
+
+def test_a_step_that_runs_is_waited_for_where_it_runs(server: Recorder) -> None:
+    """However many other instances its model has."""
+    server.serve(A)
+    server.serve(B, instances=2)
+    first = run(server, plain_graph(A))
+    second = called(server, first, plain_graph(B))
+    with pytest.raises(Unavailable, match="model 'a' -> 'b' -> 'a':"):
+        call(server, second, plain_graph(A))
 
 
 def test_a_later_step_of_an_ensemble_counts_from_the_beginning(server: Recorder) -> None:
@@ -172,6 +184,18 @@ def test_where_answers_keep_their_order_an_answer_waits_for_those_before_it(serv
     called(server, caller, plain_graph(B))
     with pytest.raises(Unavailable, match="model 'a' -> 'b' -> 'a':"):
         call(server, before, plain_graph(A))
+
+
+def test_also_where_it_runs_already(server: Recorder) -> None:
+    for model in (C, D):
+        server.serve(model)
+    server.serve(A, instances=2, keeps_order=True)
+    first = run(server, plain_graph(A), "first")
+    caller = run(server, plain_graph(C))
+    second = called(server, caller, plain_graph(A))
+    call(server, second, plain_graph(D))
+    with pytest.raises(Unavailable, match="model 'c' -> 'a' -> 'c':"):
+        call(server, first, plain_graph(C))
 
 
 def test_a_server_that_ends_takes_no_calls(server: Recorder) -> None:
@@ -243,12 +267,14 @@ class Script:
         return plain_graph(models[0]) if len(models) == 1 else chain_graph("chain", models)
 
 
-targets = st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)
-scripts = st.recursive(
-    st.builds(Script, targets),
-    lambda inner: st.builds(Script, targets, st.lists(st.lists(inner, min_size=1, max_size=3), max_size=2)),
-    max_leaves=8,
-)
+@st.composite
+def scripts(draw: st.DrawFn, depth: int = 3) -> Script:
+    """Few models, so that they meet again further down."""
+    targets = draw(st.sampled_from([(0,), (0,), (1,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 0)]))
+    calls = st.lists(scripts(depth - 1), min_size=1, max_size=2)
+    return Script(targets, draw(st.lists(calls, max_size=2)) if depth else [])
+
+
 some_needs = st.dictionaries(st.sampled_from([("R", 0), ("S", 0)]), st.integers(1, 2), max_size=2).map(Needs)
 places = st.lists(st.tuples(st.integers(1, 3), some_needs, st.booleans()), min_size=4, max_size=4)
 
@@ -310,7 +336,7 @@ class World:
 
 @given(
     places=places,
-    requests=st.lists(scripts, min_size=1, max_size=8),
+    requests=st.lists(scripts(), min_size=1, max_size=6),
     is_limited=st.booleans(),
     random=st.randoms(use_true_random=False),
 )
@@ -330,7 +356,7 @@ def test_however_models_call_each_other_every_request_is_answered(
 
 @given(
     places=places,
-    requests=st.lists(scripts, min_size=1, max_size=8),
+    requests=st.lists(scripts(), min_size=1, max_size=6),
     is_limited=st.booleans(),
     random=st.randoms(use_true_random=False),
 )
