@@ -75,7 +75,15 @@ class Signature:
 def completion(config: ModelConfig, signature: Signature, file: str) -> Completion:
     """What the configuration lacks. Raises `Invalid` where the user asked for batches and the file cannot take them."""
     made = {target for each in config.batch_inputs for target in each.targets}
-    signature = replace(signature, inputs=tuple(port for port in signature.inputs if port.name not in made))
+    kept: set[str] = set()
+    if config.sequence is not None:
+        made |= {control.name for control in config.sequence.controls}
+        made |= {state.input for state in config.sequence.states}
+        kept = {state.output for state in config.sequence.states} - {spec.name for spec in config.outputs}
+    signature = Signature(
+        tuple(port for port in signature.inputs if port.name not in made),
+        tuple(port for port in signature.outputs if port.name not in kept),
+    )
     if config.max_batch_size > 0 and not signature.is_batchable:
         message = (
             f"autofill failed for model '{config.name}': model does not support batching while non-zero max_batch_size "
@@ -90,6 +98,19 @@ def completion(config: ModelConfig, signature: Signature, file: str) -> Completi
         outputs=tuple(_spec(config, port, file, batches=batches) for port in signature.outputs),
         max_batch_size=DEFAULT_MAX_BATCH_SIZE if fills_batch else None,
         dynamic_batching=fills_batch,
+    )
+
+
+def with_flat_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
+    """Where a model takes a control of a sequence as one value for each row of a batch, without a dimension of its own,
+    it gets it so.
+    """
+    if config.sequence is None or not config.max_batch_size:
+        return config
+    flat = {port.name for port in signature.inputs if len(port.shape) == 1}
+    flat &= {control.name for control in config.sequence.controls}
+    return replace(
+        config, inputs=tuple(replace(spec, reshape=()) if spec.name in flat else spec for spec in config.inputs)
     )
 
 

@@ -156,7 +156,7 @@ def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(draft: Read) 
     text = """name: "other"
 platform: "tensorrt_plan"
 max_batch_size: -1
-sequence_batching { }
+sequence_batching { iterative_sequence: true }
 output { name: "Y" data_type: TYPE_FP32 dims: [ 0 ] }
 """
     with pytest.raises(Problems) as caught:

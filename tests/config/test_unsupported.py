@@ -79,10 +79,10 @@ def test_what_changes_no_result_is_served(refused: Refused, text: str) -> None:
 
 def test_refusal_N1_iterations(refused: Refused) -> None:
     assert refused(MODEL % "" + "sequence_batching { }") == []
-    assert refused(MODEL % "" + "sequence_batching { iterative_sequence: true }") == [
-        "4:21: model 'm': iterative_sequence is not supported yet [N1] (leave it out and send each request of a sequence"
-        " yourself)"
-    ]
+    (said,) = refused(MODEL % "" + "sequence_batching { iterative_sequence: true }")
+    assert said.startswith("4:21: model 'm': iterative_sequence is not supported yet (leave it out")
+    (said,) = refused(MODEL % "" + "sequence_batching { } model_transaction_policy { decoupled: true }")
+    assert said.startswith("4:1: model 'm': sequence_batching of a decoupled model is not supported yet")
 
 
 def test_refusal_N2_decoupled_models_that_are_no_code(refused: Refused) -> None:

@@ -1,0 +1,52 @@
+"""Hosts of models of sequences: any other host, around whose batches controls and state are put and taken off.
+
+Decided here: nothing but when `SequencePorts` is asked. A batch is prepared on the loop right before it starts, and
+its outcome is taken apart on the loop before anybody else sees it, wherever it ran.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowserve.runtime.instance import Completions, LocalHost, Outcome
+from flowserve.runtime.process_host import ProcessHost
+from flowserve.runtime.sequence_ports import SequencePorts
+from flowserve.scheduling.dispatcher import Batch
+
+
+class SequenceLocalHost(LocalHost):
+    """On a thread, or on the loop."""
+
+    def __init__(self, ports: SequencePorts, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._ports = ports
+
+    def open(self, completions: Completions) -> None:
+        super().open(_finishing(completions, self._ports))
+
+    def start(self, batch: Batch) -> Outcome | None:
+        self._ports.prepare(batch)
+        outcome = super().start(batch)
+        return None if outcome is None else self._ports.finish(batch, outcome)
+
+
+class SequenceProcessHost(ProcessHost):
+    """In a process of its own."""
+
+    def __init__(self, ports: SequencePorts, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._ports = ports
+
+    def open(self, completions: Completions) -> None:
+        super().open(_finishing(completions, self._ports))
+
+    def start(self, batch: Batch) -> Outcome | None:
+        self._ports.prepare(batch)
+        outcome = super().start(batch)
+        return None if outcome is None else self._ports.finish(batch, outcome)
+
+
+def _finishing(completions: Completions, ports: SequencePorts) -> Completions:
+    return Completions(
+        completions.token, lambda batch, outcome: completions.finished(batch, ports.finish(batch, outcome))
+    )
