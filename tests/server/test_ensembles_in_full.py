@@ -1,0 +1,423 @@
+"""Ensembles over HTTP, beyond chains: what is optional or left out, shapes that differ, errors that say where, limits
+of a whole graph, remembered answers, branches that overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowserve.testing.serve import Served, serving
+
+CACHE_BYTES = 4000
+
+
+def tensor(kind: str, name: str, dims: str = "4", more: str = "", dtype: str = "FP32") -> str:
+    return f'{kind} {{ name: "{name}" data_type: TYPE_{dtype} dims: [ {dims} ] {more} }}\n'
+
+
+def step(model: str, taken: Mapping[str, str], made: Mapping[str, str]) -> str:
+    maps = [f'input_map {{ key: "{key}" value: "{value}" }}' for key, value in taken.items()]
+    maps += [f'output_map {{ key: "{key}" value: "{value}" }}' for key, value in made.items()]
+    return f'  step {{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}\n'
+
+
+def graph(tensors: str, *steps: str, batch: int = 16, more: str = "") -> str:
+    scheduling = f"ensemble_scheduling {{\n{''.join(steps)}}}\n"
+    return f'platform: "ensemble"\nmax_batch_size: {batch}\n{tensors}{scheduling}{more}'
+
+
+def parameters(**values: object) -> str:
+    return "".join(f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}\n' for k, v in values.items())
+
+
+BOTH = tensor("input", "IN") + tensor("output", "OUT")
+IN, OUT = {"IN": "IN"}, {"OUT": "OUT"}
+TWO = [step("echo", IN, {"OUT": "a"}), step("echo", {"IN": "a"}, OUT)]
+CACHE = "response_cache { enable: true }\n"
+# Where the first number says so, OUT is left out.
+OMITS = 'return answer(OUT=given("IN")) if given("IN")[0, 0] >= 0 else answer()'
+BIAS = """
+        bias = pb_utils.get_input_tensor_by_name(request, "BIAS")
+        return answer(OUT=given("IN") + (100 if bias is None else bias.as_numpy()))
+"""
+SLEEPS = """
+        began = time.monotonic()
+        time.sleep(0.4)
+        return answer(WHEN=np.array([[began, time.monotonic()]]))
+"""
+REFUSES = 'return refuse("not mine") if given("IN")[0, 0] < 0 else answer(OUT=given("IN") + 1)'
+SHAPES = 'return answer(OUT=np.array(given("IN").shape, np.int64)[None] if {batched} else np.array(given("IN").shape))'
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory,
+    add_model: Callable[..., Path],
+    make_python: Callable[[str], dict[str, str | bytes]],
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("full")
+
+    def model(name: str, body: str, tensors: str = BOTH, batch: int = 16, more: str = "") -> None:
+        add_model(folder, name, f"max_batch_size: {batch}\n{tensors}{more}", make_python(body))
+
+    echo = 'return answer(OUT=given("IN"))'
+    model("echo", echo)
+    model("omits", OMITS)
+    model("refuses", REFUSES)
+    model("slow", 'time.sleep(0.4); return answer(OUT=given("IN"))')
+    model("crowded", 'time.sleep(0.4); return answer(OUT=given("IN"))', more="dynamic_batching {"
+          " default_queue_policy { max_queue_size: 1 } preferred_batch_size: [ 1 ] }\n")  # fmt: skip
+    bias = tensor("input", "IN") + tensor("input", "BIAS", more="optional: true") + tensor("output", "OUT")
+    model("bias", BIAS, bias)
+    model("alone", echo, batch=0)
+    model(
+        "shape_of_whole",
+        SHAPES.format(batched=False),
+        tensor("input", "IN") + tensor("output", "OUT", "1", dtype="INT64"),
+        0,
+    )
+    square = tensor("input", "IN", "2, 2") + tensor("output", "OUT", "2, 2")
+    model("square", 'assert given("IN").shape == (1, 2, 2); return answer(OUT=given("IN").transpose(0, 2, 1))', square)
+    reshapes = tensor("input", "IN", more="reshape { shape: [ 2, 2 ] }")
+    reshapes += tensor("output", "OUT", more="reshape { shape: [ 2, 2 ] }")
+    model(
+        "reshapes",
+        'assert given("IN").shape[1:] == (2, 2); return answer(OUT=given("IN").transpose(0, 2, 1))',
+        reshapes,
+    )
+    when = tensor("input", "IN") + tensor("output", "WHEN", "2", dtype="FP64")
+    model("left", SLEEPS, when)
+    model("right", SLEEPS, when)
+    counts = 'return refuse("no") if given("IN")[0, 0] < 0 else answer(OUT=given("IN") * 0 + time.monotonic())'
+    model("counts", counts, more=CACHE)
+    any_width = tensor("input", "IN", "-1") + tensor("output", "OUT", "-1")
+    model("wide", echo, any_width, more=CACHE)
+    model("slow_cached", 'time.sleep(0.4); return answer(OUT=given("IN"))', more=CACHE)
+
+    def ensemble(name: str, text: str) -> None:
+        add_model(folder, name, text)
+
+    optional = tensor("input", "IN") + tensor("input", "BIAS", more="optional: true") + tensor("output", "OUT")
+    ensemble(
+        "with_bias", graph(optional, step("echo", IN, {"OUT": "a"}), step("bias", {"IN": "a", "BIAS": "BIAS"}, OUT))
+    )
+    hopes = tensor("input", "IN") + tensor("input", "MORE", more="optional: true") + tensor("output", "OUT")
+    hopes += tensor("output", "OTHER")
+    ensemble("hopes", graph(hopes, step("echo", IN, OUT), step("echo", {"IN": "MORE"}, {"OUT": "OTHER"})))
+    ensemble(
+        "leaves_out",
+        graph(BOTH + tensor("output", "OTHER"), step("omits", IN, OUT), step("echo", IN, {"OUT": "OTHER"})),
+    )
+    needs = [step("omits", IN, {"OUT": "a"}), step("echo", {"IN": "a"}, OUT)]
+    ensemble("needs_it", graph(BOTH, *needs))
+    fills = [step("omits", IN, {"OUT": "a"}), step("bias", {"IN": "IN", "BIAS": "a"}, OUT)]
+    ensemble("fills_in", graph(BOTH, *fills))
+    ensemble("refused_inside", graph(BOTH, step("echo", IN, {"OUT": "a"}), step("refuses", {"IN": "a"}, OUT)))
+    ensemble("around", graph(BOTH, step("refused_inside", IN, OUT)))
+    ensemble("crowd", graph(BOTH, step("echo", IN, {"OUT": "a"}), step("crowded", {"IN": "a"}, OUT)))
+    fails = graph(BOTH + tensor("output", "SLOW"), step("slow", IN, {"OUT": "SLOW"}), step("refuses", IN, OUT))
+    ensemble("fails_early", fails)
+    # batching and not: a leading 1 is taken away before `alone`, and added after it
+    mixed = [step("echo", IN, {"OUT": "a"}), step("alone", {"IN": "a"}, {"OUT": "b"}), step("echo", {"IN": "b"}, OUT)]
+    ensemble("mixed", graph(BOTH, *mixed))
+    ensemble("no_batch", graph(BOTH, *TWO, batch=0))
+    shaped = tensor("input", "IN", more="reshape { shape: [ 2, 2 ] }")
+    shaped += tensor("output", "OUT", more="reshape { shape: [ 2, 2 ] }")
+    ensemble("reshaped", graph(shaped, step("square", IN, OUT)))
+    ensemble("reshaped_inside", graph(BOTH, step("reshaped", IN, {"OUT": "a"}), step("echo", {"IN": "a"}, OUT)))
+    both = (
+        tensor("input", "IN")
+        + tensor("output", "LEFT", "2", dtype="FP64")
+        + tensor("output", "RIGHT", "2", dtype="FP64")
+    )
+    ensemble("side_by_side", graph(both, step("left", IN, {"WHEN": "LEFT"}), step("right", IN, {"WHEN": "RIGHT"})))
+    slowly = [step("echo", IN, {"OUT": "a"}), step("slow", {"IN": "a"}, OUT)]
+    ensemble("deadline", graph(BOTH, *slowly, more=parameters(deadline_ms=100)))
+    ensemble("patient", graph(BOTH, *slowly, more=parameters(deadline_ms=60000)))
+    ensemble("one_at_a_time", graph(BOTH, *slowly, more=parameters(max_requests=1)))
+    ensemble("one_then_another", graph(BOTH, *slowly, more=parameters(max_requests=1, when_full="wait")))
+    ensemble("few_bytes", graph(BOTH, *slowly, more=parameters(max_request_bytes=20)))
+    ensemble("cached", graph(BOTH, step("echo", IN, {"OUT": "a"}), step("refuses", {"IN": "a"}, OUT), more=CACHE))
+    with serving(folder, "--cache-config", f"local,size={CACHE_BYTES}") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def wire(served: Served, wire_to: Callable[[Served], Any]) -> Any:
+    return wire_to(served)
+
+
+def ask(wire: Any, model: str, **inputs: Sequence[float]) -> Any:
+    tensors = [{"name": n, "shape": [1, len(v)], "datatype": "FP32", "data": v} for n, v in inputs.items()]
+    return wire.post(f"/v2/models/{model}/infer", json.dumps({"inputs": tensors}).encode())
+
+
+def outputs(answer: Any) -> dict[str, Any]:
+    assert answer.status == 200, answer.body
+    return {one["name"]: one["data"] for one in answer.json["outputs"]}
+
+
+ROW = [1.0, 2.0, 3.0, 4.0]
+BAD = [-1.0, 2.0, 3.0, 4.0]
+
+# --------------------------------------------------------------------------------------------- optional, and left out
+
+
+def test_an_optional_input_of_an_ensemble_reaches_its_step_or_does_not(wire: Any) -> None:
+    assert outputs(ask(wire, "with_bias", IN=ROW, BIAS=ROW)) == {"OUT": [2, 4, 6, 8]}
+    assert outputs(ask(wire, "with_bias", IN=ROW)) == {"OUT": [101, 102, 103, 104]}
+
+
+def test_an_optional_input_that_a_model_must_have_is_asked_for_before_anything_runs(wire: Any) -> None:
+    before = wire.statistics("echo")["inference_count"]
+    answer = ask(wire, "hopes", IN=ROW)
+    assert answer.status == 400
+    assert answer.error.startswith("in ensemble 'hopes', expected 1 inputs but not all were given for model 'echo'.")
+    assert "['IN'], to which 'MORE' is mapped" in answer.error
+    assert "(step 'echo#2' at hopes/config.pbtxt:" in answer.error
+    assert wire.statistics("echo")["inference_count"] == before
+    only = wire.infer("hopes", [ROW], outputs=[{"name": "OUT"}])
+    assert only.data == ROW, "whoever does not ask for the other output needs nothing for it"
+
+
+@pytest.mark.fault("E8")
+def test_an_output_that_a_step_leaves_out_is_left_out_of_the_answer(wire: Any) -> None:
+    assert outputs(ask(wire, "leaves_out", IN=BAD)) == {"OTHER": BAD}
+    assert outputs(ask(wire, "leaves_out", IN=ROW)) == {"OUT": ROW, "OTHER": ROW}
+
+
+@pytest.mark.fault("E8")
+def test_a_step_runs_without_what_another_left_out_where_it_can(wire: Any) -> None:
+    assert outputs(ask(wire, "fills_in", IN=BAD)) == {"OUT": [x + 100 for x in BAD]}
+
+
+@pytest.mark.fault("E8")
+def test_a_step_that_cannot_run_without_it_is_a_deadlock_and_nothing_hangs(wire: Any) -> None:
+    answer = ask(wire, "needs_it", IN=BAD)
+    assert answer.status == 500
+    assert answer.error.startswith("in ensemble 'needs_it', unexpected deadlock, at least one output is not set")
+    assert "(step 'omits' at needs_it/config.pbtxt:6:3" in answer.error
+    assert outputs(ask(wire, "needs_it", IN=ROW)) == {"OUT": ROW}
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+
+def test_a_leading_one_comes_and_goes_where_batching_and_other_steps_meet(wire: Any) -> None:
+    assert outputs(ask(wire, "mixed", IN=ROW)) == {"OUT": ROW}
+    shape = [{"name": "IN", "shape": [4], "datatype": "FP32", "data": ROW}]
+    answer = wire.post("/v2/models/no_batch/infer", json.dumps({"inputs": shape}).encode())
+    assert [one["shape"] for one in answer.json["outputs"]] == [[4]]
+    assert outputs(answer) == {"OUT": ROW}
+
+
+def test_two_rows_cannot_pass_a_step_that_takes_one(wire: Any) -> None:
+    answer = wire.infer("mixed", [ROW, ROW])
+    assert answer.status == 400
+    assert answer.error.startswith("in ensemble 'mixed', unexpected shape for input 'IN' for model 'alone'. Expected")
+    assert "Expected [4], got [2,4] (step 'alone' at mixed/config.pbtxt:7:3, inputs IN [2,4])" in answer.error
+
+
+def test_a_reshape_is_seen_by_steps_and_never_by_clients(wire: Any) -> None:
+    for name in ("reshapes", "reshaped", "reshaped_inside"):
+        answer = ask(wire, name, IN=ROW)
+        assert outputs(answer) == {"OUT": [1, 3, 2, 4]}, name
+        assert answer.json["outputs"][0]["shape"] == [1, 4], name
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("name", ["refused_inside", "around"])
+def test_an_error_says_graph_step_line_instance_and_shapes_behind_its_own_words(wire: Any, name: str) -> None:
+    answer = ask(wire, name, IN=BAD)
+    node = "refused_inside/refuses" if name == "around" else "refuses"
+    assert answer.error == (
+        f"in ensemble '{name}', not mine (step '{node}' at refused_inside/config.pbtxt:7:3, "
+        "instance refuses_0, inputs IN [1,4])"
+    )
+
+
+@pytest.mark.fault("E10")
+def test_a_full_inner_queue_is_unavailable_and_names_the_step_and_the_server_goes_on(wire: Any) -> None:
+    answers = wire.together([wire.infer_request("crowd", [ROW]) for _ in range(8)])
+    refused = [answer for answer in answers if answer.status != 200]
+    assert refused
+    for answer in refused:
+        assert answer.status == 503
+        assert "Exceeds maximum queue size" in answer.error
+        assert "(step 'crowded' at crowd/config.pbtxt:7:3, inputs IN [1,4])" in answer.error
+    assert outputs(ask(wire, "crowd", IN=ROW)) == {"OUT": ROW}
+    assert wire.waiting("crowded") == 0
+
+
+def test_the_first_step_that_fails_decides_at_once(wire: Any) -> None:
+    answer = ask(wire, "fails_early", IN=BAD)
+    assert answer.status == 500
+    assert answer.seconds < 0.35, "its slow sibling was waited for"
+
+
+@pytest.mark.fault("E13")
+def test_eighty_ensembles_at_once_mix_no_tensors(wire: Any) -> None:
+    makers = {
+        "mixed": lambda row: {"OUT": row},
+        "leaves_out": lambda row: {"OUT": row, "OTHER": row},
+        "fails_early": lambda row: {"OUT": [x + 1 for x in row], "SLOW": row},
+        "reshaped_inside": lambda row: {"OUT": [row[0], row[2], row[1], row[3]]},
+    }
+    names = [[*makers][number % 4] if number % 20 else "fails_early" for number in range(80)]
+    names = [name if name != "fails_early" or number % 20 == 0 else "mixed" for number, name in enumerate(names)]
+    rows = [[4.0 * number + column for column in range(4)] for number in range(80)]
+    answers = wire.together([wire.infer_request(name, [row]) for name, row in zip(names, rows, strict=True)])
+    assert [outputs(answer) for answer in answers] == [makers[name](row) for name, row in zip(names, rows, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- branches, departures
+
+
+def test_branches_in_processes_overlap_in_time_and_an_unwanted_one_is_not_run(wire: Any) -> None:
+    made = outputs(ask(wire, "side_by_side", IN=ROW))
+    (left_began, left_ended), (right_began, right_ended) = made["LEFT"], made["RIGHT"]
+    assert left_began < right_ended
+    assert right_began < left_ended
+    before = wire.statistics("right")["inference_count"]
+    answer = wire.infer("side_by_side", [ROW], outputs=[{"name": "LEFT"}])
+    assert [one["name"] for one in answer.json["outputs"]] == ["LEFT"]
+    assert wire.statistics("right")["inference_count"] == before
+
+
+@pytest.mark.fault("D12")
+def test_a_client_who_leaves_takes_its_steps_out_of_every_queue(wire: Any) -> None:
+    ran = wire.statistics("slow")["inference_count"]
+    body = wire.infer_request("fails_early", [ROW])
+    sockets: list[socket.socket] = [wire.connect() for _ in range(6)]
+    for each in sockets:
+        each.sendall(body)
+    wire.until(lambda: wire.waiting("slow") >= 4, "steps wait")
+    for each in sockets:
+        each.close()
+    wire.until(lambda: wire.waiting("slow") == 0, "they are withdrawn")
+    assert outputs(ask(wire, "slow", IN=ROW)) == {"OUT": ROW}
+    assert wire.statistics("slow")["inference_count"] <= ran + 3, "steps ran for nobody"
+
+
+# --------------------------------------------------------------------------------------------------------------- limits
+
+
+def test_a_graphs_deadline_is_for_all_steps_together_and_names_the_one_it_was_in(wire: Any) -> None:
+    answer = ask(wire, "deadline", IN=ROW)
+    assert answer.status == 503
+    assert answer.error.startswith("in ensemble 'deadline', Request timeout expired: its deadline passed after 1")
+    assert "it was in step 'slow' (step 'slow' at deadline/config.pbtxt:7:3, inputs IN [1,4])" in answer.error
+    assert 0.08 < answer.seconds < 0.35
+    assert outputs(ask(wire, "patient", IN=ROW)) == {"OUT": ROW}
+
+
+def test_the_requests_own_timeout_counts_where_it_is_sooner(wire: Any) -> None:
+    answer = wire.infer("patient", [ROW], parameters={"timeout": 50_000})
+    assert answer.status == 503
+    assert "its deadline passed" in answer.error
+    assert answer.seconds < 0.35
+
+
+def test_a_full_graph_refuses_before_its_first_step(wire: Any) -> None:
+    answers = wire.together([wire.infer_request("one_at_a_time", [ROW]) for _ in range(3)])
+    assert sorted(answer.status for answer in answers) == [200, 503, 503]
+    refused = next(answer for answer in answers if answer.status == 503)
+    assert refused.error == "'one_at_a_time' is full: 1 requests are under way (max_requests 1); ask again later"
+    assert outputs(ask(wire, "one_at_a_time", IN=ROW)) == {"OUT": ROW}
+
+
+def test_or_lets_one_in_after_the_other(wire: Any) -> None:
+    answers = wire.together([wire.infer_request("one_then_another", [ROW]) for _ in range(3)])
+    assert [answer.status for answer in answers] == [200] * 3
+    assert sorted(answer.seconds for answer in answers)[2] > 1.1, "they ran beside each other"
+
+
+def test_requests_are_counted_by_their_bytes_too(wire: Any) -> None:
+    answers = wire.together([wire.infer_request("few_bytes", [ROW]) for _ in range(2)])
+    assert sorted(answer.status for answer in answers) == [200, 503]
+    assert any("16 bytes of requests are under way (max_request_bytes 20)" in str(answer.body) for answer in answers)
+    too_large = wire.infer("few_bytes", [ROW, ROW])
+    assert too_large.status == 413
+    assert "a request of 32 bytes can never be let in" in too_large.error
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def counted(wire: Any, model: str) -> tuple[int, int, int]:
+    row = wire.statistics(model)
+    stats = row["inference_stats"]
+    return stats["cache_hit"]["count"], stats["cache_miss"]["count"], row["execution_count"]
+
+
+def test_an_answer_is_remembered_and_the_same_question_is_not_run_again(wire: Any) -> None:
+    row = [5.0, 5.0, 5.0, 5.0]
+    first = outputs(ask(wire, "counts", IN=row))
+    before = counted(wire, "counts")
+    assert outputs(ask(wire, "counts", IN=row)) == first
+    after = counted(wire, "counts")
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 0, 0]
+    assert outputs(ask(wire, "counts", IN=[5.0, 5.0, 5.0, 6.0])) != first
+
+
+def test_a_graphs_answer_is_remembered_as_a_whole(wire: Any) -> None:
+    ask(wire, "cached", IN=ROW)
+    echo = wire.statistics("echo")["inference_count"]
+    assert outputs(ask(wire, "cached", IN=ROW)) == {"OUT": [2, 3, 4, 5]}
+    assert wire.statistics("echo")["inference_count"] == echo
+    assert counted(wire, "cached")[0] >= 1
+
+
+def test_the_same_question_asked_sixteen_times_at_once_is_run_once(wire: Any) -> None:
+    before = counted(wire, "slow_cached")
+    answers = wire.together([wire.infer_request("slow_cached", [ROW]) for _ in range(16)])
+    assert [answer.data for answer in answers] == [ROW] * 16
+    after = counted(wire, "slow_cached")
+    assert [now - then for now, then in zip(after, before, strict=True)] == [15, 1, 1]
+
+
+def test_whoever_waits_for_the_answer_of_one_who_leaves_gets_it_all_the_same(wire: Any) -> None:
+    row = [[7.0, 7.0, 7.0, 7.0]]
+    body = wire.infer_request("slow_cached", row)
+    leader = wire.connect()
+    leader.sendall(body)
+    before = counted(wire, "slow_cached")
+    leaves = threading.Timer(0.15, leader.close)  # in the middle of the model's sleep
+    leaves.start()
+    answers = wire.together([wire.infer_request("slow_cached", row) for _ in range(2)])
+    leaves.join()
+    assert [answer.data for answer in answers] == [row[0]] * 2
+    after = counted(wire, "slow_cached")
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1, 2]
+
+
+@pytest.mark.fault("R13")
+@pytest.mark.parametrize("model", ["counts", "cached"])
+def test_an_error_is_never_remembered(wire: Any, model: str) -> None:
+    before = counted(wire, model)
+    for _ in range(2):
+        assert ask(wire, model, IN=[-3.0, 0.0, 0.0, 0.0]).status == 500
+    assert counted(wire, model)[0] == before[0]
+
+
+@pytest.mark.fault("R12")
+def test_an_answer_larger_than_the_cache_is_served_and_not_kept(wire: Any) -> None:
+    wide = [float(i) for i in range(CACHE_BYTES // 4)]
+    for _ in range(2):
+        assert outputs(ask(wire, "wide", IN=wide)) == {"OUT": wide}
+    assert counted(wire, "wide") == (0, 2, 2)
+
+
+def test_metrics_count_hits_and_misses_under_tritons_names(wire: Any) -> None:
+    text = wire.get("/metrics").body.decode()
+    for family in ("nv_cache_num_hits_per_model", "nv_cache_num_misses_per_model", "nv_cache_hit_duration_per_model"):
+        assert f'{family}{{model="counts"' in text
