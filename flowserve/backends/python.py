@@ -23,9 +23,10 @@ from types import ModuleType
 from typing import Any, Final
 
 from flowserve.backends import triton_python_backend_utils as pb_utils
-from flowserve.backends.base import ClockNs, ModelFiles, Remote, Results, Work
+from flowserve.backends.base import Caller, ClockNs, ModelFiles, Remote, Results, Work
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_answers import AnswerReader
+from flowserve.backends.python_calls import ModelCalls
 from flowserve.backends.python_import import Owner, WorkingFor, forget_model, import_model
 from flowserve.backends.python_sender import (
     ResponseSender,
@@ -130,11 +131,19 @@ class PythonInstance:
         self._group = group
         self._about = ModelFacts(source.config.name, source.files.version, source.config.inputs, self._make_sender)
         self._answers = AnswerReader(source.config)
-        self._working = WorkingFor(source.owner)
+        self._working = WorkingFor(source.owner)  # after `call_through` one that may call
+        self.owner = source.owner
         self._module: ModuleType | None = None
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._execute: Callable[[list[InferenceRequest]], Sequence[Any] | None] = self._not_open
+
+    def call_through(self, caller: Caller) -> None:
+        """Its `execute` may call other models, by this."""
+        owner = self._source.owner
+        calls = ModelCalls(owner.model, caller)
+        self.owner = Owner(owner.model, owner.folders, calls)
+        self._working = WorkingFor(self.owner)
 
     def open(self) -> None:
         """Import the model, make its object and initialise it."""
@@ -169,7 +178,10 @@ class PythonInstance:
                 responses: list[Any] = [None] * count if answered is None else [*answered]
                 del answered
             except _RAISED as error:
-                raise self._failed(error) from error
+                failed = self._failed(error)
+                for sender in work.senders or ():
+                    sender.fail(failed)  # before its frames let go of what they had: that would say something else
+                raise failed from error
         computed_ns = clock()
         if work.senders is not None:
             refuse_returned(responses, about.name)

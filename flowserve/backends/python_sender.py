@@ -22,6 +22,7 @@ from flowserve.backends.triton_objects import (
     TritonModelException,
 )
 from flowserve.errors import ModelFailed
+from flowserve.memory.tensor import Tensor
 
 log = logging.getLogger("flowserve.python")
 
@@ -54,13 +55,20 @@ class ResponseSender:
             self._is_closed = is_final
             if response is not None:
                 outputs, errors, _ = self._answers.read([response], self._work)
-                if errors:
+                error = errors[0] if errors else self._uneven([column[0] for column in outputs])
+                if error is not None:
                     self._is_closed = True
-                    self._sender.fail(errors[0])
+                    self._sender.fail(error)
                     return
                 self._sender.send([column[0] for column in outputs])
         if is_final:
             self._sender.finish()
+
+    def _uneven(self, outputs: Sequence[Tensor | None]) -> ModelFailed | None:
+        rows = {tensor.stop - tensor.start for tensor in outputs if tensor is not None}
+        if len(rows) <= 1:
+            return None
+        return ModelFailed(f"model '{self._model}' sent outputs of {sorted(rows)} rows in one response")
 
     def is_cancelled(self) -> bool:
         """Nobody wants any more answers; those that are sent all the same are dropped."""

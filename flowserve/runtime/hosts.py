@@ -25,7 +25,7 @@ from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.readiness import Readiness
 from flowserve.runtime.sequence_hosts import SequenceLocalHost, SequenceProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
-from flowserve.runtime.stream_host import StreamHost
+from flowserve.runtime.stream_host import StreamHost, StreamProcessHost
 from flowserve.runtime.streaming import Streaming
 
 log = logging.getLogger("flowserve.load")
@@ -76,7 +76,8 @@ def host_maker(
     Raises Unsupported where the model cannot run in that place.
     """
     if execution == PROCESS:
-        return _in_processes(config, model, processes, clock)
+        host = partial(StreamProcessHost, streaming=streaming) if config.decoupled else ProcessHost
+        return _in_processes(config, model, processes, clock, host)
     if config.decoupled:
         return _decoupled(config, model, streaming, clock)
     placement = Placement() if execution == DEFAULT and model.may_run_inline else None

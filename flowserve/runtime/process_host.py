@@ -59,7 +59,8 @@ class ProcessHost:
         self.on_end: Callable[[], None] | None = None  # told of that, on the loop; nobody else starts another
         self._model = config.name
         batches = config.max_batch_size > 0
-        self._job = pickle.dumps(Job(config.name, name, config.inputs, config.outputs, batches, remote))
+        job = Job(config.name, name, config.inputs, config.outputs, batches, remote, config.decoupled)
+        self._job = pickle.dumps(job)
         self._reader = OutputReader(config.name, config.outputs, batches=batches)
         self._packer = packer
         self._children = children
@@ -75,7 +76,7 @@ class ProcessHost:
         """
         self._completions = completions
         child = self._children.spawn(self.name, ENTRY, self._job, log_name=self._model)
-        link = Link(child.socket, self._packer, self._reader)
+        link = self._new_link(child)
         try:
             _await_ready(child, link)
         except BaseException:
@@ -97,7 +98,7 @@ class ProcessHost:
         batch.started_ns = self._clock()
         self.running = batch
         try:
-            link.send(batch.tickets)
+            self._send(link, batch)
         except ConnectionError:
             pass  # its process has ended, and in a moment we are told how
         except FlowserveError as error:
@@ -123,7 +124,13 @@ class ProcessHost:
         with suppress(trio.RunFinishedError):
             self._completions.token.run_sync_soon(self._let_go)
 
+    def _new_link(self, child: Child) -> Link:
+        return Link(child.socket, self._packer, self._reader)
+
     # ------------------------------------------------------------------ on the loop
+
+    def _send(self, link: Link, batch: Batch) -> None:
+        link.send(batch.tickets)
 
     def _begin(self, child: Child) -> None:
         child.on_end = self._over
@@ -138,7 +145,7 @@ class ProcessHost:
         self.ended = child.ended
         batch, self.running = self.running, None
         if batch is not None and self._completions is not None:
-            self._completions.finished(batch, InstanceDied(child.ended))
+            self._completions.finished(batch, self._outcome(batch, InstanceDied(child.ended)))
         if self.on_end is not None:
             self.on_end()
 
@@ -176,7 +183,10 @@ class ProcessHost:
             now_ns = self._clock()
             outcome.gathered_ns = min(max(outcome.gathered_ns, batch.started_ns), now_ns)
             outcome.computed_ns = min(max(outcome.computed_ns, outcome.gathered_ns), now_ns)
-        self._completions.finished(batch, outcome)
+        self._completions.finished(batch, self._outcome(batch, outcome))
+
+    def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
+        return outcome
 
 
 def _await_ready(child: Child, link: Link) -> None:

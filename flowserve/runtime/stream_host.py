@@ -1,17 +1,23 @@
-"""Where a batch meets a decoupled model on a thread of the server's own process.
+"""Where a batch meets a decoupled model, on a thread of the server's or in a process.
 
 Decided here: what differs from a model that answers once: each request of a batch gets a sender, and the run ends when
-`execute` returns, whatever is still to be answered. The thread, its queue and its end are those of instance.py.
+`execute` returns, whatever is still to be answered. The thread, its queue and its end are those of instance.py, the
+process is that of process_host.py.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from flowserve.backends.base import Instance, Results, Work
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, InstanceDied
+from flowserve.runtime.children import Child
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import LocalHost, Outcome
+from flowserve.runtime.process_host import ProcessHost
+from flowserve.runtime.process_link import Link
+from flowserve.runtime.stream_link import StreamLink
 from flowserve.runtime.streaming import Returned, Streaming, ThreadSender, sources
 from flowserve.scheduling.dispatcher import Batch
 
@@ -48,4 +54,41 @@ class StreamHost(LocalHost):
         assert isinstance(outcome, FlowserveError)
         for sender in work.senders or ():
             sender.fail(outcome)  # after what it has sent already; one that said that it is done is not failed
+        return Returned(has_failed=True)
+
+
+class StreamProcessHost(ProcessHost):
+    """The same in a process of its own."""
+
+    def __init__(self, *arguments: Any, streaming: Streaming) -> None:
+        super().__init__(*arguments)
+        self._streaming = streaming
+
+    def _new_link(self, child: Child) -> StreamLink:
+        return StreamLink(child.socket, self._packer, self._reader, self._streaming)
+
+    def _send(self, link: Link, batch: Batch) -> None:
+        assert isinstance(link, StreamLink)
+        link.start(batch, sources(batch))
+
+    def start(self, batch: Batch) -> Outcome | None:
+        outcome = super().start(batch)
+        if not isinstance(outcome, FlowserveError):
+            return outcome
+        for source in sources(batch):
+            self._streaming.over(source, outcome)
+        return Returned(has_failed=True)
+
+    def _over(self, child: Child) -> None:
+        link = self._link
+        super()._over(child)
+        if isinstance(link, StreamLink):
+            link.over(InstanceDied(child.ended))
+
+    def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, Results):
+            return Returned(outcome.gathered_ns, outcome.computed_ns)
+        assert isinstance(outcome, FlowserveError)
+        if isinstance(self._link, StreamLink):
+            self._link.over(outcome, batch.tickets)
         return Returned(has_failed=True)

@@ -8,7 +8,6 @@ thread that has credits waits for nothing. How a process says it is decided in p
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import cast
 
 import trio
 
+from flowserve.backends.credit import CreditSender
 from flowserve.errors import FlowserveError
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, Statistics
@@ -111,61 +111,25 @@ class Streaming:
             posted.popleft()()
 
 
-class ThreadSender:
-    """Where a model on a thread sends its answers to one request, and what the loop tells it. `execution` says which
-    batch a thread executes, None for threads of the model's own.
+class ThreadSender(CreditSender):
+    """Where a model on a thread sends its answers to one request. `execution` says which batch a thread executes, None
+    for threads of the model's own.
     """
 
     def __init__(self, source: Source, streaming: Streaming, execution: Callable[[], Batch | None]) -> None:
+        super().__init__()
         self._source = source
         self._streaming = streaming
         self._execution = execution
-        self._credits = threading.Semaphore(0)
-        self._waiting = 0
-        self._count = threading.Lock()
-        self._is_withdrawn = False
 
-    # -- of the model
-
-    def send(self, outputs: Sequence[Tensor | None]) -> None:
-        if not self._credits.acquire(blocking=False):
-            self._wait()
-        if self._is_withdrawn:
-            self._credits.release()  # for whoever sends next
-            return
+    def _tell_answer(self, outputs: Sequence[Tensor | None]) -> None:
         self._streaming.post(partial(self._streaming.answered, self._source, outputs))
 
-    def fail(self, error: FlowserveError) -> None:
+    def _tell_over(self, error: FlowserveError | None) -> None:
         self._streaming.post(partial(self._streaming.over, self._source, error))
 
-    def finish(self) -> None:
-        self._streaming.post(partial(self._streaming.over, self._source))
-
-    def is_cancelled(self) -> bool:
-        return self._is_withdrawn
-
-    def _wait(self) -> None:
-        with self._count:
-            self._waiting += 1
-        self._say_that_it_waits()
-        self._credits.acquire()
-        with self._count:
-            self._waiting -= 1
-            others = self._waiting
-        if others:
-            self._say_that_it_waits()
-
-    def _say_that_it_waits(self) -> None:
+    def _tell_waits(self) -> None:
         self._streaming.post(partial(self._streaming.waits, self._source, self._execution()))
-
-    # -- of the loop
-
-    def grant(self, count: int) -> None:
-        self._credits.release(count)
-
-    def withdraw(self) -> None:
-        self._is_withdrawn = True
-        self._credits.release()
 
 
 def sources(batch: Batch) -> list[Source]:

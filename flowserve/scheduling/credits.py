@@ -94,7 +94,7 @@ class Streams:
         """Its model stands in its send and has no credit. `holder` is the batch whose instance is kept meanwhile, None
         where none is.
         """
-        if not source.flow.done and not source.is_over:
+        if not source.flow.done and not source.is_over and not source.credit:  # else it is about to hear of its credit
             source.is_waiting = True
             source.holder = holder
             self._waiting[source] = None

@@ -57,6 +57,7 @@ class Job:
     outputs: tuple[TensorSpec, ...]
     batches: bool
     remote: Remote
+    decoupled: bool = False
 
 
 def call(remote: Remote) -> Any:
@@ -83,10 +84,18 @@ def serve(socket_fd: int, arguments: bytes) -> None:
             sock.send(pack(BROKEN, (), said(ModelFailed(what))))
             return
         try:
-            Server(sock, job, instance).run()
+            _server(job)(sock, job, instance).run()
         except ConnectionError:
             log.debug("instance %s: the server is gone", job.instance)
         instance.close()
+
+
+def _server(job: Job) -> type[Server]:
+    if not job.decoupled:
+        return Server
+    from flowserve.backends.child.streaming import StreamServer
+
+    return StreamServer
 
 
 class Told(Sequence[Request]):
@@ -132,6 +141,11 @@ class Server:
         self._is_idle = True
         if self._inputs.gone:
             self._let_go()
+        message = self._next_message()
+        self._is_idle = False
+        return message
+
+    def _next_message(self) -> tuple[Any, ...] | None:
         while True:
             packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
             if not packed:
@@ -139,11 +153,11 @@ class Server:
             message: tuple[Any, ...] = marshal.loads(packed)
             if message[0] == ATTACH:
                 self._inputs.attach(message[1], *descriptors(ancillary))
-                continue
-            self._is_idle = False
-            if message[0] == SPILLED:
-                message = marshal.loads(self._inputs.message(*message[1:]))
-            return message
+            elif message[0] == SPILLED:
+                spilled: tuple[Any, ...] = marshal.loads(self._inputs.message(*message[1:]))
+                return spilled
+            else:
+                return message
 
     def _run(
         self,

@@ -52,6 +52,12 @@ RUN: Final = 2
 END: Final = 3
 # (SPILLED, segment, offset, nbytes): the message lies there
 SPILLED: Final = 4
+# ... to a decoupled model, at any time
+# (GRANT, number, member, count, come home): so many more answers may be sent to that member of that batch; before the
+#   batch itself for those it may send from the beginning
+GRANT: Final = 16
+# (WITHDRAW, number, member): nobody wants its answers any more
+WITHDRAW: Final = 17
 
 # ---- from a child: 64-bit numbers, the first of them kind and count; a `TEXT` after them is JSON to the message's end
 # READY, or BROKEN TEXT [kind, text]: the instance is open, or is not
@@ -72,6 +78,13 @@ FAILED: Final = 5
 GONE: Final = 6
 # SPILLED_OUT segment offset nbytes: the message lies there
 SPILLED_OUT: Final = 7
+# ... from a decoupled model, whose DONE has NOTHING of every output, at any time
+# ANSWER number member rows segment offset nbytes outputs...: one answer, in exchange for what one GRANT counted
+ANSWER: Final = 16
+# OVER number member, and TEXT [kind, text] where it failed: no more answers
+OVER: Final = 17
+# WAITS number member inside: a thread waits until it may send; inside: the one that runs the batch
+WAITS: Final = 18
 
 # What of a request travels with it, in this order: `Request`'s fields but its tensors.
 FACTS: Final = (

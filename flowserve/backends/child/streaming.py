@@ -1,0 +1,155 @@
+"""A decoupled model's process: answers leave whenever the model sends them, on whatever thread.
+
+Decided here: that a thread of its own reads the socket, since the one that runs the model may stand in a send that
+waits for what comes there; a model that answers once does without that thread and its hand-over. Answers are placed
+and sent one at a time. Everything else about a child's life is main.py's.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+from flowserve.backends.base import Instance, Work
+from flowserve.backends.child.inputs import Run
+from flowserve.backends.child.main import Job, Server, Told
+from flowserve.backends.child.protocol import ANSWER, END, GRANT, NOTHING, OVER, WAITS, WITHDRAW, pack, said
+from flowserve.backends.credit import CreditSender
+from flowserve.errors import FlowserveError
+from flowserve.memory.arena import Place
+from flowserve.memory.tensor import Tensor
+
+_EARLY_MAX: Final = 4096  # grants that came before their batch; there are only those of the batch that comes next
+
+
+class StreamServer(Server):
+    """Drives an open instance of a decoupled model."""
+
+    def __init__(self, sock: socket.socket, job: Job, instance: Instance) -> None:
+        super().__init__(sock, job, instance)
+        self._messages: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        # Held by the model's own senders; a model that lets go of one has nothing more to hear.
+        self._senders: WeakValueDictionary[tuple[int, int], ProcessSender] = WeakValueDictionary()
+        self._early: dict[tuple[int, int], int] = {}
+        self._one_by_one = threading.Lock()
+        self._executor = threading.current_thread()
+
+    def run(self) -> None:
+        threading.Thread(target=self._listen, name="flowserve messages", daemon=True).start()
+        super().run()
+
+    def _receive(self) -> tuple[Any, ...] | None:
+        self._is_idle = True
+        if self._inputs.gone:
+            self._let_go()
+        message = self._messages.get()
+        self._is_idle = False
+        return message
+
+    def _listen(self) -> None:
+        try:
+            while (message := self._next_message()) is not None:
+                if message[0] == GRANT:
+                    self._granted(*message[1:])
+                elif message[0] == WITHDRAW:
+                    sender = self._senders.get(message[1:])
+                    if sender is not None:
+                        sender.withdraw()
+                else:
+                    self._messages.put(message)
+                    if message[0] == END:
+                        return
+        except (OSError, ValueError):
+            pass  # the socket is closed
+        for sender in [*self._senders.values()]:
+            sender.withdraw()
+        self._messages.put(None)
+
+    def _granted(self, number: int, member: int, count: int, come_home: Sequence[Place]) -> None:
+        if come_home:
+            with self._one_by_one:
+                self._outputs.come_home(come_home)
+        key = (number, member)
+        sender = self._senders.get(key)
+        if sender is not None:
+            sender.grant(count)
+        elif len(self._early) < _EARLY_MAX:
+            self._early[key] = self._early.get(key, 0) + count
+
+    def _run(self, number: int, come_home: Sequence[Place], *rest: Any) -> None:
+        if come_home:
+            with self._one_by_one:
+                self._outputs.come_home(come_home)
+        super()._run(number, (), *rest)
+
+    def _answer(
+        self,
+        run: Run,
+        words: list[int],
+        columns: Sequence[Any],
+        rows: list[int],
+        requests: Sequence[tuple[Any, ...]],
+        wanted: list[tuple[str, ...]],
+    ) -> Any:
+        count = len(rows)
+        senders = [ProcessSender(self, run.number, m) for m in range(count)]
+        for sender in senders:
+            self._senders[sender.key] = sender
+        for sender in senders:
+            sender.grant(self._early.pop(sender.key, 0))
+        self._early.clear()
+        may_write = [[True] * count] * len(columns)
+        work = Work(self._inputs.take(run, columns, count), rows, Told(requests), wanted, may_write, senders)
+        results = self._instance.run(work, perf_counter_ns)
+        words += (results.gathered_ns, results.computed_ns, 0, 0, 0, *[NOTHING] * len(self._job.outputs))
+        return None
+
+    def _send(self, message: bytes) -> None:
+        with self._one_by_one:
+            super()._send(message)
+
+    # ------------------------------------------------------------------ for its senders, on any thread
+
+    def answer(self, number: int, member: int, outputs: Sequence[Tensor | None]) -> None:
+        first = next((tensor for tensor in outputs if tensor is not None), None)
+        rows = first.stop - first.start if first is not None and self._job.batches else 1
+        with self._one_by_one:
+            placed = self._outputs.place([[one] for one in outputs])
+            super()._send(pack(ANSWER, [number, member, rows, *placed]))
+
+    def over(self, number: int, member: int, error: FlowserveError | None) -> None:
+        self._send(pack(OVER, [number, member], None if error is None else said(error)))
+
+    def waits(self, number: int, member: int) -> None:
+        is_inside = threading.current_thread() is self._executor
+        self._send(pack(WAITS, [number, member, int(is_inside)]))
+
+
+class ProcessSender(CreditSender):
+    """Where a model in this process sends its answers to one request."""
+
+    def __init__(self, server: StreamServer, number: int, member: int) -> None:
+        super().__init__()
+        self._server = server
+        self.key = (number, member)
+
+    def _tell_answer(self, outputs: Sequence[Tensor | None]) -> None:
+        self._quietly(partial(self._server.answer, *self.key, outputs))
+
+    def _tell_over(self, error: FlowserveError | None) -> None:
+        self._quietly(partial(self._server.over, *self.key, error))
+
+    def _tell_waits(self) -> None:
+        self._quietly(partial(self._server.waits, *self.key))
+
+    def _quietly(self, tell: Any) -> None:
+        try:
+            tell()
+        except OSError:
+            self.withdraw()  # the server is gone, and nobody wants anything any more

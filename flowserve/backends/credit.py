@@ -1,0 +1,70 @@
+"""What every sender of a decoupled model does: one credit for each answer, and patience where there is none.
+
+Decided here: how threads wait for credits, and that whoever waits says so once more when it is passed by. How answers
+and waits travel is decided by those who inherit from this: runtime/streaming.py for threads of the server,
+child/streaming.py for processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from flowserve.errors import FlowserveError
+from flowserve.memory.tensor import Tensor
+
+
+class CreditSender:
+    """A `Sender` (backends/base.py) that is granted credits, and withdrawn when nobody wants its answers any more."""
+
+    def __init__(self) -> None:
+        self._credits = threading.Semaphore(0)
+        self._waiting = 0
+        self._count = threading.Lock()
+        self._is_withdrawn = False
+
+    def grant(self, count: int) -> None:
+        if count:
+            self._credits.release(count)
+
+    def withdraw(self) -> None:
+        self._is_withdrawn = True
+        self._credits.release()
+
+    def send(self, outputs: Sequence[Tensor | None]) -> None:
+        if not self._credits.acquire(blocking=False):
+            self._wait()
+        if self._is_withdrawn:
+            self._credits.release()  # for whoever sends next
+            return
+        self._tell_answer(outputs)
+
+    def fail(self, error: FlowserveError) -> None:
+        self._tell_over(error)
+
+    def finish(self) -> None:
+        self._tell_over(None)
+
+    def is_cancelled(self) -> bool:
+        return self._is_withdrawn
+
+    def _wait(self) -> None:
+        with self._count:
+            self._waiting += 1
+        self._tell_waits()
+        self._credits.acquire()
+        with self._count:
+            self._waiting -= 1
+            others = self._waiting
+        if others:
+            self._tell_waits()
+
+    def _tell_answer(self, outputs: Sequence[Tensor | None]) -> None:
+        raise NotImplementedError
+
+    def _tell_over(self, error: FlowserveError | None) -> None:
+        raise NotImplementedError
+
+    def _tell_waits(self) -> None:
+        """A thread waits for a credit. Told from that thread."""
+        raise NotImplementedError

@@ -1,0 +1,142 @@
+"""The wire to the process of a decoupled model.
+
+Decided here: what of it concerns answers: which step a message is about, that an answer costs a credit that was
+granted, and that what must not be lost (a credit, that nobody wants any more) is sent again where the child does not
+read just now. Batches and memory are process_link.py's. Nothing that a child says is believed.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+import trio
+
+from flowserve.backends.child.protocol import ANSWER, GRANT, OVER, WAITS, WITHDRAW, heard, unpack
+from flowserve.errors import FlowserveError
+from flowserve.runtime.process_inputs import InputPacker
+from flowserve.runtime.process_link import Link, Outcome
+from flowserve.runtime.process_outputs import Garbled, OutputReader
+from flowserve.runtime.streaming import Streaming
+from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.router import Ticket
+from flowserve.scheduling.streams import Source
+
+
+class StreamLink(Link):
+    """One child's socket and memory."""
+
+    def __init__(self, sock: socket.socket, packer: InputPacker, reader: OutputReader, streaming: Streaming) -> None:
+        super().__init__(sock, packer, reader)
+        self._streaming = streaming
+        self._sources: dict[tuple[int, int], Source] = {}  # steps whose end was not heard of yet
+        self._batch: Batch | None = None
+        self._unsent: deque[bytes] = deque()
+
+    def start(self, batch: Batch, sources: Sequence[Source]) -> None:
+        """As `send`; credits go before the batch."""
+        self._batch = batch
+        number = self._number + 1
+        for m, source in enumerate(sources):
+            sender = LinkSender(self, number, m)
+            self._sources[number, m] = source
+            count = self._streaming.start(source, sender)
+            if count:
+                sender.grant(count)
+        self._flush()
+        self.send(batch.tickets)
+
+    def over(self, why: FlowserveError, batch: Sequence[Ticket] | None = None) -> None:
+        """Those steps that may still answer fail: all of them, or those of a batch."""
+        for key, source in [*self._sources.items()]:
+            if batch is None or source in batch:
+                del self._sources[key]
+                self._streaming.over(source, why)
+
+    def tell(self, message: bytes) -> None:
+        """Send this, now or when the child reads again, in order."""
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._flush()
+            if self._unsent:
+                trio.lowlevel.spawn_system_task(self._flush_later, name="unsent credits")
+
+    def come_home(self) -> list[tuple[int, int]]:
+        places = []
+        while self._come_home:
+            places.append(self._come_home.popleft())
+        return places
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                self._socket.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            except OSError:  # its process has ended, and in a moment we are told how
+                self._unsent.clear()
+                return
+            self._unsent.popleft()
+
+    async def _flush_later(self) -> None:
+        try:
+            while self._unsent:
+                await trio.lowlevel.wait_writable(self._socket)
+                self._flush()
+        except (OSError, trio.ClosedResourceError):
+            self._unsent.clear()
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+        super().close()
+
+    def _take(self, message: bytes, fds: list[int]) -> Outcome | bool:
+        kind, words, text = unpack(message)
+        if kind == ANSWER:
+            self._answered(words)
+        elif kind == OVER:
+            self._finished(*words[1:], text=text)
+        elif kind == WAITS:
+            number, member, is_inside = words[1:]
+            source = self._sources.get((number, member))
+            if source is not None:
+                self._streaming.waits(source, self._batch if is_inside else None)
+        else:
+            return super()._take(message, fds)
+        return True
+
+    def _answered(self, words: Sequence[int]) -> None:
+        number, member, rows, segment, offset, nbytes = words[1:7]
+        block = self._block(segment, offset, nbytes) if nbytes else None
+        source = self._sources.get((number, member))
+        if source is None:
+            return  # it failed meanwhile
+        outputs, _ = self._reader.read(words, 7, block, [rows])
+        if source.flow.done:
+            return
+        if not source.credit:
+            raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")
+        self._streaming.answered(source, [column[0] for column in outputs])
+
+    def _finished(self, number: int, member: int, *, text: bytes) -> None:
+        source = self._sources.pop((number, member), None)
+        if source is not None:
+            self._streaming.over(source, heard(json.loads(text)) if text else None)
+
+
+class LinkSender:
+    """What the machines tell a step that runs in a process."""
+
+    def __init__(self, link: StreamLink, number: int, member: int) -> None:
+        self._link = link
+        self._key = (number, member)
+
+    def grant(self, count: int) -> None:
+        self._link.tell(marshal.dumps((GRANT, *self._key, count, self._link.come_home())))
+
+    def withdraw(self) -> None:
+        self._link.tell(marshal.dumps((WITHDRAW, *self._key)))
