@@ -82,6 +82,8 @@ class Recorder:
         stamp: int | None = None,
         priority: int = 0,
         timeout_ns: int = 0,
+        *,
+        is_held: bool = False,
     ) -> Flow:
         """A request by the name of `request`; one row in every input unless `inputs` says otherwise."""
         self._stamps += 1
@@ -90,7 +92,10 @@ class Recorder:
         route = [self.queues[node.model] for node in plan.nodes]
         stamp = self._stamps if stamp is None else stamp
         flow = Flow(plan, route, given, 0, stamp, request, None, priority, timeout_ns)
-        self.dispatcher.submit(flow)
+        if is_held:
+            self.dispatcher.hold(flow)
+        else:
+            self.dispatcher.submit(flow)
         return flow
 
     def turn(self, at: int = 0) -> Started:
