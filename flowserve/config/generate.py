@@ -1,4 +1,5 @@
 """Makes `model_config_pb2.py` and its type stub from `model_config.proto`: `python -m flowserve.config.generate`.
+The same for other proto files, for other rooms.
 
 Decided here: the generated module is the file descriptor plus the protobuf call that turns it into classes, and not
 protoc's own Python output, for two reasons (docs/decisions/0007). It stands in a descriptor pool of its own, as
@@ -22,40 +23,51 @@ HERE: Final = Path(__file__).parent
 PROTO: Final = "model_config.proto"
 BYTES_PER_LINE: Final = 28
 
-MODULE: Final = '''"""Made by flowserve/config/generate.py from model_config.proto; do not edit."""
+MODULE: Final = '''"""Made by {maker} from {proto}; do not edit."""
 
-from google.protobuf import descriptor_pool
-from google.protobuf.internal import builder
-
-POOL = descriptor_pool.DescriptorPool()
+{pool}
 DESCRIPTOR = POOL.AddSerializedFile(
 {descriptor}
 )
 builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, __name__, globals())
 '''
 
+NEW_POOL: Final = """from google.protobuf import descriptor_pool
+from google.protobuf.internal import builder
+
+POOL = descriptor_pool.DescriptorPool()"""
+
 
 def generate() -> dict[str, str]:
     """The two files by name, as they should be."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{HERE}", f"--pyi_out={out}"]
-        subprocess.run([*protoc, f"--descriptor_set_out={out / 'set'}", PROTO], check=True)
+    return generate_from(HERE, PROTO, "flowserve/config/generate.py", NEW_POOL)
+
+
+def generate_from(folder: Path, proto: str, maker: str, pool: str) -> dict[str, str]:
+    """The two files by name for `proto` in `folder`, which may import those of this folder. `pool` is Python that
+    imports protobuf's builder and names the POOL.
+    """
+    name = proto.removesuffix(".proto")
+    with tempfile.TemporaryDirectory() as made:
+        out = Path(made)
+        protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", f"-I{HERE}", f"--pyi_out={out}"]
+        subprocess.run([*protoc, f"--descriptor_set_out={out / 'set'}", proto], check=True)
         (file,) = FileDescriptorSet.FromString((out / "set").read_bytes()).file
-        stub = (out / "model_config_pb2.pyi").read_text(encoding="utf-8")
-    return {"model_config_pb2.py": module_text(file), "model_config_pb2.pyi": strictly_typed(stub)}
+        stub = (out / f"{name}_pb2.pyi").read_text(encoding="utf-8")
+    return {f"{name}_pb2.py": module_text(file, proto, maker, pool), f"{name}_pb2.pyi": strictly_typed(stub)}
 
 
 def strictly_typed(stub: str) -> str:
     """protoc's stub with the type arguments that mypy --strict wants."""
-    return stub.replace("_Mapping]", "_Mapping[str, object]]").replace("**kwargs)", "**kwargs: object)")
+    stub = stub.replace("_Mapping]", "_Mapping[str, object]]").replace("**kwargs)", "**kwargs: object)")
+    return stub.replace("import model_config_pb2", "from flowserve.config import model_config_pb2")
 
 
-def module_text(file: FileDescriptorProto) -> str:
+def module_text(file: FileDescriptorProto, proto: str, maker: str, pool: str) -> str:
     """The Python module for one proto file."""
     raw = file.SerializeToString(deterministic=True)
     lines = [f"    {raw[i : i + BYTES_PER_LINE]!r}" for i in range(0, len(raw), BYTES_PER_LINE)]
-    return MODULE.format(descriptor="\n".join(lines))
+    return MODULE.format(descriptor="\n".join(lines), proto=proto, maker=maker, pool=pool)
 
 
 def main() -> None:

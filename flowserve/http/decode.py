@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.errors import Invalid
-from flowserve.http.infer_header import ALL_BINARY, AnswerForm, InferHeader, InputHeader, element_count, parse_header
-from flowserve.memory import bytes_codec
+from flowserve.http.infer_header import ALL_BINARY, AnswerForm, InferHeader, InputHeader, parse_header
+from flowserve.memory import raw
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.values import Array, DType, Request, TensorSpec
 
@@ -104,15 +104,9 @@ def decode_raw(
         element[...] = bytes(body)
         return Request({spec.name: element}), ALL_BINARY
     shape = (*batch, *_deduced(spec, len(body)))
-    count = element_count(spec.name, shape, spec.dtype)
-    expected = count * spec.dtype.itemsize
-    if expected != len(body):
-        raise Invalid(
-            f"input byte size mismatch for input '{spec.name}' for model '{model}'. "
-            f"Expected {expected}, got {len(body)}"
-        )
-    header = InputHeader(spec.name, spec.dtype, shape, count, expected, None)
-    return Request({spec.name: _binary_array(header, body, 0)}), ALL_BINARY
+    count = raw.element_count(spec.name, shape, spec.dtype)
+    raw.check_size(spec.name, model, spec.dtype, count, len(body))
+    return Request({spec.name: raw.numbers(body, 0, spec.name, spec.dtype, shape, count)}), ALL_BINARY
 
 
 def _deduced(spec: TensorSpec, nbytes: int) -> tuple[int, ...]:
@@ -143,10 +137,9 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_mem
             )
         if one.dtype is DType.BYTES:
             block = memoryview(body)[offset : offset + size]
-            flat = bytes_codec.decode(block, one.count, name=one.name, model=model)
-            arrays[one.name] = _shaped(flat, one)
+            arrays[one.name] = raw.decode(block, one.name, model, one.dtype, one.shape, one.count)
         else:
-            arrays[one.name] = _binary_array(one, body, offset)
+            arrays[one.name] = raw.numbers(body, offset, one.name, one.dtype, one.shape, one.count)
         offset += size
     if offset != end:
         raise Invalid(
@@ -158,33 +151,7 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_mem
 def _shared_array(header: InputHeader, model: str, client_memory: ClientMemory) -> Array:
     assert header.portion is not None  # InputHeader promises one of the three
     data = client_memory.window(header.portion).read()
-    if header.dtype is DType.BYTES:
-        return _shaped(bytes_codec.decode(data, header.count, name=header.name, model=model), header)
-    return _binary_array(header, data, 0)
-
-
-def _binary_array(header: InputHeader, body: Body, offset: int) -> Array:
-    if header.count == 0:
-        return _shaped(np.empty(0, header.dtype.numpy), header)
-    if header.dtype is DType.BOOL:
-        # Any byte but 0 is true, and numpy's own routines rely on finding nothing but 0 and 1.
-        return _shaped(np.frombuffer(body, np.uint8, header.count, offset) != 0, header)
-    try:
-        array: Array = np.ndarray(header.shape, header.dtype.numpy, body, offset)
-    except ValueError as error:
-        raise _unshapeable(header, error) from None
-    return array if array.flags.aligned else array.copy()
-
-
-def _shaped(flat: Array, header: InputHeader) -> Array:
-    try:
-        return flat.reshape(header.shape)
-    except ValueError as error:
-        raise _unshapeable(header, error) from None
-
-
-def _unshapeable(header: InputHeader, error: ValueError) -> Invalid:
-    return Invalid(f"the shape of input '{header.name}' cannot be used: {error}")
+    return raw.decode(data, header.name, model, header.dtype, header.shape, header.count)
 
 
 # ---------------------------------------------------------------------------------------------- JSON
@@ -204,10 +171,10 @@ def _json_array(header: InputHeader) -> Array:
         names = " and ".join(sorted(_JSON_NAMES.get(kind, kind.__name__) for kind in found))
         raise Invalid(f"Unable to parse 'data': input '{header.name}' is {header.dtype}, its data holds {names}")
     if header.dtype is DType.BYTES:
-        return _shaped(_string_array(flat, header.name), header)
+        return raw.shaped(_string_array(flat, header.name), header.name, header.shape)
     try:
         with np.errstate(over="ignore"):  # a number too large for FP32 becomes infinity, as everywhere
-            return _shaped(np.array(flat, header.dtype.numpy), header)
+            return raw.shaped(np.array(flat, header.dtype.numpy), header.name, header.shape)
     except OverflowError:
         raise Invalid(f"Unable to parse 'data': input '{header.name}' holds a number outside {header.dtype}") from None
 

@@ -13,11 +13,10 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from flowserve.errors import Internal, Invalid
+from flowserve.errors import Invalid
 from flowserve.http.infer_header import AnswerForm
-from flowserve.memory import bytes_codec
-from flowserve.memory.client_memory import Window
-from flowserve.values import BY_NUMPY, Array, DType, Response
+from flowserve.memory import raw
+from flowserve.values import Array, DType, Response
 
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 _KEPT_MAX: Final = 256
@@ -49,7 +48,7 @@ class Encoder:
             if array.dtype.hasobject or not form.is_binary(name) or response.parameters:
                 return _encode(response, form)
             key += (name, array.dtype, array.shape)
-            blocks.append(_block(array))
+            blocks.append(raw.block(array))
         kept = self._kept.get(tuple(key))
         if kept is None:
             (text, *_), headers = _encode(response, form)
@@ -66,16 +65,12 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], Headers]:
     outputs: list[dict[str, Any]] = []
     blocks: list[Any] = []
     for name, array in response.outputs.items():
-        dtype = BY_NUMPY.get(array.dtype)
-        if dtype is None:
-            raise Internal(
-                f"model '{response.model}' made output '{name}' of numpy type {array.dtype}, which no datatype is"
-            )
+        dtype = raw.datatype_of(array, name, response.model)
         entry: dict[str, Any] = {"name": name, "datatype": dtype.wire, "shape": array.shape}
         if name in form.windows:
-            _write(name, bytes_codec.encode(array) if dtype is DType.BYTES else _block(array), form.windows[name])
+            form.windows[name].store(name, raw.encode(array, dtype))
         elif form.is_binary(name):
-            block = bytes_codec.encode(array) if dtype is DType.BYTES else _block(array)
+            block = raw.encode(array, dtype)
             entry["parameters"] = {"binary_data_size": len(block)}
             blocks.append(block)
         else:
@@ -91,25 +86,6 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], Headers]:
     if not blocks:
         return [text], JSON_HEADERS
     return [text, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % len(text)))
-
-
-def _block(array: Array) -> bytes | memoryview:
-    """The tensor's bytes, in place where they already lie in row-major order."""
-    if array.nbytes <= _COPIED_BYTES_MAX:
-        return array.tobytes()
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _write(name: str, block: bytes | memoryview, window: Window) -> None:
-    if len(block) > window.size:
-        raise Invalid(
-            f"shared memory size specified with the request for output '{name}' ({window.size} bytes) should be at "
-            f"least {len(block)} bytes to hold the results"
-        )
-    window.write(block)
-
-
-_COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
 
 
 def _data(name: str, array: Array, dtype: DType) -> Any:

@@ -17,7 +17,6 @@ import trio
 from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, Invalid, TooLarge
-from flowserve.http.classification import classify
 from flowserve.http.compression import (
     CODINGS,
     CONTENT_ENCODING,
@@ -35,6 +34,7 @@ from flowserve.http.errors import error_body, status_of
 from flowserve.http.infer_header import AnswerForm
 from flowserve.http.limits import body_too_large
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.runtime.classification import rank
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
 from flowserve.scheduling.router import Flow
@@ -133,7 +133,7 @@ class InferRoute:
 
     def _encode(self, response: Response, form: AnswerForm, deployment: Deployment) -> Answer:
         if form.classes:
-            _rank(response, form, deployment)
+            rank(response, form.classes, deployment)
         parts, headers = self._encoder.encode(response, form)
         return 200, headers, parts
 
@@ -191,16 +191,6 @@ class _Promise:
 def _refusal(error: FlowserveError | UnknownEncoding) -> Answer:
     status = 415 if isinstance(error, UnknownEncoding) else status_of(error)
     return status, JSON_HEADERS, [error_body(str(error))]
-
-
-def _rank(response: Response, form: AnswerForm, deployment: Deployment) -> None:
-    """The outputs that were asked for as classes become those."""
-    batching = deployment.graph.max_batch_size > 0
-    for name, count in form.classes.items():
-        array = response.outputs.get(name)
-        if array is not None:
-            labels = deployment.labels.get(name, ())
-            response.outputs[name] = classify(name, array, count, labels, batching=batching)
 
 
 @lru_cache(maxsize=1024)  # a server is asked for the same few paths again and again

@@ -11,7 +11,6 @@ This file does not know the model: whether names, types and shapes fit it is the
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,11 +20,11 @@ import orjson
 
 from flowserve.errors import Invalid
 from flowserve.http.fields import array_of, bool_of, missing, object_of, string_of, uint_of
+from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion, Window
 from flowserve.values import BY_WIRE, DType, Parameter
 
 _DEPTH_MAX: Final = 100
-_INT64_MAX: Final = 2**63 - 1
 _NOT_MARKS: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE: Final = ord('"')
 _DEPTH_BLOCK: Final = 1 << 20
@@ -167,7 +166,7 @@ def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
     if dtype is None:
         raise Invalid(f"invalid datatype '{wire}' for input '{name}'; use one of {', '.join(BY_WIRE)}")
     shape = _shape(entry, where)
-    count = element_count(name, shape, dtype)
+    count = raw.element_count(name, shape, dtype)
     parameters = object_of(entry, "parameters", where)
     portion = _portion(parameters, where)
     size = uint_of(parameters, "binary_data_size", where) if "binary_data_size" in parameters else None
@@ -181,11 +180,7 @@ def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
         )
     nbytes = portion.size if portion is not None else size
     if nbytes is not None:
-        if dtype is not DType.BYTES and nbytes != count * dtype.itemsize:
-            expected = count * dtype.itemsize
-            raise Invalid(
-                f"input byte size mismatch for input '{name}' for model '{model}'. Expected {expected}, got {nbytes}"
-            )
+        raw.check_size(name, model, dtype, count, nbytes)
     elif not isinstance(data, list):
         raise Invalid(f"Unable to parse 'data': attempt to access JSON non-array as array{where}")
     elif dtype in (DType.FP16, DType.BF16):
@@ -204,19 +199,6 @@ def _shape(entry: Mapping[str, Any], where: str) -> tuple[int, ...]:
                 f"{where[:-1]}: dimension {position} is {_shown(dim)})"
             )
     return tuple(shape)
-
-
-def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
-    """How many elements `shape` holds. Raises `Invalid` where no machine could hold them."""
-    count = math.prod(shape)
-    if count > _INT64_MAX or max(shape, default=0) > _INT64_MAX:
-        raise Invalid(
-            f"the shape {list(shape)} of input '{name}' causes total element count to exceed "
-            f"maximum size of {_INT64_MAX}"
-        )
-    if count * dtype.itemsize > _INT64_MAX:
-        raise Invalid(f"byte size overflow for input '{name}': {count} elements of {dtype}")
-    return count
 
 
 def _outputs(
@@ -257,7 +239,8 @@ def _portion(parameters: Mapping[str, Any], where: str) -> Portion | None:
 # ---------------------------------------------------------------------------------------------- request
 # parameters
 
-_KNOWN_PARAMETERS: Final = frozenset(
+RESERVED_PREFIX: Final = "triton_"
+KNOWN_PARAMETERS: Final = frozenset(
     {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"}
 )
 
@@ -271,9 +254,9 @@ def _sequence_id(parameters: Mapping[str, Any]) -> int | str:
 def _custom_parameters(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
     custom: dict[str, Parameter] = {}
     for key, value in parameters.items():
-        if key in _KNOWN_PARAMETERS:
+        if key in KNOWN_PARAMETERS:
             continue
-        if key.startswith("triton_"):
+        if key.startswith(RESERVED_PREFIX):
             raise Invalid(
                 "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified "
                 f"(found '{key}')"

@@ -79,8 +79,15 @@ class Window:
             done += got
         return data
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Write `data`, at most `size` bytes, at its beginning. Raises `Invalid` as `read` does."""
+    def store(self, output: str, data: bytes | memoryview) -> None:
+        """Write `data`, which is that of `output`, at its beginning. Raises `Invalid` where it is more than there is
+        room for, and as `read` does.
+        """
+        if len(data) > self.size:
+            raise Invalid(
+                f"shared memory size specified with the request for output '{output}' ({self.size} bytes) should be at "
+                f"least {len(data)} bytes to hold the results"
+            )
         self._region.check()  # writing behind its end would make the object longer
         view = memoryview(data)
         done = 0

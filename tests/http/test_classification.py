@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from flowserve.errors import Invalid
-from flowserve.http.classification import ELEMENTS_MAX, check_classifiable, classify
 from flowserve.memory import bytes_codec
+from flowserve.runtime.classification import ELEMENTS_MAX, check_classifiable, classify
 from flowserve.runtime.engine import Engine
 from flowserve.testing.engine import add_function
 from flowserve.values import DType

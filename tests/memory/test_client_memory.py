@@ -61,7 +61,7 @@ def test_what_is_registered_is_read_and_written_where_the_client_sees_it(
     assert memory.status() == memory.status("r") == [{"name": "r", "key": key, "offset": 16, "byte_size": 32}]
     window = memory.window(Portion("r", 8, 4))
     assert window.read() == bytes([24, 25, 26, 27])
-    window.write(b"abcd")
+    window.store("OUT", b"abcd")
     assert path_of(key).read_bytes()[23:29] == b"\x17abcd\x1c"
     memory.unregister("r")
     assert memory.status() == []
@@ -195,7 +195,7 @@ def test_a_region_lives_as_long_as_a_request_has_it(memory: ClientMemory, make_o
     window = memory.window(Portion("r", 0, 4))
     memory.unregister()
     memory.register("r", other, 0, 8)
-    window.write(b"late")
+    window.store("OUT", b"late")
     assert path_of(key).read_bytes()[:4] == b"late"
     assert path_of(other).read_bytes()[:4] == bytes([0, 1, 2, 3])
     assert descriptors(key) == 1
@@ -213,7 +213,7 @@ def test_an_object_that_its_owner_truncates_is_an_error_and_stays_as_short(
     memory.register("r", key, 0, 8)
     window = memory.window(Portion("r", 0, 8))
     os.truncate(path_of(key), left)
-    for use in (window.read, lambda: window.write(b"12345678")):
+    for use in (window.read, lambda: window.store("OUT", b"12345678")):
         with pytest.raises(Invalid, match="region 'r' is shorter than it was when it was registered"):
             use()
     assert path_of(key).stat().st_size == left
@@ -225,7 +225,7 @@ def test_an_object_that_its_owner_removes_is_used_on(memory: ClientMemory, make_
     memory.register("r", key, 0, 8)
     path_of(key).unlink()
     window = memory.window(Portion("r", 4, 4))
-    window.write(b"here")
+    window.store("OUT", b"here")
     assert window.read() == b"here"
 
 

@@ -1,19 +1,20 @@
 """The classification extension: an output as its largest values, each with its index and its label.
 
 Decided here: how "value:index:label" reads, which data types can be ranked, and how ties fall (the lower index first).
-Labels are the deployment's; which output a client wants ranked, and how deep, infer_header.py reads.
+Labels are the deployment's; which output a client wants ranked, and how deep, the front ends read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from flowserve.errors import Invalid
-from flowserve.values import BY_NUMPY, Array, DType
+from flowserve.runtime.deployment import Deployment
+from flowserve.values import BY_NUMPY, Array, DType, Response
 
 ELEMENTS_MAX: Final = 1_000_000  # of one row: ranking is work for the loop
 _UNRANKED: Final = frozenset({DType.BOOL, DType.BYTES, DType.FP16, DType.BF16})
@@ -26,6 +27,16 @@ def check_classifiable(name: str, dtype: DType) -> None:
             f"class result not available for output due to unsupported type '{dtype}' (output '{name}'); "
             "ask for the tensor itself"
         )
+
+
+def rank(response: Response, classes: Mapping[str, int], deployment: Deployment) -> None:
+    """The outputs that were asked for as classes become those. Raises as `classify` does."""
+    batching = deployment.graph.max_batch_size > 0
+    for name, count in classes.items():
+        array = response.outputs.get(name)
+        if array is not None:
+            labels = deployment.labels.get(name, ())
+            response.outputs[name] = classify(name, array, count, labels, batching=batching)
 
 
 def classify(name: str, array: Array, count: int, labels: Sequence[str], *, batching: bool) -> Array:

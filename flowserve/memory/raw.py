@@ -1,0 +1,97 @@
+"""Tensors as clients send and take them: little-endian elements row by row, each BYTES element behind its length.
+
+Decided here: which shapes there can be, how bytes become an array (a view of them wherever their address suits the
+type) and an array becomes bytes, and what is wrong with those that do not fit. Sizes are worked out in Python's
+integers, which do not wrap, before anything is allocated. How bytes and shapes reached us, the front ends know.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from flowserve.errors import Internal, Invalid
+from flowserve.memory import bytes_codec
+from flowserve.values import BY_NUMPY, Array, DType
+
+Buffer = bytes | bytearray | memoryview
+
+_INT64_MAX: Final = 2**63 - 1
+_COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
+
+
+def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
+    """How many elements `shape` holds. Raises `Invalid` where no machine could hold them."""
+    count = math.prod(shape)
+    if count > _INT64_MAX or max(shape, default=0) > _INT64_MAX:
+        raise Invalid(
+            f"the shape {list(shape)} of input '{name}' causes total element count to exceed "
+            f"maximum size of {_INT64_MAX}"
+        )
+    if count * dtype.itemsize > _INT64_MAX:
+        raise Invalid(f"byte size overflow for input '{name}': {count} elements of {dtype}")
+    return count
+
+
+def check_size(name: str, model: str, dtype: DType, count: int, nbytes: int) -> None:
+    """Raises `Invalid` where `nbytes` are not `count` elements. BYTES are counted when they are read."""
+    if dtype is not DType.BYTES and nbytes != count * dtype.itemsize:
+        raise Invalid(
+            f"input byte size mismatch for input '{name}' for model '{model}'. "
+            f"Expected {count * dtype.itemsize}, got {nbytes}"
+        )
+
+
+def decode(data: Buffer, name: str, model: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
+    """The input that all of `data` is, of checked size. Raises `Invalid`."""
+    if dtype is DType.BYTES:
+        return shaped(bytes_codec.decode(data, count, name=name, model=model), name, shape)
+    return numbers(data, 0, name, dtype, shape, count)
+
+
+def numbers(data: Buffer, offset: int, name: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
+    """The input of any type but BYTES that begins at `offset` of `data`. Raises `Invalid`."""
+    if count == 0:
+        return shaped(np.empty(0, dtype.numpy), name, shape)
+    if dtype is DType.BOOL:
+        # Any byte but 0 is true, and numpy's own routines rely on finding nothing but 0 and 1.
+        return shaped(np.frombuffer(data, np.uint8, count, offset) != 0, name, shape)
+    try:
+        array: Array = np.ndarray(shape, dtype.numpy, data, offset)
+    except ValueError as error:
+        raise _unshapeable(name, error) from None
+    return array if array.flags.aligned else array.copy()
+
+
+def shaped(flat: Array, name: str, shape: tuple[int, ...]) -> Array:
+    """`flat` in the shape of input `name`. Raises `Invalid` for one that arrays cannot have."""
+    try:
+        return flat.reshape(shape)
+    except ValueError as error:
+        raise _unshapeable(name, error) from None
+
+
+def datatype_of(array: Array, name: str, model: str) -> DType:
+    """The data type of output `name`. Raises `Internal` for what a model made that is none."""
+    dtype = BY_NUMPY.get(array.dtype)
+    if dtype is None:
+        raise Internal(f"model '{model}' made output '{name}' of numpy type {array.dtype}, which no datatype is")
+    return dtype
+
+
+def encode(array: Array, dtype: DType) -> bytes | memoryview:
+    """An output's bytes."""
+    return bytes_codec.encode(array) if dtype is DType.BYTES else block(array)
+
+
+def block(array: Array) -> bytes | memoryview:
+    """The bytes of an array of numbers, in place where they already lie in row-major order and are many."""
+    if array.nbytes <= _COPIED_BYTES_MAX:
+        return array.tobytes()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _unshapeable(name: str, error: ValueError) -> Invalid:
+    return Invalid(f"the shape of input '{name}' cannot be used: {error}")
