@@ -110,10 +110,12 @@ class Loader:
         loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)))
         try:
             engine = self._engine
-            make_host = host_maker(config, loaded.model, execution, engine.processes, engine.streaming, engine.clock)
-            if ports is not None:
-                processes, clock = self._engine.processes, self._engine.clock
-                make_host = sequence_host_maker(ports, loaded.model, execution, processes, clock)
+            if ports is None:
+                make_host = host_maker(
+                    config, loaded.model, execution, engine.processes, engine.streaming, engine.clock
+                )
+            else:
+                make_host = sequence_host_maker(ports, loaded.model, execution, engine.processes, engine.clock)
             samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
             for name, group in _instances(config):
                 host = make_host(name, group)

@@ -426,6 +426,15 @@ class Sequences:
         """How many sequences have begun and may go on."""
         return len(self._live)
 
+    @property
+    def seated(self) -> int:
+        """How many slots are taken."""
+        return sum(slot.line is not None for slots in self._slots.values() for slot in slots)
+
+    def slots_of(self, instance: Any) -> Sequence[Slot]:
+        """The slots of an instance, by number."""
+        return self._slots[instance]
+
     def is_live(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._live
 

@@ -12,6 +12,12 @@ from flowserve.testing.recorder import Recorder, rows_of, simple_model
 from flowserve.testing.strategies import plain_graph
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sequences", type=int, default=2000, help="how many clients of sequences to simulate; 10000 before a release"
+    )
+
+
 @pytest.fixture
 def server() -> Recorder:
     return Recorder()

@@ -1,0 +1,388 @@
+"""Sequences, slot by slot: the pictures of Triton's documentation, and every way a sequence begins and ends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from flowserve.errors import Cancelled, InstanceDied, Invalid, ModelFailed, Unavailable
+from flowserve.scheduling.batcher import BatchPolicy
+from flowserve.scheduling.direct import Direct, Nobody
+from flowserve.scheduling.limiter import Limiter, Needs, Resource
+from flowserve.scheduling.oldest import Oldest
+from flowserve.scheduling.router import Flow
+from flowserve.scheduling.sequences import ENDINGS_MAX, SequencePolicy, Sequences
+from flowserve.testing.recorder import Recorder, rows_of, simple_model
+from flowserve.testing.strategies import plain_graph
+
+IDLE_NS = 1_000
+MODEL = simple_model(0)
+GRAPH = plain_graph(MODEL)
+
+
+class Ask(NamedTuple):
+    """A request of sequence `of`."""
+
+    of: int | str
+    n: int = 0
+    start: bool = False
+    end: bool = False
+
+
+def identify(flow: Flow) -> tuple[int | str, bool, bool]:
+    asked: Ask = flow.request
+    return asked.of, asked.start, asked.end
+
+
+def direct(slots: int = 2, share: float = 0.0, delay_ns: int = 0, **policy: object) -> Direct:
+    return Direct(SequencePolicy("a", slots, IDLE_NS, **policy), identify, Nobody(None), share, delay_ns)  # type: ignore[arg-type]
+
+
+def oldest(candidates: int = 4, size: int = 2, delay_ns: int = 0) -> Oldest:
+    return Oldest(SequencePolicy("a", candidates, IDLE_NS), identify, BatchPolicy.simple(size, delay_ns))
+
+
+def names(started: list[tuple[str, list[object]]]) -> list[list[str]]:
+    """Each batch as the names of its requests, "-" for a place that nobody has."""
+    return [
+        ["-" if asked is None else f"{asked.of}{asked.n}" for asked in batch if asked is None or isinstance(asked, Ask)]
+        for _, batch in started
+    ]
+
+
+def ask(server: Recorder, of: int | str, n: int = 0, *, start: bool = False, end: bool = False, **more: int) -> Flow:
+    return server.submit(GRAPH, Ask(of, n, start, end), **more)
+
+
+def errors(server: Recorder) -> list[str]:
+    return [str(flow.error) for flow in server.answers if flow.error is not None]
+
+
+# ----------------------------------------------------------------------------------------------------- the pictures
+
+
+def test_two_sequences_in_two_slots_with_their_rows_over_time(server: Recorder) -> None:
+    """READY is false where nobody is, and START true in the row of whoever begins."""
+    server.serve(MODEL, direct(slots=2))
+
+    def rows() -> list[tuple[bool, bool]]:
+        """(START, READY) of each row of the batch that runs."""
+        (batch,) = server.running
+        found = [
+            (ticket.line is not None and ticket.flow.request.start, ticket.line is not None) for ticket in batch.tickets
+        ]
+        server.done(batch)
+        server.turn()
+        return found
+
+    ask(server, "A", 1, start=True)
+    server.turn()
+    assert rows() == [(True, True)]
+    ask(server, "A", 2)
+    ask(server, "B", 1, start=True)
+    server.turn()
+    assert rows() == [(False, True), (True, True)]
+    ask(server, "B", 2)
+    server.turn()
+    assert rows() == [(False, False), (False, True)]
+    ask(server, "A", 3, end=True)
+    ask(server, "B", 3)
+    server.turn()
+    assert rows() == [(False, True), (False, True)]
+    assert not server.running
+    assert errors(server) == []
+
+
+def test_four_sequences_and_their_batches_oldest_first(server: Recorder) -> None:
+    """Candidates take turns, and the last two of D are never in one batch."""
+    server.serve(MODEL, oldest(candidates=4, size=2))
+    for n in (1, 2):
+        for which in "ABCD":
+            ask(server, which, n, start=n == 1)
+    ask(server, "D", 3)
+    ask(server, "D", 4, end=True)
+    server.turn()
+    while server.running:
+        server.done(server.running[0])
+        server.turn()
+    assert names(server.started) == [["A1", "B1"], ["C1", "D1"], ["A2", "B2"], ["C2", "D2"], ["D3"], ["D4"]]
+
+
+def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Recorder) -> None:
+    """Slot 0 of both instances is taken before slot 1 of any; the fifth waits until somebody ends."""
+    batcher = direct(slots=2)
+    server.serve(MODEL, batcher, instances=2)
+    for which in range(5):
+        ask(server, which + 1, 1, start=True)
+    ask(server, 5, 2, end=True)
+    server.turn()
+    assert names(server.started) == [["11", "31"], ["21", "41"]]
+    assert [[slot.line and slot.line.id for slot in batcher.slots_of(n)] for n in (0, 1)] == [[1, 3], [2, 4]]
+    for batch in [*server.running]:
+        server.done(batch)
+    server.turn()
+    assert len(server.started) == 2
+    ask(server, 4, 2, end=True)
+    server.turn()
+    assert names(server.started[2:]) == [["-", "42"]]
+    assert [slot.line and slot.line.id for slot in batcher.slots_of(1)] == [2, 5]
+    server.done(server.running[0])
+    server.turn()
+    assert names(server.started[3:]) == [["-", "51"]]
+    server.done(server.running[0])
+    server.turn()
+    assert names(server.started[4:]) == [["-", "52"]]
+
+
+# ---------------------------------------------------------------------------------------------- beginning and ending
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Ask(1), "must specify the START flag on the first request of the sequence"),
+        (Ask(0, start=True), "must specify a non-zero or non-empty correlation ID"),
+        (Ask("", start=True), "must specify a non-zero or non-empty correlation ID"),
+        (Ask("x" * 129, start=True), "string correlation ID cannot be longer than 128 characters"),
+        (Ask("x", start=True), "control 'ID' data-type is 'BYTES', but model 'a' expects 'UINT64'"),
+    ],
+)
+def test_who_belongs_to_no_sequence_is_refused(server: Recorder, asked: Ask, said: str) -> None:
+    server.serve(MODEL, direct(id_control="ID", id_type="UINT64"))
+    server.submit(GRAPH, asked)
+    server.turn()
+    (flow,) = server.answers
+    assert isinstance(flow.error, Invalid)
+    assert said in str(flow.error)
+
+
+def test_requests_of_several_rows_are_refused_before_and_within_a_sequence(server: Recorder) -> None:
+    server.serve(MODEL, direct())
+    server.submit(GRAPH, Ask(1, start=True), [rows_of(2)])
+    ask(server, 1, 1, start=True)
+    server.submit(GRAPH, Ask(1), [rows_of(2)])
+    server.turn()
+    assert len(errors(server)) == 2
+    assert all("must specify batch-size 1" in text for text in errors(server))
+
+
+def test_an_id_is_forgotten_when_its_end_is_queued_and_may_begin_again_at_once(server: Recorder) -> None:
+    batcher = direct(slots=1)
+    server.serve(MODEL, batcher)
+    ask(server, 1, 1, start=True)
+    ask(server, 1, 2, end=True)
+    ask(server, 1, 3)
+    ask(server, 1, 4, start=True)
+    server.turn()
+    assert ["must specify the START flag" in text for text in errors(server)] == [True]
+    assert batcher.live == 1  # the second one, in the backlog behind the first
+    for _ in range(3):
+        server.done(server.running[0])
+        server.turn()
+    assert names(server.started) == [["11"], ["12"], ["14"]]
+
+
+def test_a_start_within_a_sequence_stays_in_line(server: Recorder) -> None:
+    server.serve(MODEL, oldest())
+    for n in range(3):
+        ask(server, 1, n, start=n != 1)
+    server.turn()
+    for _ in range(3):
+        server.done(server.running[0])
+        server.turn()
+    assert names(server.started) == [["10"], ["11"], ["12"]]
+
+
+def test_idle_counts_from_the_last_answer_and_the_backlog_moves(server: Recorder) -> None:
+    server.serve(MODEL, direct(slots=1))
+    ask(server, 1, 1, start=True)
+    ask(server, 2, 1, start=True)
+    server.turn(0)
+    server.turn(5 * IDLE_NS)  # it runs for longer than it may be idle
+    server.done(server.running[0], at=5 * IDLE_NS)
+    server.turn(5 * IDLE_NS)
+    assert len(server.started) == 1
+    at = server.dispatcher.next_deadline()
+    assert at is not None
+    assert at <= 6 * IDLE_NS
+    server.turn(at)
+    server.turn(6 * IDLE_NS)
+    assert names(server.started[1:]) == [["21"]]
+    ask(server, 1, 2)
+    server.turn(6 * IDLE_NS)
+    (text,) = errors(server)
+    assert text.endswith("it was idle for 1e-06 s (max_sequence_idle_microseconds) and has ended")
+
+
+def test_the_smallest_timeout_in_the_backlog_is_that_of_the_whole_sequence(server: Recorder) -> None:
+    server.serve(MODEL, direct(slots=1))
+    ask(server, 1, 1, start=True, timeout_ns=1)  # in a slot nobody's patience ends
+    ask(server, 2, 1, start=True, timeout_ns=500)
+    ask(server, 2, 2, timeout_ns=100)
+    server.turn(0)
+    assert server.dispatcher.next_deadline() == 100
+    server.turn(100)
+    assert [type(flow.error) for flow in server.answers] == [Unavailable, Unavailable]
+    assert all(text.startswith("timeout of the corresponding sequence has been expired") for text in errors(server))
+    ask(server, 2, 3)
+    server.turn(100)
+    assert errors(server)[-1].endswith("it waited too long for a slot")
+
+
+@pytest.mark.parametrize("batcher", [direct(slots=1), oldest(candidates=1)], ids=["direct", "oldest"])
+def test_who_leaves_while_it_waits_ends_its_sequence_and_frees_the_slot_once(
+    server: Recorder, batcher: Sequences
+) -> None:
+    server.serve(MODEL, batcher)
+    ask(server, 1, 1, start=True)
+    leaver = ask(server, 1, 2)
+    ask(server, 1, 3, end=True)
+    ask(server, 2, 1, start=True)
+    server.turn(0)
+    server.dispatcher.cancel(leaver)
+    server.turn(0)
+    (cancelled,) = server.answers
+    assert (cancelled.request.n, type(cancelled.error)) == (3, Cancelled)
+    server.turn(3 * IDLE_NS)  # the reaper finds nothing to give back a second time
+    server.done(server.running[0], at=3 * IDLE_NS)
+    server.turn(3 * IDLE_NS)
+    assert names(server.started) == [["11"], ["21"]]
+    assert batcher.seated == 1
+
+
+def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder) -> None:
+    batcher = direct(slots=1)
+    queue = server.serve(MODEL, batcher, instances=2)
+    for which in (1, 2, 3):
+        ask(server, which, 1, start=True)
+    ask(server, 1, 2)
+    server.turn()
+    died, lives = server.running
+    server.running.remove(died)
+    server.dispatcher.batch_failed(died, InstanceDied("it died"))
+    server.dispatcher.take_away(queue, died.instance)
+    server.turn()
+    assert [(flow.request.n, type(flow.error)) for flow in server.answers] == [(1, InstanceDied), (2, InstanceDied)]
+    ask(server, 1, 3)
+    server.turn()
+    assert errors(server)[-1].endswith("that had it has ended; begin again with START")
+    server.done(lives)
+    assert server.turn() == []  # the third waits in the backlog, for the slot that is left or for the other instance
+    server.dispatcher.give_back(queue, died.instance)
+    assert names(server.turn()) == [["31"]]
+    assert batcher.seated == 2
+
+
+def test_only_so_many_endings_are_remembered(server: Recorder) -> None:
+    server.serve(MODEL, direct(slots=1))
+    for n in range(ENDINGS_MAX + 5):
+        leaver = ask(server, 1 + n, start=True)
+        server.turn(n)
+        if server.running:
+            server.done(server.running[0], at=n)
+        else:
+            server.dispatcher.cancel(leaver)
+        server.turn(n)
+    batcher = server.queues[MODEL.key].bound
+    assert batcher is not None
+    assert len(batcher._endings) <= ENDINGS_MAX
+
+
+# ----------------------------------------------------------------------------------------------------------- batches
+
+
+def test_direct_waits_for_the_share_of_slots_that_was_asked_for_or_for_the_delay(server: Recorder) -> None:
+    server.serve(MODEL, direct(slots=4, share=0.5, delay_ns=200))
+    ask(server, 1, 1, start=True)
+    assert server.turn(0) == []
+    assert server.dispatcher.next_deadline() == 200
+    ask(server, 2, 1, start=True)
+    assert names(server.turn(50)) == [["11", "21"]]
+    server.done(server.running[0], at=60)
+    ask(server, 2, 2)
+    assert server.turn(100) == []
+    assert names(server.turn(300)) == [["-", "22"]]
+
+
+def test_oldest_waits_for_company_until_the_delay_is_over(server: Recorder) -> None:
+    server.serve(MODEL, oldest(delay_ns=200))
+    ask(server, 1, 1, start=True)
+    assert server.turn(0) == []
+    assert names(server.turn(200)) == [["11"]]
+    server.done(server.running[0], at=210)
+    ask(server, 1, 2)
+    ask(server, 2, 1, start=True)
+    assert names(server.turn(220)) == [["12", "21"]]
+
+
+def test_requests_of_another_shape_wait_for_a_batch_of_their_own_and_not_for_ever(server: Recorder) -> None:
+    server.serve(MODEL, direct(slots=2))
+    server.submit(GRAPH, Ask("A", 1, start=True), [rows_of(width=2)])
+    server.submit(GRAPH, Ask("B", 1, start=True), [rows_of(width=3)])
+    for at in range(3):
+        server.submit(GRAPH, Ask("A", 2 + at), [rows_of(width=2)])
+        server.turn(at)
+        server.done(server.running[0], at=at)
+    assert names(server.started) == [["A1"], ["A2"], ["-", "B1"]]  # B1 waited longer than A3
+
+
+def test_sequences_whose_states_have_other_shapes_do_not_share_a_batch(server: Recorder) -> None:
+    server.serve(MODEL, direct(slots=2, has_shapes=True))
+    for which in "AB":
+        ask(server, which, 1, start=True)
+    server.turn()
+    (batch,) = server.running
+    for ticket, shape in zip(batch.tickets, (1, 2), strict=True):
+        ticket.line.shapes = shape
+    for which in "AB":
+        ask(server, which, 2)
+    server.done(batch)
+    server.turn()
+    server.done(server.running[0])
+    server.turn()
+    server.done(server.running[0])
+    for which in "AB":
+        ask(server, which, 3, start=True)
+    server.turn()
+    assert names(server.started) == [["A1", "B1"], ["A2"], ["-", "B2"], ["A3", "B3"]]
+
+
+def test_a_batch_that_raises_is_tried_again_on_its_own_instance_before_anything_that_follows(server: Recorder) -> None:
+    server.serve(MODEL, oldest(candidates=2, size=2), instances=2, is_pure=True)
+    for which in "ABCD":
+        ask(server, which, 1, start=True)
+        ask(server, which, 2)
+    server.turn()
+    first = server.running[0]
+    assert server.raised(first)
+    server.turn()
+    retried = server.running[-1]
+    assert retried.instance == first.instance
+    assert not server.raised(retried)
+    server.turn()
+    while server.running:
+        server.done(server.running[0])
+        server.turn()
+    assert names([(key, batch) for key, batch in server.started]) == [
+        ["A1", "C1"], ["B1", "D1"], ["A1"], ["C1"], ["B2", "D2"], ["A2", "C2"],
+    ]  # fmt: skip
+    assert [(flow.request.of, type(flow.error)) for flow in server.answers if flow.error] == [("A", ModelFailed)]
+
+
+def test_a_rate_limiter_looks_only_for_instances_that_have_work(server: Recorder) -> None:
+    limited = Recorder(limiter=Limiter())
+    needs = [Needs({Resource("R"): 1})] * 2
+    limited.serve(MODEL, direct(slots=1), instances=2, needs=needs)
+    for which in (1, 2):
+        ask(limited, which, 1, start=True)
+    assert names(limited.turn()) == [["11"]]
+    ask(limited, 1, 2)
+    limited.done(limited.running[0])
+    assert len(limited.turn()) == 1
+    limited.done(limited.running[0])
+    assert len(limited.turn()) == 1
+    assert sorted(name for batch in names(limited.started) for name in batch) == ["11", "12", "21"]
+    limited.done(limited.running[0])
+    assert limited.turn() == []
+    assert limited.dispatcher.in_flight == 0
