@@ -206,7 +206,7 @@ class Graph(Declared):
         from flowserve.cli.run import run
 
         private = self.write_private()
-        return run(RunOptions(private.path, http_address=http_address, http_port=http_port))
+        return run(RunOptions((private.path,), http_address=http_address, http_port=http_port))
 
 
 def _walk(graph: Graph) -> Iterator[SavedPart]:

@@ -11,6 +11,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Final
 
+from flowserve.observe.log_settings import LogChoice, LogSettings
+
 # C0 and C1 controls, DEL, and the two separators that some viewers break lines at.
 _ESCAPES: Final = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
@@ -38,9 +40,38 @@ class LineFormatter(logging.Formatter):
         return f"{record.levelname[0]}{when:%m%d %H:%M:%S.%f} {record.name}] {text}"
 
 
-def configure(verbose: int, style: str) -> None:
-    """Send the log to standard error. `verbose` 0: information and worse; 1: our own details; 2: everybody's."""
+class _Chosen(logging.Filter):
+    """Lets through the levels that are wanted."""
+
+    def __init__(self, choice: LogChoice) -> None:
+        super().__init__()
+        self._choice = choice
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        choice = self._choice
+        if record.levelno >= logging.ERROR:
+            return choice.log_error
+        return choice.log_warning if record.levelno >= logging.WARNING else choice.log_info
+
+
+def configure(verbose: int, style: str) -> LogSettings:
+    """Send the log to standard error. `verbose` 0: information and worse; 1: our own details; 2: everybody's. What
+    comes back can change that while the server runs.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(style))
-    logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose > 1 else logging.INFO, force=True)
-    logging.getLogger("flowserve").setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.basicConfig(handlers=[handler], force=True)
+    chosen = logging.Filter()
+
+    def apply(choice: LogChoice) -> None:
+        nonlocal chosen
+        handler.removeFilter(chosen)
+        chosen = _Chosen(choice)
+        handler.addFilter(chosen)
+        handler.setFormatter(LineFormatter(choice.log_format))
+        level = choice.log_verbose_level
+        logging.getLogger().setLevel(logging.DEBUG if level > 1 else logging.INFO)
+        logging.getLogger("flowserve").setLevel(logging.DEBUG if level else logging.INFO)
+
+    choice = LogChoice(log_verbose_level=verbose, log_format=style)
+    apply(choice)
+    return LogSettings(choice, apply)

@@ -127,7 +127,7 @@ def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str])
         return
     options = [word for word in leftovers if word.startswith("-")]
     if not options:
-        parser.error(f"unexpected argument {leftovers[0]!r}; one repository is served at a time")
+        parser.error(f"unexpected argument {leftovers[0]!r}")
     name = options[0].partition("=")[0]
     if name in INSTEAD:
         parser.error(f"{name}: {INSTEAD[name]}")
@@ -147,8 +147,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
     command = subparsers[parsed.command]
+    if parsed.command == "run":
+        if not any(word.startswith("-") for word in leftovers):
+            parsed.repository += map(Path, leftovers)  # repositories behind an option, which argparse leaves over
+            leftovers = []
+        parsed.repositories = parsed.repository
+        parsed.repository = parsed.repositories[0] if len(parsed.repositories) == 1 else Path()
     _refuse_leftovers(command, leftovers)
-    if parsed.repository is None:
+    if not (parsed.repositories if parsed.command == "run" else parsed.repository):
         command.error(f"which repository? Say: {command.prog} REPO")
     if ":" in str(parsed.repository) and not parsed.repository.exists():
         return _with_graph_of_module(parsed, command)
@@ -166,6 +172,7 @@ def _with_graph_of_module(parsed: argparse.Namespace, command: argparse.Argument
         Printer(sys.stderr, sys.stderr.isatty()).failure("", error)
         return 1
     parsed.repository = target.path
+    parsed.repositories = [target.path]
     if parsed.command == "graph":
         parsed.model = parsed.model or target.name
     return _run(parsed, command)

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+from flowserve.errors import Invalid
+
+if TYPE_CHECKING:
+    from flowserve.http.restricted import Restriction
 
 MEBIBYTE: Final = 1 << 20
 ControlMode = Literal["none", "poll", "explicit"]
@@ -20,13 +26,18 @@ ControlMode = Literal["none", "poll", "explicit"]
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """What the operator asked for. Sizes in bytes, times in seconds. A resource is its name, how many there are, and
-    the device, None for each. `python_execution` None: what this system is best at.
+    the device, None for each. `python_execution` None: what this system is best at. `metrics_port` None: metrics are on
+    the HTTP port only. `http_address` may be unix:PATH.
     """
 
-    repository: Path
+    repositories: tuple[Path, ...]
     http_address: str = "127.0.0.1"
     http_port: int = 8000
     http_max_input_size: int = 64 * MEBIBYTE
+    http_restrictions: tuple[Restriction, ...] = ()
+    http_header_forward_pattern: re.Pattern[str] | None = None
+    metrics_port: int | None = None
+    allow_client_shm: bool = False
     exit_timeout_s: int = 30
     exit_on_error: bool = True
     strict_readiness: bool = True
@@ -45,7 +56,6 @@ class RunOptions:
 # Options of tritonserver whose feature this server does not have. Naming the feature beats "unknown option", and both
 # beat silence.
 NOT_YET: Final[Mapping[str, str]] = {
-    "--allow-client-shm": "client shared memory",
     "--allow-grpc": "gRPC",
     "--allow-http": "serving without HTTP",
     "--allow-metrics": "serving without metrics",
@@ -58,15 +68,12 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--grpc-address": "gRPC",
     "--grpc-port": "gRPC",
     "--host-policy": "host policies",
-    "--http-header-forward-pattern": "header forwarding",
-    "--http-restricted-api": "restricted APIs",
     "--http-thread-count": "HTTP threads (one event loop serves all connections)",
     "--id": "naming the server",
     "--log-file": "logging to a file (redirect standard error)",
-    "--metrics-address": "a separate address for metrics (they are at /metrics of the HTTP port)",
+    "--metrics-address": "a separate address for metrics (--metrics-port listens where HTTP does)",
     "--metrics-config": "metrics configuration",
     "--metrics-interval-ms": "metrics configuration",
-    "--metrics-port": "a separate port for metrics (they are at /metrics of the HTTP port)",
     "--model-config-name": "named model configurations",
     "--model-load-gpu-limit": "GPU memory limits",
     "--model-load-retry-count": "retrying loads",
@@ -140,10 +147,32 @@ def local_cache(text: str) -> int:
     return int(found[1])
 
 
+def restriction(text: str) -> Restriction:
+    """GROUP[,GROUP...]:HEADER=VALUE."""
+    from flowserve.http.restricted import parse_restriction  # not before it is needed: help should be quick
+
+    try:
+        return parse_restriction(text)
+    except Invalid as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """A regular expression for the names of headers."""
+    try:
+        return re.compile(text, re.IGNORECASE | re.ASCII)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"expected a regular expression, got {text!r}: {error}") from None
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything `flowserve run` takes. The repository is optional here, so that a misspelt option is named first."""
     parser.add_argument(
-        "repository", metavar="REPO", nargs="?", type=Path, help="the model repository, a folder of model folders"
+        "repository",
+        metavar="REPO",
+        nargs="*",
+        type=Path,
+        help="the model repository, a folder of model folders; several are served as one",
     )
 
     http = parser.add_argument_group("where it listens")
@@ -151,7 +180,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--http-address",
         metavar="ADDRESS",
         default="127.0.0.1",
-        help="default %(default)s: this machine only; 0.0.0.0 for all",
+        help="default %(default)s: this machine only; 0.0.0.0 for all; unix:PATH for a socket in the file system",
     )
     http.add_argument(
         "--http-port",
@@ -166,6 +195,34 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=64 * MEBIBYTE,
         help="largest request body, after decompression; default %(default)s",
+    )
+    http.add_argument(
+        "--http-restricted-api",
+        metavar="GROUP,...:HEADER=VALUE",
+        type=restriction,
+        action="append",
+        default=[],
+        help="these groups of endpoints only answer to this header: health, metadata, inference, shared-memory, "
+        "model-config, model-repository, statistics, trace, logging; repeatable",
+    )
+    http.add_argument(
+        "--http-header-forward-pattern",
+        metavar="REGEX",
+        type=pattern,
+        help="headers of such names reach models as request parameters",
+    )
+    http.add_argument(
+        "--metrics-port",
+        metavar="PORT",
+        type=whole_number(0, 65535),
+        help="serve /metrics on a port of its own, too; 0 picks a free one and prints it",
+    )
+    http.add_argument(
+        "--allow-client-shm",
+        metavar="BOOL",
+        type=boolean,
+        default=False,
+        help="clients may register shared memory of this machine for tensors; default false",
     )
 
     models = parser.add_argument_group("how models are loaded and run")
@@ -271,6 +328,9 @@ def contradiction(arguments: argparse.Namespace) -> str:
     """What is wrong with options of `flowserve run` that are right each by itself, "" for nothing."""
     if arguments.load_model and arguments.model_control_mode != "explicit":
         return "--load-model chooses what is loaded at start only with --model-control-mode=explicit"
+    for group, count in Counter(group for one in arguments.http_restricted_api for group in one.groups).items():
+        if count > 1:
+            return f"--http-restricted-api: restricted api '{group}' can not be specified in multiple config groups"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:
         return "Wildcard model name '*' must be the ONLY startup model if specified at all."
     return ""
@@ -279,10 +339,14 @@ def contradiction(arguments: argparse.Namespace) -> str:
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The parsed arguments of `flowserve run` as the rest of the program trusts them."""
     return RunOptions(
-        repository=arguments.repository,
+        repositories=tuple(arguments.repositories),
         http_address=arguments.http_address,
         http_port=arguments.http_port,
         http_max_input_size=arguments.http_max_input_size,
+        http_restrictions=tuple(arguments.http_restricted_api),
+        http_header_forward_pattern=arguments.http_header_forward_pattern,
+        metrics_port=arguments.metrics_port,
+        allow_client_shm=arguments.allow_client_shm,
         exit_timeout_s=arguments.exit_timeout_secs,
         exit_on_error=arguments.exit_on_error,
         strict_readiness=arguments.strict_readiness,

@@ -11,6 +11,7 @@ complaints. Exit status: 0 told to stop and everything finished, 1 something fai
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -19,15 +20,17 @@ import trio
 from rich.console import Console
 
 from flowserve.cli import logs
-from flowserve.cli.listen import listen, url
+from flowserve.cli.listen import UNIX, listen, url
 from flowserve.cli.options import RunOptions
 from flowserve.cli.progress import Progress, output, served_table
 from flowserve.cli.shutdown import Shutdown, end_now
 from flowserve.errors import FlowserveError
-from flowserve.http.app import AppOptions, make_app
+from flowserve.http.app import AppOptions, make_app, make_metrics_app
 from flowserve.http.limits import Limits
 from flowserve.http.server import Server
+from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.pool import HOST, tune_malloc
+from flowserve.observe.log_settings import LogSettings
 from flowserve.runtime.control import Control, ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.hosts import PYTHON_EXECUTION
@@ -40,14 +43,14 @@ DESCRIPTORS_WANTED: Final = 65536
 
 def run(options: RunOptions) -> int:
     """Serve until told to stop. Returns the exit status."""
-    logs.configure(options.log_verbose, options.log_format)
+    log_settings = logs.configure(options.log_verbose, options.log_format)
     tune_malloc()
     # A worker thread that finished computing waits this long for a busy loop to let go of the interpreter; Python's
     # own 5 ms are longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the throughput.
     sys.setswitchinterval(0.0005)
     _allow_many_descriptors()
     try:
-        return trio.run(_run, options)
+        return trio.run(_run, options, log_settings)
     except KeyboardInterrupt:  # before the handlers were in place
         return 1
 
@@ -66,13 +69,15 @@ def _allow_many_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _run(options: RunOptions) -> int:
-    if not options.repository.is_dir():
-        what = "is not a folder" if options.repository.exists() else "does not exist"
-        return _failed(f"model repository '{options.repository}' {what}")
-    with Shutdown(options.exit_timeout_s, options.repository) as shutdown:
+async def _run(options: RunOptions, log_settings: LogSettings) -> int:
+    for repository in options.repositories:
+        if not repository.is_dir():
+            what = "is not a folder" if repository.exists() else "does not exist"
+            return _failed(f"model repository '{repository}' {what}")
+    with Shutdown(options.exit_timeout_s, options.repositories) as shutdown:
         try:
             listeners = listen(options.http_address, options.http_port)
+            metrics_listeners = _metrics_listeners(options)
         except FlowserveError as error:
             return _failed(str(error))
         where = url(listeners[0], options.http_address)
@@ -90,18 +95,41 @@ async def _run(options: RunOptions) -> int:
         control_options = ControlOptions(options.model_control_mode, options.load_models, options.repository_poll_s)
         async with (
             open_engine(engine_options, exit_timeout_s=options.exit_timeout_s, on_close=_must_be_closed) as engine,
-            open_control(engine, [options.repository], control_options) as control,
+            open_control(engine, options.repositories, control_options) as control,
         ):
-            app = make_app(engine, AppOptions(max_body_bytes=options.http_max_input_size), control)
+            app = make_app(engine, _app_options(options, log_settings), control)
             server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
+                metrics = Server(make_metrics_app(engine))
+                if metrics_listeners:
+                    await nursery.start(metrics.serve, metrics_listeners)
                 status = await _load(options, engine, control, shutdown, output(), where)
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
                 await _drain(engine, server, shutdown)
+                metrics.drain(0)
     return status
+
+
+def _metrics_listeners(options: RunOptions) -> list[socket.socket]:
+    if options.metrics_port is None:
+        return []
+    address = "127.0.0.1" if options.http_address.startswith(UNIX) else options.http_address
+    listeners = listen(address, options.metrics_port, "--metrics-port")
+    print(f"metrics on {url(listeners[0], address)}/metrics", flush=True)
+    return listeners
+
+
+def _app_options(options: RunOptions, log_settings: LogSettings) -> AppOptions:
+    return AppOptions(
+        max_body_bytes=options.http_max_input_size,
+        client_memory=ClientMemory(is_allowed=options.allow_client_shm),
+        restrictions=options.http_restrictions,
+        forward_pattern=options.http_header_forward_pattern,
+        log=log_settings,
+    )
 
 
 async def _load(

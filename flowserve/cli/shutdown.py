@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -29,11 +29,11 @@ class Shutdown:
     Plain signal handlers rather than trio's receiver: they also run while a model computes on the event loop.
     """
 
-    def __init__(self, exit_timeout_s: float, repository: Path) -> None:
+    def __init__(self, exit_timeout_s: float, repositories: Sequence[Path]) -> None:
         self.asked = trio.Event()
         self.deadline = float("inf")  # on the loop's clock, once asked
         self._exit_timeout_s = exit_timeout_s
-        self._repository = repository.resolve()
+        self._repositories = [one.resolve() for one in repositories]
         self._until_asked = trio.CancelScope()
         self._watchdog: threading.Timer | None = None
 
@@ -78,8 +78,9 @@ class Shutdown:
         """The innermost line of a model's own code that the event loop's thread is in, "" where it is in none."""
         for frame in reversed(traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])):
             path = Path(frame.filename).resolve()
-            if path.is_relative_to(self._repository):
-                return f"{path.relative_to(self._repository)}:{frame.lineno} holds the event loop in {frame.name}()"
+            for repository in self._repositories:
+                if path.is_relative_to(repository):
+                    return f"{path.relative_to(repository)}:{frame.lineno} holds the event loop in {frame.name}()"
         return ""
 
 

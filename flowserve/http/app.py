@@ -7,6 +7,7 @@ What is measured and counted is decided in observe/, what is ready in runtime/.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,15 +19,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flowserve.errors import FlowserveError, TooLarge, Unavailable, Unsupported
+from flowserve.errors import FlowserveError, TooLarge, Unavailable
 from flowserve.http.compression import UnknownEncoding, expand, is_compressed
-from flowserve.http.documents import Handler, json_response
+from flowserve.http.documents import json_response
 from flowserve.http.errors import error_body, status_of
+from flowserve.http.forwarding import ForwardingInferRoute
+from flowserve.http.generate import GenerateRoutes
 from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, is_version, target
 from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
 from flowserve.http.model_control import ModelControlRoutes
+from flowserve.http.restricted import Restriction, restricted
+from flowserve.http.settings import settings_routes
 from flowserve.http.shared_memory import shared_memory_routes
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.observe.log_settings import LogSettings
+from flowserve.observe.machine import Machine
 from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
 from flowserve.runtime.control import Control
 from flowserve.runtime.deployment import Deployment
@@ -43,23 +50,30 @@ EXTENSIONS: Final = (
     "parameters",
     "statistics",
     "system_shared_memory",
+    "logging",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
     """`max_body_bytes` bounds bodies that a foreign ASGI server hands on in pieces, and compressed ones, expanded; our
-    own server refuses others earlier. `client_memory` is shared by everything that serves one engine.
+    own server refuses others earlier. `client_memory` and `log` are shared by everything that serves one engine.
+    `forward_pattern`: headers of such names go with inference requests, as parameters.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES
     client_memory: ClientMemory = field(default_factory=ClientMemory)
+    restrictions: tuple[Restriction, ...] = ()
+    forward_pattern: re.Pattern[str] | None = None
+    log: LogSettings = field(default_factory=LogSettings)
 
 
 def make_app(engine: Engine, options: AppOptions | None = None, control: Control | None = None) -> ASGIApp:
     """The ASGI application that serves `engine`. `control`, where there is one, loads and unloads its models."""
     options = options or AppOptions()
-    infer = InferRoute(engine, options.max_body_bytes, options.client_memory)
+    route = (engine, options.max_body_bytes, options.client_memory)
+    pattern = options.forward_pattern
+    infer = InferRoute(*route) if pattern is None else ForwardingInferRoute(pattern, *route)
     rest = _starlette(engine, options, control)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,6 +84,16 @@ def make_app(engine: Engine, options: AppOptions | None = None, control: Control
                 return
         await rest(scope, receive, send)
 
+    return restricted(app, options.restrictions) if options.restrictions else app
+
+
+def make_metrics_app(engine: Engine) -> ASGIApp:
+    """An application that serves nothing but /metrics, for a port of their own."""
+    app = Starlette(
+        routes=[Route("/metrics", _Metrics(engine).page)],
+        exception_handlers={HTTPException: _http_error, Exception: _broken},
+    )
+    app.router.redirect_slashes = False
     return app
 
 
@@ -83,8 +107,9 @@ def _starlette(engine: Engine, options: AppOptions, control: Control | None) -> 
         Route("/v2/models/stats", pages.all_statistics),
         *ModelControlRoutes(engine, control, pages.body).routes(),
         *shared_memory_routes(options.client_memory, pages.body),
-        Route("/metrics", pages.metrics),
-        *_absent_routes(),
+        Route("/metrics", _Metrics(engine).page),
+        *settings_routes(engine, options.log, pages.body),
+        *GenerateRoutes(engine, pages.body).routes(),
     ]
     for path in (model, versioned):
         routes += [
@@ -155,11 +180,6 @@ class _Pages:
     async def all_statistics(self, request: Request) -> Response:
         return json_response({"model_stats": self._engine.statistics()})
 
-    async def metrics(self, request: Request) -> Response:
-        # Off the loop: with many deployments the text takes a tenth of a second to write.
-        text = await trio.to_thread.run_sync(metrics_text, self._engine.counters())
-        return Response(text, media_type=CONTENT_TYPE)
-
     async def nothing(self, request: Request) -> Response:
         raise HTTPException(404)
 
@@ -179,6 +199,17 @@ class _Pages:
         return bytes(body)
 
 
+class _Metrics:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._machine = Machine()
+
+    async def page(self, request: Request) -> Response:
+        # Off the loop: with many deployments the text takes a tenth of a second to write.
+        text = await trio.to_thread.run_sync(metrics_text, self._engine.counters(), self._machine)
+        return Response(text, media_type=CONTENT_TYPE)
+
+
 def _names(request: Request) -> tuple[str, str]:
     version = request.path_params.get("version", "")
     if version and not is_version(version):
@@ -188,32 +219,6 @@ def _names(request: Request) -> tuple[str, str]:
 
 def _tensor(spec: TensorSpec, batch: list[int]) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.dtype.wire, "shape": [*batch, *spec.dims]}
-
-
-# ---------------------------------------------------------------------------------------------- what is absent
-
-
-def _absent_routes() -> list[Route]:
-    """Triton's other endpoints, each saying what it would need."""
-    model, versioned = PREFIX + "{name}", PREFIX + "{name}/versions/{version}"
-    table: list[tuple[Handler, list[str], list[str]]] = [
-        (_absent("the generate extension"), ["POST"], [f"{path}/generate" for path in (model, versioned)]),
-        (
-            _absent("the generate extension (generate_stream)"),
-            ["POST"],
-            [f"{path}/generate_stream" for path in (model, versioned)],
-        ),
-        (_absent("the trace extension"), ["GET", "POST"], ["/v2/trace/setting", f"{model}/trace/setting"]),
-        (_absent("the logging extension"), ["GET", "POST"], ["/v2/logging"]),
-    ]
-    return [Route(path, handler, methods=methods) for handler, methods, paths in table for path in paths]
-
-
-def _absent(feature: str) -> Handler:
-    async def absent(request: Request) -> Response:
-        raise Unsupported(f"{feature} is not supported yet")
-
-    return absent
 
 
 # ---------------------------------------------------------------------------------------------- answers

@@ -14,9 +14,11 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import select
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -196,6 +198,40 @@ def open_listeners(host: str, port: int) -> list[socket.socket]:
     return listeners
 
 
+def open_unix_listener(path: str) -> socket.socket:
+    """A listening socket at `path`, for this user and group only. What an earlier server left there is taken away; a
+    server that still listens there, or a file, is not. Raises OSError.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.setblocking(False)
+        _take_away_stale(path)
+        before = os.umask(0o117)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _take_away_stale(path: str) -> None:
+    """Remove a socket that nobody listens on any more."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno != errno.EPROTOTYPE and error.errno != errno.ENOTSOCK:
+                raise
+
+
 def _sweep_interval(limits: Limits) -> float:
     shortest = min(limits.header_timeout_s, limits.body_timeout_s, limits.write_timeout_s, limits.idle_timeout_s)
     return min(max(shortest / 4, _SWEEP_S_MIN), _SWEEP_S_MAX)
@@ -203,4 +239,7 @@ def _sweep_interval(limits: Limits) -> float:
 
 def _close(sockets: Sequence[socket.socket]) -> None:
     for sock in sockets:
+        if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
+            with suppress(OSError):
+                os.unlink(sock.getsockname())
         sock.close()

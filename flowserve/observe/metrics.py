@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from flowserve.observe.histogram import Histogram
+from flowserve.observe.machine import Machine, Readings
 from flowserve.observe.statistics import REASONS, Statistics
 from flowserve.observe.traffic import EdgeTraffic, NodeTraffic
 
@@ -94,12 +95,28 @@ _EDGES: Final[tuple[tuple[str, str, Callable[[NodeTraffic, EdgeTraffic], int]], 
 )
 
 
-def metrics_text(counters: Iterable[tuple[Statistics, int]]) -> bytes:
-    """The exposition of every deployment: its statistics, and how many requests wait in its queue now."""
+def metrics_text(counters: Iterable[tuple[Statistics, int]], machine: Machine | None = None) -> bytes:
+    """The exposition of every deployment: its statistics, and how many requests wait in its queue now; and how busy the
+    machine is.
+    """
     registry = CollectorRegistry()
+    readings = machine.read() if machine is not None else None
+    if readings is not None:
+        registry.register(_Processors(readings))
     registry.register(_Deployments(sorted(counters, key=lambda pair: (pair[0].name, pair[0].version))))
     # The library insists on a counter's name ending in _total, Triton's end as they are.
     return _TOTAL.sub(rb"\1\2", generate_latest(registry))
+
+
+class _Processors(Collector):
+    def __init__(self, readings: Readings) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._readings
+        yield GaugeMetricFamily("nv_cpu_utilization", "Share of the processors' time in use, 0 to 1", now.utilization)
+        yield GaugeMetricFamily("nv_cpu_memory_total_bytes", "Memory of the machine", now.memory_total)
+        yield GaugeMetricFamily("nv_cpu_memory_used_bytes", "Memory that nobody else could have", now.memory_used)
 
 
 class _Deployments(Collector):

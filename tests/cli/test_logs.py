@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
-from flowserve.cli.logs import LineFormatter, escape
+import pytest
+
+from flowserve.cli.logs import LineFormatter, configure, escape
 
 
 def _record(message: str, *arguments: object) -> logging.LogRecord:
     return logging.LogRecord("flowserve.http", logging.WARNING, __file__, 1, message, arguments, None)
 
 
+@pytest.mark.fault("Z4")
 def test_what_a_client_sent_cannot_forge_a_line() -> None:
     line = LineFormatter("default").format(_record("request %s", "a\nI0101 forged\r\x1b[31m\u2028b\x00"))
     assert line.endswith("request a\\nI0101 forged\\r\\x1b[31m\\u2028b\\x00")
@@ -37,3 +41,33 @@ def test_both_formats_tell_time_level_and_room() -> None:
 
 def test_letters_of_every_script_pass_unchanged() -> None:
     assert escape("größe 猫 ok") == "größe 猫 ok"
+
+
+@pytest.fixture
+def loggers() -> Iterator[logging.Logger]:
+    """The loggers of the program, put back afterwards."""
+    root, own = logging.getLogger(), logging.getLogger("flowserve")
+    before = root.handlers[:], root.level, own.level
+    yield own
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    own.setLevel(before[2])
+
+
+def test_what_the_log_says_changes_while_the_server_runs(
+    loggers: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> list[str]:
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+            loggers.log(level, logging.getLevelName(level))
+        return [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+
+    settings = configure(0, "default")
+    assert said() == ["INFO", "WARNING", "ERROR"]
+    settings.change({"log_verbose_level": 1})
+    assert said() == ["DEBUG", "INFO", "WARNING", "ERROR"]
+    settings.change({"log_info": False, "log_error": False})
+    assert said() == ["WARNING"]
+    settings.change({"log_info": True, "log_error": True, "log_verbose_level": 0, "log_format": "ISO8601"})
+    loggers.warning("text")
+    assert capsys.readouterr().err.split(" ", 1)[1] == "WARNING flowserve] text\n"

@@ -52,7 +52,16 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--backend-config=onnxruntime,x=1"], "--backend-config: backend configuration on the command line is not"),
         (["--model-repository=/models"], "--model-repository: the repository is named without an option"),
         (["--http-port"], "--http-port: expected one argument"),
-        (["another"], "unexpected argument 'another'; one repository is served at a time"),
+        (["--http-restricted-api", "inference"], "expected GROUP[,GROUP...]:HEADER=VALUE, got 'inference'"),
+        (["--http-restricted-api", "inference:=x"], "expected GROUP[,GROUP...]:HEADER=VALUE"),
+        (["--http-restricted-api", "infer:k=v"], "unknown restricted api 'infer'; use health, metadata, inference"),
+        (
+            ["--http-restricted-api=health,trace:k=v", "--http-restricted-api=trace:k=v"],
+            "restricted api 'trace' can not be specified in multiple config groups",
+        ),
+        (["--http-header-forward-pattern", "("], "--http-header-forward-pattern: expected a regular expression"),
+        (["--metrics-port", "x"], "--metrics-port: expected a whole number from 0 to 65535, got 'x'"),
+        (["--allow-client-shm", "maybe"], "--allow-client-shm: expected true, false, 1 or 0, got 'maybe'"),
     ],
 )
 def test_a_wrong_option_is_one_line_that_names_it(
@@ -108,8 +117,9 @@ def test_help_loads_nothing_heavy() -> None:
 def test_the_defaults_are_safe(tmp_path: Path) -> None:
     from flowserve.cli.options import RunOptions
 
-    options = RunOptions(tmp_path)
+    options = RunOptions((tmp_path,))
     assert options.http_address == "127.0.0.1"
     assert options.http_max_input_size == 64 << 20
     assert options.exit_on_error
     assert options.strict_readiness
+    assert not options.allow_client_shm

@@ -300,9 +300,6 @@ async def test_the_wrong_verb_is_405(api: Any, method: str, path: str) -> None:
     [
         ("POST", "/v2/models/double/generate", "generate"),
         ("POST", "/v2/models/double/versions/1/generate_stream", "generate_stream"),
-        ("GET", "/v2/trace/setting", "trace"),
-        ("POST", "/v2/models/double/trace/setting", "trace"),
-        ("POST", "/v2/logging", "logging"),
     ],
 )
 async def test_what_is_absent_says_its_name(api: Any, method: str, path: str, feature: str) -> None:

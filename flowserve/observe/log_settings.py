@@ -1,0 +1,68 @@
+"""What the server's log says and how, changeable while it runs.
+
+Decided here: the settings of Triton's logging extension, what each may be, and that over the wire nobody chooses a
+file: where the log goes is the operator's word alone. Who writes the lines, and how, is told of every change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from flowserve.errors import Invalid, Unsupported
+
+FORMATS: Final = ("default", "ISO8601")
+_VERBOSE_MAX: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LogChoice:
+    """One state of the settings, in Triton's words. `log_file` is always "": standard error."""
+
+    log_file: str = ""
+    log_info: bool = True
+    log_warning: bool = True
+    log_error: bool = True
+    log_verbose_level: int = 0
+    log_format: str = "default"
+
+
+class LogSettings:
+    """The settings in force. `apply` makes them so; it is called with every new choice, and before `change` returns."""
+
+    def __init__(self, choice: LogChoice | None = None, apply: Callable[[LogChoice], None] | None = None) -> None:
+        self._choice = choice or LogChoice()
+        self._apply = apply
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self._choice)
+
+    def change(self, asked: Mapping[str, Any]) -> None:
+        """Change what is asked for, all of it or nothing. Raises `Invalid` naming the setting, `Unsupported` for one
+        that nobody may change.
+        """
+        for key, value in asked.items():
+            _check(key, value)
+        if self._apply is None and asked:
+            raise Unsupported("log settings cannot be changed: this server's log belongs to the program around it")
+        choice = replace(self._choice, **asked)
+        if self._apply is not None:
+            self._apply(choice)
+        self._choice = choice
+
+
+def _check(key: str, value: Any) -> None:
+    if key == "log_file":
+        raise Unsupported("log file location can not be updated through network protocol")
+    if key == "log_verbose_level":
+        if type(value) is not int or not 0 <= value <= _VERBOSE_MAX:
+            raise Invalid(f"expect unsigned integer for log setting '{key}'")
+    elif key == "log_format":
+        if value not in FORMATS:
+            raise Invalid(f"invalid argument for log setting '{key}': use {' or '.join(FORMATS)}")
+    elif key in ("log_info", "log_warning", "log_error"):
+        if type(value) is not bool:
+            raise Invalid(f"expect boolean for log setting '{key}'")
+    else:
+        raise Invalid(f"unknown log setting '{key[:100]}'")

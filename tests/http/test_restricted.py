@@ -1,0 +1,134 @@
+"""Restricted APIs: which path is whose, however it is spelled, and what answers without the key."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from typing import Any
+
+import pytest
+
+from flowserve.errors import Invalid
+from flowserve.http.app import AppOptions, make_app
+from flowserve.http.restricted import GROUPS, groups_of, parse_restriction
+from flowserve.runtime.engine import Engine
+
+PATHS = {
+    "health": ["/v2/health/live", "/v2/health/ready", "/v2/models/double/ready", "/v2/models/double/versions/1/ready"],
+    "metadata": ["/v2", "/v2/models/double", "/v2/models/double/versions/1"],
+    "inference": [
+        "/v2/models/double/infer",
+        "/v2/models/double/versions/1/infer",
+        "/v2/models/double/generate",
+        "/v2/models/double/generate_stream",
+    ],
+    "shared-memory": [
+        "/v2/systemsharedmemory/status",
+        "/v2/systemsharedmemory/region/r/register",
+        "/v2/cudasharedmemory/unregister",
+    ],
+    "model-config": ["/v2/models/double/config", "/v2/models/double/versions/1/config"],
+    "model-repository": ["/v2/repository/index", "/v2/repository/x/index", "/v2/repository/models/double/load"],
+    "statistics": ["/v2/models/stats", "/v2/models/double/stats"],
+    "trace": ["/v2/trace/setting", "/v2/models/double/trace/setting"],
+    "logging": ["/v2/logging"],
+}
+EACH = [(group, path) for group, paths in PATHS.items() for path in paths]
+
+
+def aliases(path: str) -> list[str]:
+    """Other spellings of `path`, some of which somebody's router may take for it."""
+    head, _, tail = path.rpartition("/")
+    made = [
+        f"{path}/",
+        f"{path}//",
+        path.upper(),
+        path.replace("/", "//"),
+        f"{head}%2f{tail}",
+        f"{head}%2F{tail}",
+        f"{head}%252f{tail}",
+        f"{head}/%{ord(tail[0]):02x}{tail[1:]}",
+        f"{head}/./{tail}",
+        f"{path}?a=b",
+    ]
+    return [one for one in made if one.startswith("/")]
+
+
+def test_every_group_is_tried() -> None:
+    assert tuple(PATHS) == GROUPS
+
+
+@pytest.mark.fault("Z6")
+@pytest.mark.parametrize(("group", "path"), EACH)
+def test_a_path_belongs_to_its_group_however_it_is_spelled(group: str, path: str) -> None:
+    for spelled in [path, *aliases(path)]:
+        assert group in groups_of(spelled.partition("?")[0]), spelled
+
+
+def test_a_path_of_nobody_belongs_to_no_group_and_names_of_models_are_no_endpoints() -> None:
+    for path in ("/", "", "/metrics", "/v3/health/live", "/v2/nothing"):
+        assert not groups_of(path)
+    assert groups_of("/v2/models/infer") == {"metadata"}
+    assert groups_of("/v2/models/config/infer") == {"inference"}
+
+
+@pytest.fixture
+async def guarded(engine: Engine, start: Any) -> Any:
+    rules = tuple(parse_restriction(f"{group}:Admin-Key=s3:cr=t") for group in GROUPS)
+    return await start(make_app(engine, AppOptions(restrictions=rules)))
+
+
+@pytest.mark.fault("Z6")
+@pytest.mark.parametrize(("group", "path"), EACH)
+async def test_without_its_key_nothing_answers_by_any_verb_or_spelling(guarded: Any, group: str, path: str) -> None:
+    client = await guarded.connect()
+    for spelled in [path, *aliases(path)]:
+        for method in ("GET", "POST", "HEAD", "PUT"):
+            for header in ("", "admin-key: wrong\r\n", "admin-key: \r\n", "admin-key: s3:cr=\r\n", "x: s3:cr=t\r\n"):
+                await client.say(
+                    f"{method} {spelled} HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n{header}\r\n".encode()
+                )
+                answer = await client.answer(has_body=method != "HEAD")
+                assert answer.status == 403, (method, spelled, header)
+    assert json.loads(answer.body or b"{}").get("error", "This API is restricted, expecting header 'admin-key'") == (
+        "This API is restricted, expecting header 'admin-key'"
+    )
+
+
+async def test_with_its_key_everything_answers_and_what_is_not_restricted_needs_none(guarded: Any) -> None:
+    client = await guarded.connect()
+    for path in ("/v2/health/live", "/v2/models/double", "/v2/models/stats", "/v2/logging"):
+        answer = await client.ask(f"GET {path} HTTP/1.1\r\nHost: h\r\nADMIN-KEY: s3:cr=t\r\n\r\n".encode())
+        assert answer.status == 200
+    assert (await client.ask(b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n")).status == 200
+
+
+async def test_other_groups_stay_open(engine: Engine, start: Any) -> None:
+    rules = (parse_restriction("model-repository,logging:k=v"),)
+    running = await start(make_app(engine, AppOptions(restrictions=rules)))
+    client = await running.connect()
+    for path, status in [("/v2", 200), ("/v2/models/double/ready", 200), ("/v2/logging", 403)]:
+        assert (await client.ask(f"GET {path} HTTP/1.1\r\nHost: h\r\n\r\n".encode())).status == status
+
+
+@pytest.mark.fault("Z7")
+async def test_keys_are_compared_in_constant_time(guarded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[Any, Any]] = []
+    honest = hmac.compare_digest
+
+    def recording(left: Any, right: Any) -> bool:
+        compared.append((left, right))
+        return honest(left, right)
+
+    monkeypatch.setattr(hmac, "compare_digest", recording)
+    client = await guarded.connect()
+    assert (await client.ask(b"GET /v2 HTTP/1.1\r\nHost: h\r\nAdmin-Key: s3\r\n\r\n")).status == 403
+    assert compared == [(b"s3", b"s3:cr=t")]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "health", "health:key", "health:key=", "health:=v", ":k=v", "nope:k=v", "health,:k=v"]
+)
+def test_a_restriction_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(Invalid):
+        parse_restriction(text)

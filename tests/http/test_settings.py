@@ -1,0 +1,132 @@
+"""Log and trace settings: what may be changed over the wire, and what nobody may."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowserve.http.app import AppOptions, make_app
+from flowserve.observe.log_settings import LogChoice, LogSettings
+from flowserve.runtime.engine import Engine
+
+LOG = {
+    "log_file": "",
+    "log_info": True,
+    "log_warning": True,
+    "log_error": True,
+    "log_verbose_level": 0,
+    "log_format": "default",
+}
+TRACE = {
+    "trace_file": "",
+    "trace_level": ["OFF"],
+    "trace_rate": "1000",
+    "trace_count": "-1",
+    "log_frequency": "0",
+    "trace_mode": "triton",
+}
+
+
+async def ask(running: Any, method: str, path: str, asked: Any = None) -> tuple[int, Any]:
+    body = b"" if asked is None else json.dumps(asked).encode()
+    client = await running.connect()
+    answer = await client.ask(
+        f"{method} {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    )
+    return answer.status, json.loads(answer.body)
+
+
+@pytest.fixture
+def applied() -> list[LogChoice]:
+    return []
+
+
+@pytest.fixture
+async def logged(engine: Engine, start: Any, applied: list[LogChoice]) -> Any:
+    return await start(make_app(engine, AppOptions(log=LogSettings(apply=applied.append))))
+
+
+async def test_log_settings_are_told_and_changed(logged: Any, applied: list[LogChoice]) -> None:
+    assert await ask(logged, "GET", "/v2/logging") == (200, LOG)
+    changed = {"log_info": False, "log_verbose_level": 2, "log_format": "ISO8601"}
+    assert await ask(logged, "POST", "/v2/logging", changed) == (200, {**LOG, **changed})
+    assert await ask(logged, "GET", "/v2/logging") == (200, {**LOG, **changed})
+    assert applied == [LogChoice(log_info=False, log_verbose_level=2, log_format="ISO8601")]
+    assert await ask(logged, "POST", "/v2/logging") == (200, {**LOG, **changed})
+
+
+@pytest.mark.fault("Z3")
+@pytest.mark.parametrize("extra", [{}, {"log_info": False}])
+async def test_nobody_chooses_a_file_over_the_wire(
+    logged: Any, applied: list[LogChoice], tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    target = tmp_path / "log"
+    status, answer = await ask(logged, "POST", "/v2/logging", {**extra, "log_file": str(target)})
+    assert (status, answer) == (501, {"error": "log file location can not be updated through network protocol"})
+    status, answer = await ask(logged, "POST", "/v2/trace/setting", {"trace_file": str(target)})
+    assert (status, answer) == (501, {"error": "trace file location can not be updated through network protocol"})
+    assert not target.exists()
+    assert not applied
+    assert await ask(logged, "GET", "/v2/logging") == (200, LOG)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"log_verbose_level": -1},
+        {"log_verbose_level": True},
+        {"log_verbose_level": "1"},
+        {"log_verbose_level": 2**40},
+        {"log_info": 1},
+        {"log_format": "JSON"},
+        {"log_format": ["default"]},
+        {"log_everything": True},
+        [],
+    ],
+)
+async def test_a_wrong_log_setting_is_the_clients_fault_and_changes_nothing(
+    logged: Any, applied: list[LogChoice], asked: Any
+) -> None:
+    status, answer = await ask(logged, "POST", "/v2/logging", asked)
+    assert (status, list(answer)) == (400, ["error"])
+    assert not applied
+
+
+async def test_a_program_around_the_server_keeps_its_log(api: Any) -> None:
+    status, answer = await ask(api, "POST", "/v2/logging", {"log_info": False})
+    assert status == 501
+    assert "belongs to the program around it" in answer["error"]
+
+
+@pytest.mark.parametrize("path", ["/v2/trace/setting", "/v2/models/double/trace/setting"])
+async def test_tracing_is_off_and_says_so_instead_of_pretending(api: Any, path: str) -> None:
+    assert await ask(api, "GET", path) == (200, TRACE)
+    assert await ask(api, "POST", path, {"trace_level": ["OFF"], "trace_rate": None}) == (200, TRACE)
+    for asked in ({"trace_level": ["TIMESTAMPS"]}, {"trace_rate": "1"}, {"trace_mode": "opentelemetry"}):
+        status, answer = await ask(api, "POST", path, asked)
+        assert status == 501
+        assert answer["error"].startswith("tracing is not supported yet")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"trace_level": "OFF"},
+        {"trace_level": ["MAX"]},
+        {"trace_level": [1]},
+        {"trace_rate": 1000},
+        {"trace_rate": "fast"},
+        {"trace_count": "-2"},
+        {"trace_mode": 1},
+        {"trace_everything": "1"},
+    ],
+)
+async def test_a_wrong_trace_setting_is_the_clients_fault(api: Any, asked: Any) -> None:
+    assert (await ask(api, "POST", "/v2/trace/setting", asked))[0] == 400
+
+
+async def test_an_unknown_model_has_no_trace_settings(api: Any) -> None:
+    assert (await ask(api, "GET", "/v2/models/nobody/trace/setting"))[0] == 400

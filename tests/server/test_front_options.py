@@ -1,0 +1,160 @@
+"""What the operator can open and close at the front: sockets, keys, shared memory, metrics; two repositories as one."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from flowserve.testing.onnx_files import onnx_identity
+from flowserve.testing.serve import Served, serving
+from flowserve.values import DType
+
+SCORES = """
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt" }
+"""
+PASSES = """
+platform: "ensemble"
+max_batch_size: 4
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+ensemble_scheduling { step { model_name: "scores" model_version: -1
+  input_map { key: "x" value: "IN" } output_map { key: "y" value: "OUT" } } }
+"""
+TELLS = """
+max_batch_size: 0
+input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] }
+"""
+LINE = re.compile(r"[IWE]\d{4} \d\d:\d\d:\d\d\.\d{6} [\w.]+\] ")
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    served: Served
+    metrics: str  # host:port
+
+    def metrics_port(self) -> int:
+        return int(self.metrics.rpartition(":")[2])
+
+
+@pytest.fixture(scope="module")
+def front(
+    tmp_path_factory: pytest.TempPathFactory, add_model: Callable[..., Path], make_python: Callable[..., Any]
+) -> Iterator[Front]:
+    """Two repositories, and every option of this page."""
+    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    model = onnx_identity(DType.FP32, ("N", "M"))
+    add_model(first, "scores", SCORES, {"1/model.onnx": model, "labels.txt": "cat\ndog\nbird\n"})
+    add_model(second, "passes", PASSES)
+    tell = "return answer(OUT=np.array([request.parameters().encode()], np.object_))"
+    add_model(second, "tells", TELLS, make_python(tell))
+    options = [
+        str(second),
+        "--http-restricted-api=model-repository,logging:admin-key=secret",
+        "--http-header-forward-pattern=x-.*",
+        "--metrics-port=0",
+        "--allow-client-shm=true",
+    ]
+    with serving(first, *options) as served:
+        (metrics,) = [line.removeprefix("metrics on http://") for line in served.lines if line.startswith("metrics on")]
+        yield Front(served, metrics.removesuffix("/metrics"))
+
+
+@pytest.fixture
+def client(front: Front) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(front.served.address) as made:
+        yield made
+
+
+def numbers(*row: float) -> triton.InferInput:
+    array = np.array([row], np.float32)
+    return triton.InferInput("IN", list(array.shape), "FP32").set_data_from_numpy(array)
+
+
+def test_two_repositories_are_served_as_one(client: triton.InferenceServerClient) -> None:
+    index = client.get_model_repository_index(headers={"Admin-Key": "secret"})
+    assert [row["name"] for row in index] == ["passes", "scores", "tells"]
+    assert client.infer("passes", [numbers(1, 2)]).as_numpy("OUT").tolist() == [[1, 2]]
+
+
+def test_an_output_of_an_ensemble_is_classified_with_the_labels_of_its_model(
+    client: triton.InferenceServerClient,
+) -> None:
+    for binary in (True, False):
+        outputs = [triton.InferRequestedOutput("OUT", binary_data=binary, class_count=2)]
+        answer = client.infer("passes", [numbers(0.5, 3, 1, 2)], outputs=outputs)
+        got = [one.decode() if isinstance(one, bytes) else one for one in answer.as_numpy("OUT").ravel()]
+        assert got == ["3.000000:1:dog", "2.000000:3"]
+
+
+def test_restricted_groups_need_their_key(client: triton.InferenceServerClient) -> None:
+    for call in (client.get_model_repository_index, client.get_log_settings):
+        with pytest.raises(InferenceServerException, match="This API is restricted, expecting header 'admin-key'"):
+            call()
+        assert call(headers={"admin-key": "secret"})
+
+
+def test_headers_reach_the_model(client: triton.InferenceServerClient) -> None:
+    one = triton.InferInput("IN", [1], "FP32").set_data_from_numpy(np.ones(1, np.float32))
+    answer = client.infer("tells", [one], headers={"X-Tenant": "blue", "Tenant": "red"}, parameters={"depth": 2})
+    assert json.loads(answer.as_numpy("OUT")[0]) == {"x-tenant": "blue", "depth": 2}
+
+
+def test_metrics_have_a_port_of_their_own_and_nothing_else_is_there(front: Front) -> None:
+    def ask(port: int, path: str) -> tuple[int, str]:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+        return int(received.split()[1]), received.decode()
+
+    status, text = ask(front.metrics_port(), "/metrics")
+    assert status == 200
+    for family in (
+        "nv_inference_count{",
+        "nv_cpu_utilization ",
+        "nv_cpu_memory_total_bytes ",
+        "nv_cpu_memory_used_bytes ",
+    ):
+        assert f"\n{family}" in text
+    assert ask(front.served.port, "/metrics")[0] == 200
+    assert ask(front.metrics_port(), "/v2/health/live")[0] == 404
+
+
+@pytest.mark.fault("Z4")
+def test_what_clients_send_is_one_escaped_line_of_the_log_or_none(front: Front) -> None:
+    body = json.dumps({"id": "a\nI0101 forged", "inputs": []}).encode()
+    with socket.create_connection(front.served.address.split(":"), timeout=30) as connection:
+        for path in ("/v2/models/a%0aI0101%20forged/infer", "/v2/models/tells/infer%0d%0aforged", "/%0a"):
+            head = f"POST {path} HTTP/1.1\r\nHost: h\r\nX-A: a\tb\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 4")
+    lines = front.served.log.splitlines()
+    assert all(LINE.match(line) for line in lines), lines
+
+
+def test_a_socket_in_the_file_system_serves_the_same(tmp_path: Path, add_model: Callable[..., Path]) -> None:
+    repository = tmp_path / "models"
+    add_model(repository, "scores", "", {"1/model.onnx": onnx_identity(DType.FP32, ("N", "M"))})
+    path = tmp_path / "socket"
+    with serving(repository, f"--http-address=unix:{path}") as served:
+        assert served.lines[-1] == f"listening on unix:{path}"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(b"GET /v2/models/scores/ready HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert served.stop() == 0
+    assert not path.exists()
