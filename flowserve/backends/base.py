@@ -21,7 +21,9 @@ is given.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -29,7 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Request
+from flowserve.values import Request, Response
 
 ClockNs = Callable[[], int]
 
@@ -95,6 +97,7 @@ class Results:
     rows were not neighbours in one block, or lay where the model cannot read them (an odd address, memory that its
     process does not see). What is not copied was handed on as it lay. `placed[j]`: bytes of output j that were laid
     side by side when a model's answers, one for each request, were taken. Both are () where there was nothing of it.
+    `parameters[m]`, where given, is what member m's answer says besides its tensors.
     """
 
     outputs: list[list[Tensor | None]]
@@ -103,6 +106,7 @@ class Results:
     computed_ns: int = 0
     copied: Sequence[int] = ()
     placed: Sequence[int] = ()
+    parameters: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Instance(Protocol):
@@ -141,6 +145,46 @@ class Remote:
 
     entry: str
     arguments: tuple[Any, ...]
+
+
+# What comes of a call: a response, or why there is none; None after the last response of a call that may have many.
+Answer = Response | FlowserveError | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A request that a model makes of a deployment, `version` "" for its latest. `is_stream`: it takes any number of
+    responses, with None after the last; otherwise it gets one answer. An error is always the last.
+    """
+
+    model: str
+    version: str
+    request: Request
+    is_stream: bool = False
+
+
+class Caller(Protocol):
+    """How an instance's code calls other models, while it runs and on threads of its own. On any thread."""
+
+    def begin(self, call: Call, answered: Callable[[Answer], None]) -> Callable[[], None]:
+        """Send a call. The request's arrays are copied before this returns. `answered` is called for each answer, on
+        any thread and never waiting; arrays in it are the caller's own. Returns what withdraws the call, for whoever
+        has lost interest. Raises Unsupported where it cannot be made here.
+        """
+
+    def wait(self, is_there: Callable[[], bool]) -> None:
+        """Block until `is_there()`, which an answer makes true."""
+
+    def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
+        """Around waiting on an asyncio loop, on whose thread this is called."""
+
+
+@runtime_checkable
+class CallsModels(Protocol):
+    """What an `Instance` has besides where its code may call other models."""
+
+    def call_through(self, caller: Caller) -> None:
+        """From now on it calls through this. Before it is opened."""
 
 
 @runtime_checkable

@@ -70,8 +70,10 @@ class PythonBackend:
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Of `options`, `execution` says whether instances may run on the loop: only where somebody asked for it."""
         source = _Source(config, files)
-        source.text()
-        return PythonModel(source, may_run_inline=options.get("execution", "") in ("inline", "auto"))
+        # One that makes requests may wait for their answers: by measurement it never comes to wait on the loop for it.
+        makes_requests = "InferenceRequest" in source.text()
+        chosen = ("inline",) if makes_requests else ("inline", "auto")
+        return PythonModel(source, may_run_inline=options.get("execution", "") in chosen)
 
 
 class PythonModel:
@@ -196,7 +198,11 @@ class PythonInstance:
                 f"(model '{about.name}')"
             )
         outputs, errors, placed = self._answers.read(responses, work)
-        return Results(outputs, errors, gathered_ns=gathered_ns, computed_ns=computed_ns, placed=placed)
+        results = Results(outputs, errors, gathered_ns=gathered_ns, computed_ns=computed_ns, placed=placed)
+        for m, response in enumerate(responses):
+            if type(response) is pb_utils.InferenceResponse and response._parameters:
+                results.parameters = {**results.parameters, m: response._parameters}
+        return results
 
     def _make_sender(self, work: Work, member: int) -> ResponseSender | SingleResponseSender:
         name = self._about.name

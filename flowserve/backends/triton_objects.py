@@ -2,14 +2,14 @@
 
 Decided here: Triton's classes, made so that a request costs next to nothing until the model asks for its parts, and
 which arrays a model may write to. Models reach them through triton_python_backend_utils.py. Names that start with an
-underscore are not for models. What flowserve does not do yet (calling other models) is refused by name.
+underscore are not for models.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from flowserve.graph.conversion import reshaped
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor as _Rows
 from flowserve.values import BY_NUMPY, Array, DType, TensorSpec
+
+if TYPE_CHECKING:
+    from flowserve.backends.python_calls import ModelCalls
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START: Final = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END: Final = 2
@@ -167,7 +170,7 @@ class _Input(Tensor):
 
 
 class InferenceRequest:
-    """A request as a model sees it, or one that it makes for another model (which cannot be sent yet)."""
+    """A request as a model sees it, or one that it makes for another model."""
 
     __slots__ = ("_about", "_inputs")
 
@@ -184,6 +187,7 @@ class InferenceRequest:
         preferred_memory: PreferredMemory | None = None,
         trace: object = None,
         parameters: Mapping[str, Any] | str = "{}",
+        priority: int = 0,
     ) -> None:
         self._inputs: list[Tensor] | None = list(inputs)
         self._about: dict[str, Any] = {
@@ -194,7 +198,7 @@ class InferenceRequest:
             "model_version": model_version,
             "flags": flags,
             "timeout": timeout,
-            "priority": 0,
+            "priority": priority,
             "parameters": json.loads(parameters or "{}") if isinstance(parameters, str) else parameters,
         }
 
@@ -247,14 +251,26 @@ class InferenceRequest:
         """Where a model answers a request it was given."""
         raise TritonModelException("Unable to get a response sender: the request was not given to this model")
 
-    def exec(self, decoupled: bool = False) -> NoReturn:
-        raise TritonModelException(
-            f"model '{scope.model}': calling model '{self.model_name()}' from a model (BLS) is not supported yet; "
-            f"an ensemble can join the two"
-        )
+    def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
+        """Have another model answer, and wait for it; `decoupled` for one that may answer any number of times: then an
+        iterator over its responses. What fails is a response with an error.
+        """
+        calls = self._calls()
+        return calls.stream(self) if decoupled else calls.exec(self)
 
-    def async_exec(self, decoupled: bool = False) -> NoReturn:
-        self.exec(decoupled)
+    def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | AsyncIterator[InferenceResponse]]:
+        """The same to `await`. It is sent when this is called, so that several can be under way at the same time."""
+        answers = self._calls().async_stream(self, is_stream=decoupled)
+        return _now(answers) if decoupled else self._calls().async_exec(answers)
+
+    def _calls(self) -> ModelCalls:
+        owner = scope.owner
+        if owner is None or owner.calls is None:
+            raise TritonModelException(
+                f"model '{self.model_name()}' cannot be called here: other models are called from execute, on its own "
+                "thread, and, by a model in a process of its own, on threads that it has started"
+            )
+        return owner.calls
 
 
 class GivenRequest(InferenceRequest):
@@ -337,13 +353,15 @@ class ModelFacts:
 class InferenceResponse:
     """The answer to one request: tensors, or why there are none."""
 
-    __slots__ = ("_error", "_outputs")
+    __slots__ = ("_error", "_outputs", "_parameters")
 
     def __init__(
-        self, output_tensors: Iterable[Tensor] | None = None, error: object = None, parameters: str = ""
+        self,
+        output_tensors: Iterable[Tensor] | None = None,
+        error: object = None,
+        parameters: Mapping[str, Any] | str = "",
     ) -> None:
-        if parameters:
-            raise TritonModelException(f"model '{scope.model}': response parameters are not supported yet")
+        self._parameters: Mapping[str, Any] = _parameters(parameters) if parameters else {}
         self._outputs: list[Tensor] = [] if output_tensors is None else list(output_tensors)
         # Models written for old versions of Triton pass a message, or an exception, where an error is wanted.
         self._error = error if error is None or isinstance(error, TritonError) else TritonError(str(error))
@@ -356,6 +374,25 @@ class InferenceResponse:
 
     def error(self) -> TritonError | None:
         return self._error
+
+    def parameters(self) -> str:
+        """What it says besides its tensors, as a JSON object."""
+        return json.dumps(self._parameters)
+
+
+async def _now(answers: AsyncIterator[InferenceResponse]) -> AsyncIterator[InferenceResponse]:
+    return answers
+
+
+def _parameters(given: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """A response's parameters: a JSON object, or a dictionary, of strings, numbers and booleans."""
+    found = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(found, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, (str, int, float)) for key, value in found.items()
+    ):
+        text = "response parameters are a JSON object of strings, numbers and booleans"
+        raise TritonModelException(f"model '{scope.model}': {text}, got {given!r}")
+    return dict(found)
 
 
 def numpy_to_triton_type(data_type: Any) -> int:

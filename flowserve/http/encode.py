@@ -16,6 +16,7 @@ import orjson
 from flowserve.errors import Invalid
 from flowserve.http.infer_header import AnswerForm
 from flowserve.memory import raw
+from flowserve.runtime.parameters import STATELESS
 from flowserve.values import Array, DType, Response
 
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
@@ -42,10 +43,12 @@ class Encoder:
         Raises `Invalid` where the client asked for a form the tensor cannot take, `Internal` where the model made what
         no tensor can be.
         """
-        key: list[Any] = [response.model, response.version, response.id]
+        if response.parameters and response.parameters is not STATELESS:
+            return _encode(response, form)
+        key: list[Any] = [response.model, response.version, response.id, response.parameters is STATELESS]
         blocks: list[Any] = []
         for name, array in response.outputs.items():
-            if array.dtype.hasobject or not form.is_binary(name) or response.parameters:
+            if array.dtype.hasobject or not form.is_binary(name):
                 return _encode(response, form)
             key += (name, array.dtype, array.shape)
             blocks.append(raw.block(array))
@@ -74,7 +77,7 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], Headers]:
             entry["parameters"] = {"binary_data_size": len(block)}
             blocks.append(block)
         else:
-            entry["data"] = _data(name, array, dtype)
+            entry["data"] = json_data(name, array, dtype)
         outputs.append(entry)
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model
@@ -88,7 +91,7 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], Headers]:
     return [text, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % len(text)))
 
 
-def _data(name: str, array: Array, dtype: DType) -> Any:
+def json_data(name: str, array: Array, dtype: DType) -> Any:
     """What orjson writes as the flat `data`."""
     if dtype is DType.BYTES:
         return _strings(name, array)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -25,6 +26,7 @@ from flowserve.observe.statistics import CANCELED, OTHER, REJECTED, Statistics, 
 from flowserve.runtime.accounts import record_batch, record_ensemble
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.cache import Cache, Lru
+from flowserve.runtime.calls import Calls
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock
 from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry, MakeFlow
@@ -32,6 +34,7 @@ from flowserve.runtime.gate import Gate
 from flowserve.runtime.hosts import PYTHON_EXECUTION, Processes
 from flowserve.runtime.instance import Completions, Host, Outcome
 from flowserve.runtime.lifecycle import Generation, Generations
+from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Pump
 from flowserve.runtime.streaming import Returned, Streaming
@@ -39,6 +42,7 @@ from flowserve.runtime.supervisor import Supervisor
 from flowserve.runtime.turnstile import Turnstile
 from flowserve.scheduling.backoff import DELAYS, Delays
 from flowserve.scheduling.batcher import Batcher
+from flowserve.scheduling.calls import Called, CalledFlow
 from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Available, Limiter, Needs
@@ -85,6 +89,7 @@ class Engine:
         self._cache: Cache | None = None if options.cache_bytes is None else Lru(options.cache_bytes)
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
+        self.calls = self.completions.calls = Calls(self)
         self.supervisor = Supervisor(self.dispatcher, self.completions, self._pump.poke, self.clock, options.restarts)
         self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
@@ -213,13 +218,33 @@ class Engine:
         """
         return Answers(self, self.submit(deployment, request, deployment.make_stream))
 
-    def submit(self, deployment: Deployment, request: Request, make: MakeFlow | None = None) -> Flow:
+    def call(self, batch: Batch | None, deployment: Deployment, request: Request, *, is_stream: bool) -> Called:
+        """Begin a request that a model makes, in the execution of `batch` if in any. As `submit`, but also while the
+        server drains, and past the gate. Raises Unavailable where it could never be answered.
+        """
+        nested = deployment.make_stream if is_stream else deployment.make_flow
+        request.stamp = self.next_stamp()
+        begun: Called = self.submit(
+            deployment,
+            request,
+            lambda plan, *facts: (CalledFlow if plan.nesting is None else nested)(plan, *facts),
+            partial(self.dispatcher.call, batch),
+        )  # type: ignore[assignment]
+        return begun
+
+    def submit(
+        self,
+        deployment: Deployment,
+        request: Request,
+        make: MakeFlow | None = None,
+        take: Callable[[Any], None] | None = None,
+    ) -> Flow:
         """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, where it is set,
         is called with the flow when it is. Raises as `infer` does for what is refused at the door; Unsupported for a
-        deployment that may answer any number of times, unless `make` is its `make_stream`.
+        deployment that may answer any number of times, unless `make` is its `make_stream`. `take` is for `call`.
         """
         admission = deployment.admission
-        if self._is_draining:
+        if self._is_draining and take is None:
             deployment.statistics.failed(1, 0, REJECTED)
             raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
         try:
@@ -240,7 +265,9 @@ class Engine:
             request.timeout_us * 1000,
         )
         flow.wanted = admission.wanted(request)
-        if deployment.gate is None:
+        if take is not None:
+            take(flow)
+        elif deployment.gate is None:
             self.dispatcher.submit(flow)
         else:
             deployment.gate.enter(flow)
@@ -259,6 +286,8 @@ class Engine:
         flow.owner.statistics.failed(1, now_ns - flow.arrived_ns, CANCELED)
         if flow.owner.gate is not None:
             flow.owner.gate.leave(flow)
+        if self.calls:
+            self.calls.sweep()
         self._pump.poke()
 
     def response(self, flow: Flow) -> Response:
@@ -278,7 +307,9 @@ class Engine:
                 if name in deployment.output_conversions:
                     tensor = tensor.converted(deployment.output_conversions[name])
                 outputs[name] = tensor.array
-        return Response(deployment.name, deployment.version, outputs, flow.request.id)
+        request = flow.request
+        parameters = of_ensemble(request) if deployment.graph.is_ensemble else flow.parameters or NONE
+        return Response(deployment.name, deployment.version, outputs, request.id, parameters)
 
     def _start(self, batch: Batch) -> None:
         host: Host = batch.instance
@@ -294,6 +325,8 @@ class Engine:
         now_ns = self.clock()
         if isinstance(outcome, Results):
             record_batch(batch.queue.observer, batch, outcome, now_ns)
+            if outcome.parameters:
+                outcome.errors = take_parameters(batch, outcome.parameters, outcome.errors)
             self.dispatcher.batch_done(batch, outcome.outputs, outcome.errors, now_ns)
         elif isinstance(outcome, Returned):
             self.streaming.returned(batch, outcome)
@@ -308,8 +341,11 @@ class Engine:
         if flow.owner.gate is not None:
             is_counted = flow.owner.gate.leave(flow)
             self._pump.poke()  # others may be let in
-        if flow.plan.graph.is_ensemble and not is_counted:
-            record_ensemble(flow, self.clock())
+        if flow.plan.graph.is_ensemble:
+            if not is_counted:
+                record_ensemble(flow, self.clock())
+            if flow.error is not None and self.calls:  # what runs of it may have called others
+                self.calls.sweep()
         self._ready(flow)
 
     def _ready(self, flow: Flow) -> None:
@@ -452,14 +488,14 @@ async def open_engine(
     options: EngineOptions, *, on_close: Callable[[list[str]], None] | None = None, exit_timeout_s: float = 30.0
 ) -> AsyncIterator[Engine]:
     """An engine whose pump runs, empty until something is loaded into it. Leaving the block closes every instance."""
-    async with trio.open_nursery() as nursery:
+    async with _machinery() as machinery:
         engine = Engine(options)
-        nursery.start_soon(engine.run_pump, name="pump")
-        nursery.start_soon(engine.run_turnstile, name="turnstile")
-        nursery.start_soon(engine.generations.run, name="reaper")
-        await nursery.start(engine.supervisor.run, name="supervisor")
+        machinery.start_soon(engine.run_pump, name="pump")
+        machinery.start_soon(engine.run_turnstile, name="turnstile")
+        machinery.start_soon(engine.generations.run, name="reaper")
+        await machinery.start(engine.supervisor.run, name="supervisor")
         if engine.processes is not None:
-            await nursery.start(engine.processes.run, name="processes")
+            await machinery.start(engine.processes.run, name="processes")
         else:
             log.info("Python models run on threads and share one process: processes of their own need Linux 5.3")
         try:
@@ -471,4 +507,23 @@ async def open_engine(
                     on_close(hung)
                 if engine.processes is not None:
                     await engine.processes.close()
-            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _machinery() -> AsyncIterator[trio.Nursery]:
+    """A nursery for tasks that go on until the block ends, also where it is cancelled from outside: closing needs
+    them. What one of them raises still ends the block.
+    """
+
+    async def work(task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        async with trio.open_nursery() as machinery:
+            machinery.cancel_scope.shield = True
+            task_status.started(machinery)
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        machinery = await nursery.start(work)
+        try:
+            yield machinery
+        finally:
+            machinery.cancel_scope.cancel()

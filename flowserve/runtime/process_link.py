@@ -138,8 +138,12 @@ class Link:
         packed = self._over(number, kept)
         block = self._block(segment, offset, nbytes) if nbytes else None
         outputs, placed = self._reader.read(words, 8, block, self._rows)
-        errors = {int(m): heard(one) for m, one in json.loads(text).items()} if text else {}
-        return Results(outputs, errors, gathered_ns, computed_ns, packed.copied, placed)
+        told = json.loads(text) if text else {}
+        parameters = {int(m): one for m, one in told.items() if isinstance(one, dict)}
+        errors = {int(m): heard(one) for m, one in told.items() if not isinstance(one, dict)}
+        if not parameters.keys() <= set(range(len(self._rows))):
+            raise Garbled("parameters of a member that is none")
+        return Results(outputs, errors, gathered_ns, computed_ns, packed.copied, placed, parameters)
 
     def _over(self, number: int, kept: int) -> Packed:
         """The batch that runs is over. Its inputs go home, unless the model keeps them."""

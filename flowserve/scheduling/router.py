@@ -61,8 +61,8 @@ class Flow:
 
     `route[n]` is the queue of node n's model, which pins the flow to what its graph was loaded with.
     `priority` (1 is the highest, 0 none) and `timeout_ns` (0 none) are the request's own; every step of it has them
-    whole. `request`, `owner`, `wanted` and `waiter` belong to the runtime; nothing here reads them. `queue_ns` and
-    `compute_*_ns` sum what its steps took, for the statistics of the graph.
+    whole. `request`, `owner`, `wanted`, `waiter` and `parameters` belong to the runtime; nothing here reads them.
+    `queue_ns` and `compute_*_ns` sum what its steps took, for the statistics of the graph.
     """
 
     __slots__ = (
@@ -75,6 +75,7 @@ class Flow:
         "missing",
         "open",
         "owner",
+        "parameters",
         "plan",
         "priority",
         "queue_ns",
@@ -115,6 +116,7 @@ class Flow:
         self.timeout_ns = timeout_ns
         self.request = request
         self.waiter: Any = None
+        self.parameters: Any = None
         self.wanted: tuple[str, ...] = ()
         self.queue_ns = 0
         self.compute_input_ns = 0

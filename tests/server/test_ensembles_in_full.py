@@ -52,6 +52,11 @@ SLEEPS = """
         time.sleep(0.4)
         return answer(WHEN=np.array([[began, time.monotonic()]]))
 """
+TELLS = """
+        told = (request.request_id(), request.parameters(), str(request.correlation_id()))
+        return answer(**{name: np.array([[text.encode()]], np.object_)
+                         for name, text in zip(("ID", "PARAMETERS", "SEQUENCE"), told)})
+"""
 REFUSES = 'return refuse("not mine") if given("IN")[0, 0] < 0 else answer(OUT=given("IN") + 1)'
 SHAPES = 'return answer(OUT=np.array(given("IN").shape, np.int64)[None] if {batched} else np.array(given("IN").shape))'
 
@@ -144,6 +149,25 @@ def served(
     ensemble("one_at_a_time", graph(BOTH, *slowly, more=parameters(max_requests=1)))
     ensemble("one_then_another", graph(BOTH, *slowly, more=parameters(max_requests=1, when_full="wait")))
     ensemble("few_bytes", graph(BOTH, *slowly, more=parameters(max_request_bytes=20)))
+    says = """
+        if given("IN")[0, 0] == 0:
+            return answer(OUT=given("IN"))
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", given("IN"))], parameters=
+            {"note": "three", "share": 0.5, "sure": True})
+"""
+    model("says", says, more="dynamic_batching { }\n")
+    ensemble("around_says", graph(BOTH, step("says", IN, OUT)))
+    speaks = """
+        said = '{"sequence_id": "seven", "sequence_end": true}' if given("IN")[0, 0] > 0 else '{"sequence_end": "yes"}'
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", given("IN"))], parameters=said)
+"""
+    model("speaks", speaks)
+    model("flags", "return answer(OUT=np.array([[request.flags() & 1, request.flags() >> 1 & 1, 0, 0]], np.float32))")
+    ensemble("ends", graph(BOTH, step("speaks", IN, {"OUT": "a"}), step("flags", {"IN": "a"}, OUT)))
+    words = ("ID", "PARAMETERS", "SEQUENCE")
+    told = tensor("input", "IN") + "".join(tensor("output", name, "1", dtype="STRING") for name in words)
+    model("tells", TELLS, told)
+    ensemble("tells_inside", graph(told, step("tells", IN, {name: name for name in words})))
     ensemble("cached", graph(BOTH, step("echo", IN, {"OUT": "a"}), step("refuses", {"IN": "a"}, OUT), more=CACHE))
     with serving(folder, "--cache-config", f"local,size={CACHE_BYTES}") as running:
         yield running
@@ -348,6 +372,46 @@ def test_requests_are_counted_by_their_bytes_too(wire: Any) -> None:
     too_large = wire.infer("few_bytes", [ROW, ROW])
     assert too_large.status == 413
     assert "a request of 32 bytes can never be let in" in too_large.error
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+def test_what_a_models_answer_says_besides_its_tensors_reaches_its_client(wire: Any) -> None:
+    assert ask(wire, "says", IN=ROW).json["parameters"] == {"note": "three", "share": 0.5, "sure": True}
+    assert "parameters" not in ask(wire, "says", IN=[0.0, 0.0, 0.0, 0.0]).json
+    pair = wire.together([wire.infer_request("says", [row]) for row in (ROW, [0.0] * 4)])
+    assert ["parameters" in answer.json for answer in pair] == [True, False]
+
+
+def test_of_a_step_only_what_it_says_of_the_sequence_reaches_the_client_of_the_ensemble(wire: Any) -> None:
+    stateless = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+    assert ask(wire, "around_says", IN=ROW).json["parameters"] == stateless
+    text = wire.infer("around_says", [ROW], parameters={"sequence_id": 7, "sequence_start": True})
+    assert text.json["parameters"] == {"sequence_id": 7, "sequence_start": True, "sequence_end": False}
+    assert text.body.count(b'"sequence_id"') == 1
+
+
+def test_a_step_that_speaks_of_the_sequence_clears_the_flags_it_leaves_out(wire: Any) -> None:
+    given = {"sequence_id": 7, "sequence_start": True, "sequence_end": True}
+    answer = wire.infer("ends", [ROW], parameters=given)
+    assert answer.json["parameters"] == {"sequence_id": "seven", "sequence_start": False, "sequence_end": True}
+    assert outputs(answer) == {"OUT": [0.0, 1.0, 0.0, 0.0]}, "the next step saw them as well"
+
+
+def test_a_sequence_that_is_none_is_the_steps_mistake(wire: Any) -> None:
+    answer = wire.infer("ends", [[-1.0, 0.0, 0.0, 0.0]])
+    assert answer.status == 400
+    assert answer.error.startswith(
+        "in ensemble 'ends', expected parameter 'sequence_end' to be true or false, got 'yes'"
+    )
+    assert "(step 'speaks' at ends/config.pbtxt:" in answer.error
+
+
+def test_steps_get_what_the_request_said(wire: Any) -> None:
+    parameters = {"mode": "fast", "priority": 1, "sequence_id": 9}
+    answer = wire.infer("tells_inside", [ROW], id="seven", parameters=parameters)
+    assert outputs(answer) == {"ID": ["seven"], "PARAMETERS": ['{"mode": "fast"}'], "SEQUENCE": ["9"]}
 
 
 # ------------------------------------------------------------------------------------------------------------- answers

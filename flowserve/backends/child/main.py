@@ -213,7 +213,9 @@ class Server:
         results = self._instance.run(work, perf_counter_ns)
         words += (results.gathered_ns, results.computed_ns)
         words += self._outputs.place(results.outputs)
-        return {m: said(error) for m, error in results.errors.items()} if results.errors else None
+        if not results.errors and not results.parameters:
+            return None
+        return {**results.parameters, **{m: said(error) for m, error in results.errors.items()}}
 
     def _send(self, message: bytes) -> None:
         if len(message) > MESSAGE_BYTES_MAX:

@@ -65,7 +65,7 @@ READY: Final = 1
 BROKEN: Final = 2
 # SEGMENT number, with a descriptor: memory that outputs will lie in
 SEGMENT: Final = 3
-# DONE number kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text]}
+# DONE number kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] or parameters}
 #   kept: whether the model still holds views of this batch's inputs; GONE follows when it does not
 #   outputs: for each output NOTHING, or
 #     TOGETHER offset nbytes absent member... dimensions dim...    members side by side, those that are absent left out

@@ -1,0 +1,65 @@
+"""What answers say besides tensors.
+
+Decided here: which parameters of a model's response reach whom. Those of a plain model reach its client. Of a step of
+an ensemble only a sequence's do, as on Triton: they hold for the steps after it and for the answer, and flags that are
+not in the response are off. So the answer of every ensemble says which sequence it belongs to, 0 for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.lineage import traced
+from flowserve.scheduling.router import Flow
+from flowserve.values import Parameter, Request
+
+# Of an ensemble whose request belongs to no sequence; always this object, so that whoever writes answers knows it.
+STATELESS: Final[Mapping[str, Parameter]] = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+NONE: Final[Mapping[str, Parameter]] = {}
+
+Said = Mapping[int, Mapping[str, Any]]
+
+
+def take_parameters(batch: Batch, said: Said, errors: Mapping[int, FlowserveError]) -> Mapping[int, FlowserveError]:
+    """Give the members of a batch the parameters of their responses. Returns `errors`, and those who said what cannot
+    be.
+    """
+    found = {**errors}
+    for m, parameters in said.items():
+        ticket = batch.tickets[m]
+        try:
+            if not all(isinstance(value, (str, int, float)) for value in parameters.values()):
+                raise ModelFailed(f"model '{batch.queue.key.name}': response parameters are strings, numbers, booleans")
+            _take(ticket.flow.whole, parameters)
+        except FlowserveError as error:
+            found.setdefault(m, traced(error, ticket, batch.instance))
+    return found
+
+
+def _take(flow: Flow, parameters: Mapping[str, Any]) -> None:
+    if not flow.plan.graph.is_ensemble:
+        flow.parameters = parameters
+    elif STATELESS.keys() & parameters.keys():
+        sequence_id = parameters.get("sequence_id", flow.request.sequence_id)
+        start, end = (parameters.get(key, False) for key in ("sequence_start", "sequence_end"))
+        if isinstance(sequence_id, bool) or not isinstance(sequence_id, (int, str)):
+            raise Invalid(f"expected parameter 'sequence_id' to be an integer or a string, got {sequence_id!r}")
+        for key, flag in (("sequence_start", start), ("sequence_end", end)):
+            if not isinstance(flag, bool):
+                raise Invalid(f"expected parameter '{key}' to be true or false, got {flag!r}")
+        flow.request = replace(flow.request, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
+
+
+def of_ensemble(request: Request) -> Mapping[str, Parameter]:
+    """What the answer of an ensemble says: of the sequence, as its request or the last step that spoke of it has it."""
+    if not (request.sequence_id or request.sequence_start or request.sequence_end):
+        return STATELESS
+    return {
+        "sequence_id": request.sequence_id,
+        "sequence_start": request.sequence_start,
+        "sequence_end": request.sequence_end,
+    }
