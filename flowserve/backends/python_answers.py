@@ -153,7 +153,7 @@ class AnswerReader:
         """What the model promised otherwise, "" for nothing. Strings become `bytes` on the way."""
         array = tensor.as_numpy()
         if output.spec.dtype is DType.BYTES and array.dtype.kind in "OSU":
-            array = tensor._array = _as_bytes(array)
+            array = tensor._array = as_bytes(array)
         if array.dtype != output.numpy:
             return f"the configuration promises {output.spec.dtype}, the model answered {array.dtype}"
         shape = array.shape
@@ -234,7 +234,8 @@ _ALONE = _holders([InferenceResponse([Answer("", np.zeros(1))])], 0, 0)
 _BASE_ALONE = _base_holders(np.zeros(2)[:1])
 
 
-def _as_bytes(array: Array) -> Array:
+def as_bytes(array: Array) -> Array:
+    """An array of strings of any kind as an object array of `bytes`; itself where it is one."""
     elements = array.ravel().tolist()
     if array.dtype.kind == "O" and set(map(type, elements)) <= {bytes}:
         return array

@@ -20,6 +20,10 @@ from importlib.util import module_from_spec, spec_from_loader
 from itertools import count
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowserve.backends.python_calls import ModelCalls
 
 _numbers = count()
 # Two models may not look for a `helper` at the same time: the name stands in sys.modules while it is imported.
@@ -27,17 +31,22 @@ _importing = threading.RLock()
 
 
 class Owner:
-    """The model that a thread works for: its name, and the folders that its imports look in."""
+    """The model that a thread works for: its name, the folders that its imports look in, and what it calls other models
+    through, where it may.
+    """
 
-    __slots__ = ("folders", "model")
+    __slots__ = ("calls", "folders", "model")
 
-    def __init__(self, model: str, folders: Sequence[str]) -> None:
+    def __init__(self, model: str, folders: Sequence[str], calls: ModelCalls | None = None) -> None:
         self.model = model
         self.folders = tuple(folders)
+        self.calls = calls
 
 
 class _Scope(threading.local):
-    """What this thread does just now. Nobody's on threads that a model starts itself."""
+    """What this thread does just now. On threads that a model starts itself: nobody's work, but in a process that is
+    one model's (`adopt`).
+    """
 
     owner: Owner | None = None
 
@@ -51,6 +60,11 @@ class _Scope(threading.local):
 
 
 scope = _Scope()
+
+
+def adopt(owner: Owner) -> None:
+    """This process is one model's: all its threads work for it."""
+    _Scope.owner = owner
 
 
 class WorkingFor:

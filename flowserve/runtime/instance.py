@@ -17,9 +17,10 @@ from typing import Protocol
 
 import trio
 
-from flowserve.backends.base import Instance, Results, Work
+from flowserve.backends.base import CallsModels, Instance, Results, Work
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.tensor import Tensor
+from flowserve.runtime.calls import Calls, ThreadCaller
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.placement import Placement
 from flowserve.runtime.streaming import Returned
@@ -39,6 +40,7 @@ class Completions:
     def __init__(self, token: trio.lowlevel.TrioToken, finished: Callable[[Batch, Outcome], None]) -> None:
         self.token = token
         self.finished = finished
+        self.calls: Calls | None = None  # where models' calls of other models go
         self._returned: deque[tuple[Batch, Outcome]] = deque()
 
     def put(self, batch: Batch, outcome: Outcome) -> None:
@@ -96,12 +98,16 @@ class LocalHost:
         self._clock = clock
         self._may_write = may_write
         self.always_inline = always_inline
+        self._caller: ThreadCaller | None = None  # where its model may call others
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Work] | None] = queue.SimpleQueue()
         self.running: Batch | None = None  # what its thread is busy with
 
     def open(self, completions: Completions) -> None:
         """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""
+        if isinstance(self._instance, CallsModels) and completions.calls is not None:
+            self._caller = ThreadCaller(self._model, completions.calls, lambda: self.running)
+            self._instance.call_through(self._caller)
         if self.always_inline:
             self._instance.open()
             return
@@ -166,6 +172,8 @@ class LocalHost:
         return results
 
     def _serve(self, completions: Completions, opened: queue.SimpleQueue[BaseException | None]) -> None:
+        if self._caller is not None:
+            self._caller.serve_here()
         try:
             self._instance.open()
         except BaseException as error:

@@ -16,15 +16,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import Plan, PlanNode
 from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.streams import StreamFlow
 
 if TYPE_CHECKING:
     from flowserve.scheduling.dispatcher import Batch, ModelQueue
 
+Called = Union["CalledFlow", StreamFlow]
 # Whether a batch of a queue could ever be started if these executions kept what they have for ever.
 CanStart = Callable[["ModelQueue", Sequence["Batch"]], bool]
 
@@ -48,12 +50,12 @@ class Calls:
 
     def __init__(self, can_start: CanStart) -> None:
         self._can_start = can_start
-        self._made: dict[Batch, list[CalledFlow]] = {}
+        self._made: dict[Batch, list[Called]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._made)
 
-    def begin(self, batch: Batch, flow: CalledFlow) -> None:
+    def begin(self, batch: Batch, flow: Called) -> None:
         """The execution of `batch` calls, and waits; `flow` is submitted next. Raises Unavailable where it would wait
         for ever.
         """
@@ -64,7 +66,7 @@ class Calls:
             self.over(batch, flow)
             raise refusal
 
-    def over(self, batch: Batch, flow: CalledFlow) -> None:
+    def over(self, batch: Batch, flow: Called) -> None:
         """The execution has its answer, or does not wait for it any more. Harmless afterwards."""
         flows = self._made.get(batch, [])
         if flow in flows:
@@ -99,7 +101,7 @@ class Calls:
 class _Hopeless:
     """The executions that would wait for ever if nothing were done about it. `stuck` shrinks to them."""
 
-    def __init__(self, made: dict[Batch, list[CalledFlow]], can_start: CanStart) -> None:
+    def __init__(self, made: dict[Batch, list[Called]], can_start: CanStart) -> None:
         self._made = made
         self._can_start = can_start
         self._running: dict[tuple[Flow, int], list[Batch]] = {}
@@ -111,10 +113,10 @@ class _Hopeless:
             for batch in able:
                 del self.stuck[batch]
 
-    def is_hopeless(self, flow: CalledFlow) -> bool:
+    def is_hopeless(self, flow: Called) -> bool:
         return any(self._blocks(flow, node) for node in _pending(flow))
 
-    def words(self, flow: CalledFlow, caller: Batch) -> str:
+    def words(self, flow: Called, caller: Batch) -> str:
         """Why nobody can ever answer a call that is hopeless."""
         path = self._path(flow, caller)
         queue = next(queue for queue, blockers in self._blocked(flow) if path[0] in blockers)
@@ -127,12 +129,12 @@ class _Hopeless:
             hint = "there must be more of them (--rate-limit-resource), or the models must ask for less"
         return f"model {circle}: this call can never be answered, because {why}; {hint}"
 
-    def _path(self, flow: CalledFlow, caller: Batch) -> list[Batch]:
+    def _path(self, flow: Called, caller: Batch) -> list[Batch]:
         """The shortest chain of executions from one that could have served `flow` to its caller, each of which waits
         for the next.
         """
         came_from: dict[Batch, Batch | None] = {}
-        edge: deque[tuple[Batch | None, CalledFlow]] = deque([(None, flow)])
+        edge: deque[tuple[Batch | None, Called]] = deque([(None, flow)])
         while caller not in came_from:
             batch, called = edge.popleft()
             for blocker in chain.from_iterable(blockers for _, blockers in self._blocked(called)):
@@ -144,7 +146,7 @@ class _Hopeless:
             path.insert(0, before)
         return path
 
-    def _blocked(self, flow: CalledFlow) -> Iterator[tuple[ModelQueue, list[Batch]]]:
+    def _blocked(self, flow: Called) -> Iterator[tuple[ModelQueue, list[Batch]]]:
         """The queues of the steps that can never run, each with whoever keeps them from it."""
         for node in _pending(flow):
             if self._blocks(flow, node):
@@ -154,16 +156,18 @@ class _Hopeless:
                 # Where none of them has an instance of the model, it is resources that they have.
                 yield queue, [batch for batch in here or self.stuck if batch in self.stuck]
 
-    def _blocks(self, flow: CalledFlow, node: PlanNode) -> bool:
+    def _blocks(self, flow: Called, node: PlanNode) -> bool:
         queue: ModelQueue = flow.route[node.index]
         if self._ahead(flow, queue):
             return True
         running = self._running.get((flow, node.index))
         if running is not None:
             return any(batch in self.stuck for batch in running)
+        if _answers(flow, node):
+            return False
         return not self._can_start(queue, [*self.stuck])
 
-    def _ahead(self, flow: CalledFlow, queue: ModelQueue) -> list[Batch]:
+    def _ahead(self, flow: Called, queue: ModelQueue) -> list[Batch]:
         """The stuck executions before whose answers this one's cannot go, because the model keeps their order."""
         if queue.order is None:
             return []
@@ -172,12 +176,19 @@ class _Hopeless:
         return [batch for batch in here if any(id(ticket) in ahead for ticket in batch.tickets)]
 
 
-def _pending(flow: CalledFlow) -> Iterator[PlanNode]:
+def _pending(flow: Called) -> Iterator[PlanNode]:
     if not flow.done:
         for node in flow.plan.nodes:
             if node.writes and node.index not in flow.finished:
                 yield node
 
 
-def _reaches(flow: CalledFlow, queue: ModelQueue) -> bool:
+def _answers(flow: Called, node: PlanNode) -> bool:
+    """Whether it is a decoupled step that has been started: it goes on without an instance."""
+    return isinstance(flow, StreamFlow) and any(
+        source.node is node and source.sender is not None for source in flow.sources()
+    )
+
+
+def _reaches(flow: Called, queue: ModelQueue) -> bool:
     return any(flow.route[node.index] is queue for node in _pending(flow))

@@ -22,7 +22,7 @@ from typing import Any
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batcher import Batcher
-from flowserve.scheduling.calls import CalledFlow, Calls
+from flowserve.scheduling.calls import Called, Calls
 from flowserve.scheduling.closed import Closed
 from flowserve.scheduling.credits import Streams
 from flowserve.scheduling.deadlines import Deadlines
@@ -185,7 +185,7 @@ class Dispatcher:
             self._due = Deadlines()
         self._due.add(flow, at_ns)
 
-    def call(self, batch: Batch | None, flow: CalledFlow) -> None:
+    def call(self, batch: Batch | None, flow: Called) -> None:
         """Take a request that a model makes, in the execution of `batch` if in any. Raises Unavailable where that would
         wait for ever, and where nothing new is started any more. `calls` wants to hear when it is over.
         """

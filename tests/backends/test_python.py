@@ -529,7 +529,7 @@ def test_something_else_than_a_response_fails_its_request_only(python: Open) -> 
     [
         (
             "pb_utils.InferenceRequest(model_name='other', requested_output_names=['y'], inputs=[given]).exec()",
-            "model 'm': calling model 'other' from a model (BLS) is not supported yet",
+            "model 'other' cannot be called here: other models are called from execute",
         ),
         (
             "pb_utils.MetricFamily",

@@ -1,0 +1,211 @@
+"""Python models that call other models, in each place that they can run in: answers, failures, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from flowserve.backends import registry
+from flowserve.config.types import InstanceGroup
+from flowserve.errors import FlowserveError, InstanceDied, ModelFailed
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.hosts import host_maker
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.scheduling.limiter import Needs
+from flowserve.testing.backends import Repository, config_of, spec
+from flowserve.testing.engine import add_chain
+from flowserve.values import Array, Request
+
+PLACES = ["thread", *(["process"] if SUPPORTED else [])]
+
+MODEL = """
+import asyncio, os, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def request(model, array, **facts):
+    return pb_utils.InferenceRequest(
+        model_name=model, requested_output_names=["OUT"], inputs=[pb_utils.Tensor("IN", array)], **facts)
+
+def value(response):
+    if response.has_error():
+        raise RuntimeError(f"{{response.error().code()}} {{response.error().message()}}")
+    return pb_utils.get_output_tensor_by_name(response, "OUT").as_numpy()
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.kept = []
+
+    {a}def execute(self, requests):
+        responses = []
+        for given in [request.inputs()[0].as_numpy() for request in requests]:
+            try:
+                made = {a_await}self.answer(given)
+            except RuntimeError as error:
+                responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))))
+            else:
+                responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", made)]))
+        return responses
+
+    {a}def answer(self, given):
+{body}
+"""
+
+
+class Served:
+    """An engine with models FP32 `IN` to `OUT`, all in one place."""
+
+    def __init__(self, engine: Engine, folder: Path, place: str) -> None:
+        self.engine = engine
+        self.place = place
+        self.repository = Repository(folder)
+        self.hosts: dict[str, list[Any]] = {}
+
+    async def add(
+        self, name: str, body: str, *, instances: int = 1, place: str = "", needs: Sequence[Needs] = ()
+    ) -> None:
+        is_async = "await " in body
+        body = "\n".join(" " * 8 + line for line in body.splitlines())
+        text = MODEL.format(body=body, a="async " if is_async else "", a_await="await " if is_async else "")
+        self.repository.write(name, "1/model.py", text)
+        given, made = spec("IN", (-1,)), spec("OUT", (-1,))
+        config = config_of(name=name, inputs=[given], outputs=[made], max_batch_size=4)
+        place = place or self.place
+        model = registry.find("python").load(config, self.repository.files(name), {"execution": place})
+        engine = self.engine
+        make = host_maker(config, model, place, engine.processes, engine.streaming, engine.clock)
+        hosts = [make(f"{name}_{number}", InstanceGroup(name, "KIND_CPU")) for number in range(instances)]
+        for host in hosts:
+            await trio.to_thread.run_sync(host.open, engine.completions)
+        key = ModelKey(name, 1)
+        engine.add_model(key, DynamicBatcher(BatchPolicy.simple(4)), hosts, model, needs=needs)
+        node = Node(0, name, key, (given,), (made,), 4)
+        edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
+        engine.announce(config, Graph(name, 1, (given,), (made,), 4, (node,), edges))
+        self.hosts[name] = hosts
+
+    async def ask(self, name: str, *values: float) -> list[float]:
+        request = Request({"IN": np.array([values], np.float32)}, stamp=self.engine.next_stamp())
+        with trio.fail_after(60):
+            answer = await self.engine.infer(self.engine.find(name), request)
+        found: list[float] = answer.outputs["OUT"][0].tolist()
+        return found
+
+    async def ask_big(self, name: str, array: Array) -> Array:
+        request = Request({"IN": array}, stamp=self.engine.next_stamp())
+        with trio.fail_after(60):
+            return (await self.engine.infer(self.engine.find(name), request)).outputs["OUT"]
+
+    def counted(self, name: str) -> tuple[int, int]:
+        """Successes and failures of a model."""
+        (row,) = self.engine.statistics(name)
+        stats = row["inference_stats"]
+        return stats["success"]["count"], stats["fail"]["count"]
+
+
+@pytest.fixture(params=PLACES)
+async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Served]:
+    async with open_engine(EngineOptions()) as engine:
+        yield Served(engine, tmp_path, request.param)
+        assert not engine.calls
+        assert not engine.dispatcher.calls
+
+
+TWICE = "return given * 2"
+CALL = "return value(request({!r}, given).exec()) + 1"
+
+
+async def test_a_model_answers_with_what_another_answered(served: Served) -> None:
+    await served.add("twice", TWICE)
+    await served.add("caller", CALL.format("twice"))
+    assert await served.ask("caller", 1, 2) == [3, 5]
+    assert await served.ask("caller", 4) == [9]
+    assert served.counted("twice") == (2, 0)
+
+
+async def test_a_chain_of_calls(served: Served) -> None:
+    await served.add("a", TWICE)
+    await served.add("b", CALL.format("a"))
+    await served.add("c", CALL.format("b"))
+    assert await served.ask("c", 1) == [4]
+
+
+async def test_an_ensemble_can_be_called_and_can_call(served: Served) -> None:
+    await served.add("twice", TWICE)
+    await served.add("plus", "return given + 1")
+    add_chain(served.engine, "inner", ["twice", "plus"])
+    await served.add("caller", CALL.format("inner"))
+    add_chain(served.engine, "outer", ["caller", "twice"])
+    assert await served.ask("outer", 1) == [8]
+
+
+async def test_several_calls_at_the_same_time(served: Served) -> None:
+    await served.add("twice", TWICE, instances=2)
+    await served.add(
+        "caller",
+        "answers = await asyncio.gather(*[request('twice', given + i).async_exec() for i in range(20)])\n"
+        "return sum(value(answer) for answer in answers)",
+    )
+    assert await served.ask("caller", 1, 2) == [sum(2 * (1 + i) for i in range(20)), sum(2 * (2 + i) for i in range(20))]
+    assert served.counted("twice") == (20, 0)
+
+
+async def test_large_tensors_both_ways_and_an_array_that_is_changed_afterwards(served: Served) -> None:
+    await served.add("twice", TWICE)
+    await served.add(
+        "caller",
+        "pending = request('twice', given).async_exec()\n"
+        "given[:] = 77\n"
+        "made = value(await pending)\n"
+        "made += 1\n"
+        "self.kept.append(made)\n"
+        "again = value(await request('twice', made).async_exec())\n"
+        "assert (self.kept[0] == self.kept[-1]).all()\n"
+        "return again",
+    )
+    big = np.arange(500_000, dtype=np.float32)[None]
+    big.flags.writeable = False
+    for _ in range(4):
+        assert (await served.ask_big("caller", big) == (big * 2 + 1) * 2).all()
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+async def fails(served: Served, name: str, match: str) -> None:
+    with pytest.raises(FlowserveError, match=match):
+        await served.ask(name, 1)
+
+
+async def test_what_goes_wrong_is_a_response_with_an_error(served: Served) -> None:
+    await served.add("bad", "raise RuntimeError('no luck')")
+    for name, called in (("a", "bad"), ("b", "nobody"), ("c", "")):
+        await served.add(name, CALL.format(called))
+    await served.add("version", "return value(request('bad', given, model_version=7).exec())")
+    await served.add("shape", "return value(request('bad', given[0]).exec())")
+    await fails(served, "a", "1 no luck")
+    await fails(served, "b", "2 Request for unknown model: 'nobody' is not found")
+    await fails(served, "c", "names no model")
+    await fails(served, "version", "2 Request for unknown model: 'bad' version 7 is not found")
+    await fails(served, "shape", "3 .*unexpected shape for input 'IN'")
+    assert served.counted("bad") == (0, 2)
+
+
+async def test_a_model_that_calls_itself_and_has_one_instance_is_told_so_at_once(served: Served) -> None:
+    await served.add("a", "return value(request('a', given - 1).exec()) if given[0, 0] > 0 else given")
+    await fails(served, "a", "4 model 'a' -> 'a': this call can never be answered")
+    assert await served.ask("a", 0) == [0]
+
+
+async def test_and_is_answered_where_it_has_enough(served: Served) -> None:
+    await served.add("a", "return value(request('a', given - 1).exec()) + 1 if given[0, 0] > 0 else given", instances=3)
+    assert await served.ask("a", 2) == [2]
+    with pytest.raises(FlowserveError, match="4 model 'a' -> 'a'"):
+        await served.ask("a", 3)
