@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Final
 
 import trio
 from starlette.applications import Starlette
@@ -38,20 +37,7 @@ from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
 from flowserve.runtime.control import Control
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
-from flowserve.values import TensorSpec
-from flowserve.version import __version__
-
-EXTENSIONS: Final = (
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "model_configuration",
-    "binary_tensor_data",
-    "classification",
-    "parameters",
-    "statistics",
-    "system_shared_memory",
-    "logging",
-)
+from flowserve.runtime.metadata import model_metadata, server_metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +127,7 @@ class _Pages:
         self._options = options
 
     async def server(self, request: Request) -> Response:
-        return json_response({"name": "flowserve", "version": __version__, "extensions": EXTENSIONS})
+        return json_response(server_metadata())
 
     async def live(self, request: Request) -> Response:
         return Response(status_code=200 if self._engine.is_live else 400)
@@ -151,17 +137,7 @@ class _Pages:
 
     async def metadata(self, request: Request) -> Response:
         deployment = self._deployment(request)
-        version = request.path_params.get("version")
-        batch = [-1] if deployment.graph.max_batch_size else []
-        return json_response(
-            {
-                "name": deployment.name,
-                "versions": [version] if version else [str(one) for one in deployment.versions],
-                "platform": deployment.platform,
-                "inputs": [_tensor(spec, batch) for spec in deployment.inputs.values()],
-                "outputs": [_tensor(spec, batch) for spec in deployment.outputs.values()],
-            }
-        )
+        return json_response(model_metadata(deployment, request.path_params.get("version", "")))
 
     async def model_ready(self, request: Request) -> Response:
         try:
@@ -215,10 +191,6 @@ def _names(request: Request) -> tuple[str, str]:
     if version and not is_version(version):
         raise HTTPException(404)
     return request.path_params["name"], version
-
-
-def _tensor(spec: TensorSpec, batch: list[int]) -> dict[str, Any]:
-    return {"name": spec.name, "datatype": spec.dtype.wire, "shape": [*batch, *spec.dims]}
 
 
 # ---------------------------------------------------------------------------------------------- answers
