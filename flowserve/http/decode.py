@@ -128,7 +128,7 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_mem
     for one in header.inputs:
         size = one.binary_size
         if size is None:
-            arrays[one.name] = _json_array(one) if one.portion is None else _shared_array(one, model, client_memory)
+            arrays[one.name] = json_array(one) if one.portion is None else _shared_array(one, model, client_memory)
             continue
         if size > end - offset:
             missing = size - (end - offset)
@@ -157,7 +157,8 @@ def _shared_array(header: InputHeader, model: str, client_memory: ClientMemory) 
 # ---------------------------------------------------------------------------------------------- JSON
 
 
-def _json_array(header: InputHeader) -> Array:
+def json_array(header: InputHeader) -> Array:
+    """The array of an input whose data is JSON. Raises `Invalid`."""
     assert header.data is not None  # InputHeader promises one of the three
     flat = _flattened(header.data)
     if len(flat) != header.count:

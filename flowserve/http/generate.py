@@ -1,0 +1,216 @@
+"""POST .../generate and .../generate_stream: plain JSON in, plain JSON or server-sent events out.
+
+Decided here: how the members of a JSON object become tensors and parameters (Triton's mapping: a member that is named
+like an input is that input, every other is a parameter), what an answer looks like, and when it is written: each as
+soon as it is there, and the next one is taken only when the client's socket has taken this one. That is what holds back
+a model that answers faster than its client reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, Final
+
+import orjson
+import trio
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from flowserve.errors import FlowserveError, Internal, Invalid
+from flowserve.http.compression import is_compressed
+from flowserve.http.decode import json_array
+from flowserve.http.documents import ReadBody
+from flowserve.http.encode import json_data
+from flowserve.http.errors import error_body
+from flowserve.http.infer import PREFIX, is_version
+from flowserve.http.infer_header import InputHeader, load_json
+from flowserve.runtime.answers import Answers
+from flowserve.runtime.deployment import Deployment
+from flowserve.runtime.engine import Engine
+from flowserve.values import BY_NUMPY, Array, Parameter, Request, Response, TensorSpec
+
+PARAMETERS: Final = "parameters"
+NOT_ONE: Final = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various number"
+    " of responses"
+)
+_EVENTS: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
+
+
+class GenerateRoutes:
+    """`body` reads a request's body, and bounds it."""
+
+    def __init__(self, engine: Engine, body: ReadBody) -> None:
+        self._engine = engine
+        self._body = body
+
+    def routes(self) -> list[Route]:
+        paths = (f"{PREFIX}{{name}}", f"{PREFIX}{{name}}/versions/{{version}}")
+        return [
+            *(Route(f"{path}/generate", self.generate, methods=["POST"]) for path in paths),
+            *(Route(f"{path}/generate_stream", self.generate_stream, methods=["POST"]) for path in paths),
+        ]
+
+    async def generate(self, request: HttpRequest) -> HttpResponse:
+        """One JSON object; refused where the model makes none or several."""
+        async with await self._begin(request) as answers:
+            first = await anext(answers, None)
+            if first is None or await anext(answers, None) is not None:
+                raise Invalid(NOT_ONE)
+            return HttpResponse(_document(first), media_type="application/json")
+
+    async def generate_stream(self, request: HttpRequest) -> HttpResponse:
+        """An event for each response, as it comes. What fails before the first is an answer with a status."""
+        answers = await self._begin(request)
+        try:
+            first = await anext(answers, None)
+        except BaseException:
+            answers.leave()
+            raise
+        return _Events(answers, first)
+
+    async def _begin(self, request: HttpRequest) -> Answers:
+        if is_compressed(request.headers.raw):
+            raise Invalid("the generate extension takes no compressed bodies; send the body as it is")
+        version = request.path_params.get("version", "")
+        if version and not is_version(version):
+            raise Invalid(f"'{version}' is no version")
+        deployment = self._engine.find(request.path_params["name"], version)
+        asked = _asked(await self._body(request), deployment)
+        asked.stamp = self._engine.next_stamp()
+        return self._engine.stream(deployment, asked)
+
+
+class _Events(HttpResponse):
+    """Server-sent events. An ASGI application, as every response of Starlette's is."""
+
+    def __init__(self, answers: Answers, first: Response | None) -> None:
+        super().__init__()
+        self._answers = answers
+        self._first = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._answers, trio.open_nursery() as nursery:
+            nursery.start_soon(_until_gone, receive, nursery.cancel_scope)
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            if self._first is not None:
+                await _event(send, _document(self._first))
+            try:
+                async for response in self._answers:
+                    await _event(send, _document(response))
+            except FlowserveError as error:
+                await _event(send, error_body(str(error)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            nursery.cancel_scope.cancel()
+
+
+async def _until_gone(receive: Receive, scope: trio.CancelScope) -> None:
+    """Servers other than ours say so when the client leaves; ours cancels the request."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _event(send: Send, text: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True})
+
+
+# ---------------------------------------------------------------------------------------------- what is asked
+
+
+def _asked(body: bytes, deployment: Deployment) -> Request:
+    document = load_json(body)
+    if not isinstance(document, dict):
+        raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
+    inputs: dict[str, Array] = {}
+    parameters: dict[str, Parameter] = {}
+    for name, value in _members(body):
+        spec = deployment.inputs.get(name)
+        if spec is None:
+            if not isinstance(value, str | bool | int | float):
+                raise Invalid(
+                    f"parameter '{name}' has invalid type: it is neither an input of model '{deployment.name}' nor a "
+                    "string, a number or a boolean"
+                )
+            parameters[name] = value
+        elif name in inputs:
+            raise Invalid(f"input '{name}' already exists in request")
+        else:
+            inputs[name] = _tensor(spec, value, batches=deployment.graph.max_batch_size > 0)
+    request_id = document.get("id", "")
+    return Request(inputs, id=request_id if isinstance(request_id, str) else str(request_id), parameters=parameters)
+
+
+def _members(body: bytes) -> Iterable[tuple[str, Any]]:
+    """The members of the object, in order, those of `parameters` among them; what stands there twice comes twice."""
+    pairs: list[tuple[str, Any]] = json.loads(body, object_pairs_hook=list)
+    for name, value in pairs:
+        if name == PARAMETERS:
+            if not _is_object(value):
+                raise Invalid("Unable to parse 'parameters': attempt to access JSON non-object as object")
+            yield from value
+        else:
+            yield name, value
+
+
+def _is_object(value: Any) -> bool:
+    """Whether this was one before `object_pairs_hook` made a list of it."""
+    return isinstance(value, list) and all(isinstance(one, tuple) for one in value)
+
+
+def _tensor(spec: TensorSpec, value: Any, *, batches: bool) -> Array:
+    data = value if isinstance(value, list) else [value]
+    if any(isinstance(one, list | tuple) for one in data):
+        raise Invalid(f"Unable to parse '{spec.name}': a scalar or a flat array is expected")
+    shape = _shape(spec, len(data), batches=batches)
+    return json_array(InputHeader(spec.name, spec.dtype, shape, len(data), None, data))
+
+
+def _shape(spec: TensorSpec, count: int, *, batches: bool) -> tuple[int, ...]:
+    """Fixed dimensions are as they are, the innermost that varies takes the rest, the others are 1."""
+    dims = (-1, *spec.dims) if batches else spec.dims
+    fixed = math.prod(dim for dim in dims if dim != -1)
+    varying = [i for i, dim in enumerate(dims) if dim == -1]
+    shape = [1 if dim == -1 else dim for dim in dims]
+    if varying and fixed:
+        shape[varying[-1]] = count // fixed
+    if math.prod(shape) != count:
+        raise Invalid(
+            f"The schema can not convert input '{spec.name}' to tensor with proper shape: it has {count} elements, the "
+            f"shape is {[*dims]}"
+        )
+    return tuple(shape)
+
+
+# ---------------------------------------------------------------------------------------------- what is answered
+
+
+def _document(response: Response) -> bytes:
+    document: dict[str, Any] = {"id": response.id} if response.id else {}
+    document["model_name"] = response.model
+    document["model_version"] = str(response.version)
+    document |= response.parameters
+    document |= {name: _value(response.model, name, array) for name, array in response.outputs.items()}
+    return orjson.dumps(document, option=_NUMPY)
+
+
+def _value(model: str, name: str, array: Array) -> Any:
+    dtype = BY_NUMPY.get(array.dtype)
+    if dtype is None:
+        raise Internal(f"model '{model}' made output '{name}' of numpy type {array.dtype}, which no datatype is")
+    data = json_data(name, array, dtype)
+    return _only(data) if array.size == 1 else data
+
+
+def _only(data: Any) -> Any:
+    """The one element, in whatever form it is written."""
+    if isinstance(data, orjson.Fragment):
+        written = data.contents
+        assert isinstance(written, bytes)
+        return orjson.Fragment(written[1:-1])
+    return data[0]
