@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from bench.in_process import measure_in_process
 from bench.measure import measure_echo, measure_work
 from bench.report import Results, print_tables, write_json, write_plot
 from bench.runs import Limit, Plan, Run
@@ -111,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,M",
         help="how long a server of N Python models takes to be ready and what it holds, in processes, instead",
     )
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="measure the engine inside a program, beside direct calls of the same model, instead",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE", help="default %(default)s")
     parser.add_argument(
         "--plot",
@@ -157,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.start:
             measure_start(options.start, _say)
+        elif options.in_process:
+            print(measure_in_process(rounds, options.seconds, _say))
         elif options.echo:
             runs += measure_echo(plan, _say)
         else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flowserve.version import __version__
 
 if TYPE_CHECKING:
+    from flowserve.authoring.engine import Engine
     from flowserve.authoring.graph import Graph
     from flowserve.authoring.parts import model_folder, onnx_model
     from flowserve.errors import FlowserveError, Problems
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from flowserve.graph.functions import model
 
 _WHERE = {
+    "Engine": "flowserve.authoring.engine",
     "Graph": "flowserve.authoring.graph",
     "FlowserveError": "flowserve.errors",
     "Problems": "flowserve.errors",
@@ -28,6 +30,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "Engine",
     "Graph",
     "Tensor",
     "model",

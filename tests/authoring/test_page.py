@@ -53,6 +53,20 @@ def test_every_block_prints_what_stands_below_it(blocks: list[tuple[str, str]], 
     assert run == 4
 
 
+def test_the_page_about_engines_in_programs_does_what_it_says(home: Path, root: Path) -> None:
+    run = 0
+    for (language, code), (kind, printed) in pairwise(BLOCK.findall((root / "docs/in-process.md").read_text())):
+        if language == "python":
+            assert kind == "text"
+            (home / "ask.py").write_text(code)
+            done = subprocess.run(
+                [sys.executable, "ask.py"], cwd=home, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert (done.stderr, done.stdout.rstrip()) == ("", printed.rstrip())
+            run += 1
+    assert run == 2
+
+
 @pytest.mark.server
 def test_the_module_is_served_and_answers_as_the_page_shows(blocks: list[tuple[str, str]], home: Path) -> None:
     command, answer = next((code, shown) for (kind, code), (_, shown) in pairwise(blocks) if kind == "sh")

@@ -1,0 +1,75 @@
+"""`flowserve.Engine`: what is served over HTTP, served to the program it runs in.
+
+Decided here: what may be opened (repositories, and graphs written in Python), and that one description opens in two
+ways: under trio, and for code that blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from flowserve.cli.target import Writable
+from flowserve.errors import Invalid
+from flowserve.runtime.blocking import BlockingEngine
+from flowserve.runtime.embedded import AsyncEngine, Embedding
+from flowserve.runtime.engine import EngineOptions
+from flowserve.runtime.hosts import PYTHON_EXECUTION
+
+Source = Writable | str | Path
+
+
+class Engine:
+    """Models and graphs in this process: no server, no socket.
+
+        with Engine(graph) as engine:
+            answer = engine.infer("sound", {"TEXT": np.array([["a banana"]])})["WORD"]
+
+        async with Engine("models/") as engine:  # under trio
+            answer = (await engine.infer("sound", {"TEXT": texts}))["WORD"]
+
+    Each is a repository's folder or a `flowserve.Graph`; all their deployments are loaded, or those that `load` names
+    with what they are made of. Opening raises Problems or Invalid where one of them cannot be, and NotFound where there
+    is no such folder. `python_execution` is where a `model.py` runs; `gpu` False keeps everything on the CPU. Closing
+    waits up to `exit_timeout_s` seconds for what still runs.
+    """
+
+    def __init__(
+        self,
+        *sources: Source,
+        load: Sequence[str] | None = None,
+        python_execution: Literal["process", "thread", "inline"] | None = None,
+        gpu: bool = True,
+        exit_timeout_s: float = 30.0,
+    ) -> None:
+        if not sources:
+            raise Invalid("an engine of nothing: give it a repository's folder, or a graph")
+        self._sources = sources
+        options = EngineOptions(python_execution=python_execution or PYTHON_EXECUTION, gpu=gpu)
+        chosen = None if load is None else tuple(load)
+        self._embedding = Embedding(self._find, options, chosen, exit_timeout_s)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return await self._embedding.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._embedding.__aexit__(kind, error, trace)
+
+    def __enter__(self) -> BlockingEngine:
+        self._blocking = BlockingEngine(self._embedding)
+        return self._blocking
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._blocking.close()
+
+    def _find(self) -> tuple[list[Path], object]:
+        """The repositories, and the private folders among them, which exist as long as they are held. Blocks."""
+        private = [source.write_private() for source in self._sources if not isinstance(source, str | Path)]
+        folders = [Path(source) for source in self._sources if isinstance(source, str | Path)]
+        return [*folders, *(one.path for one in private)], private

@@ -1,0 +1,136 @@
+"""The engine inside somebody's own program, for code that blocks: scripts, notebooks, threads.
+
+Decided here: that a private thread runs the loop, and that nobody waits for the loop on the loop. What a request is,
+embedded.py says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from typing import Any, TypeVar, Unpack
+
+import trio
+
+from flowserve.errors import Unavailable, Unsupported
+from flowserve.runtime.embedded import AsyncEngine, RequestOptions, Stream
+from flowserve.values import Array
+
+T = TypeVar("T")
+
+
+class BlockingEngine:
+    """What `with flowserve.Engine(...)` gives. Every method may be called from any thread without an event loop, by
+    several at the same time, and blocks; on a loop it raises Unsupported. After `close` it raises Unavailable.
+    """
+
+    def __init__(self, embedding: AbstractAsyncContextManager[AsyncEngine]) -> None:
+        """Returns when everything is loaded. Raises whatever opening raised."""
+        self._embedding = embedding
+        self._scope = trio.CancelScope()
+        self._begun, self._opened = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        # A daemon: a program that forgets to close ends all the same.
+        self._thread = threading.Thread(target=self._run, name="flowserve engine", daemon=True)
+        self._thread.start()
+        self._begun.wait()
+        try:
+            self._opened.wait()
+        except BaseException:  # Ctrl-C while models load
+            self.close()
+            raise
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+
+    def infer(
+        self, name: str, inputs: Mapping[str, Array], *, version: int = 0, **options: Unpack[RequestOptions]
+    ) -> dict[str, Array]:
+        """As `AsyncEngine.infer`."""
+        return self._call(partial(self._engine.infer, name, inputs, version=version, **options))
+
+    def stream(
+        self, name: str, inputs: Mapping[str, Array], *, version: int = 0, **options: Unpack[RequestOptions]
+    ) -> Iterator[dict[str, Array]]:
+        """As `AsyncEngine.stream`: an iterator over answers. What is not answered is withdrawn when it is closed, which
+        a `for` that ends early does as soon as nobody holds the iterator.
+        """
+
+        async def begin() -> Stream:
+            return self._engine.stream(name, inputs, version=version, **options)
+
+        async def following() -> dict[str, Array] | None:
+            return await anext(stream, None)
+
+        async def leave() -> None:
+            stream.leave()
+
+        stream = self._call(begin)
+        try:
+            while (answer := self._call(following)) is not None:
+                yield answer
+        finally:
+            self._call(leave)
+
+    def load(self, name: str) -> None:
+        """As `AsyncEngine.load`."""
+        self._call(partial(self._engine.load, name))
+
+    def unload(self, name: str) -> None:
+        """As `AsyncEngine.unload`."""
+        self._call(partial(self._engine.unload, name))
+
+    def index(self) -> list[dict[str, str]]:
+        """As `AsyncEngine.index`."""
+        return self._call(self._engine.index)
+
+    def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
+        """As `AsyncEngine.statistics`."""
+
+        async def ask() -> list[dict[str, Any]]:
+            return self._engine.statistics(name, version)
+
+        return self._call(ask)
+
+    def close(self) -> None:
+        """Close every instance; whoever waits for an answer hears so. Again is harmless."""
+        _refuse_on_a_loop()
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self._scope.cancel)
+        self._thread.join()
+
+    def _call(self, work: Callable[[], Awaitable[T]]) -> T:
+        _refuse_on_a_loop()
+        try:
+            return trio.from_thread.run(work, trio_token=self._token)
+        except (trio.RunFinishedError, trio.Cancelled):
+            raise Unavailable("the engine is closed") from None
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._serve)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._opened.set()
+
+    async def _serve(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._begun.set()
+        with self._scope:
+            async with self._embedding as self._engine:
+                self._opened.set()
+                await trio.sleep_forever()
+
+
+def _refuse_on_a_loop() -> None:
+    try:
+        trio.lowlevel.current_task()
+    except RuntimeError:
+        return
+    raise Unsupported(
+        "a blocking engine was called on an event loop, which would wait for itself; there, use"
+        " `async with flowserve.Engine(...)` and await"
+    )

@@ -1,0 +1,348 @@
+"""The engine in process: what a program may rely on, under trio and from blocking code."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from flowserve import Engine, Graph, Problems, model
+from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
+from flowserve.runtime.blocking import BlockingEngine
+from flowserve.testing.onnx_files import onnx_identity
+
+ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+WRITES_INTO_ITS_INPUT = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            array = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            array *= 2
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", array)]))
+        return answers
+"""
+
+CONFIG = """\
+backend: "{backend}"
+max_batch_size: 8
+input [ {{ name: "X" data_type: TYPE_FP32 dims: [ 4 ] }} ]
+output [ {{ name: "Y" data_type: TYPE_FP32 dims: [ 4 ] }} ]
+"""
+
+
+@model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=8, execution="inline")
+def double(x: Any) -> Any:
+    return x * 2
+
+
+@model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=8)
+def same(x: Any) -> Any:
+    return x
+
+
+@model({"TEXT": "BYTES[1]"}, {"LOUD": "BYTES[1]"}, max_batch_size=8)
+def louder(texts: Any) -> Any:
+    return np.array([[text.upper()] for text in texts[:, 0]], np.object_)
+
+
+def one_step(part: Any, name: str, port_in: str = "X", port_out: str = "Y", tensor: str = "FP32[4]") -> Graph:
+    graph = Graph(name)
+    graph.output(port_out, part(graph.input(port_in, tensor)))
+    return graph
+
+
+def write_python_model(folder: Path, name: str = "twice") -> Path:
+    (folder / name / "1").mkdir(parents=True)
+    (folder / name / "config.pbtxt").write_text(CONFIG.format(backend="python"))
+    (folder / name / "1" / "model.py").write_text(WRITES_INTO_ITS_INPUT)
+    return folder
+
+
+@pytest.fixture
+def engine() -> Iterator[BlockingEngine]:
+    with Engine(one_step(double, "doubled"), one_step(same, "passed")) as engine:
+        yield engine
+
+
+async def test_under_trio_arrays_go_in_and_come_out() -> None:
+    async with Engine(one_step(double, "doubled")) as engine:
+        answer = await engine.infer("doubled", {"X": ROWS})
+        np.testing.assert_array_equal(answer["Y"], ROWS * 2)
+
+
+async def test_requests_of_several_tasks_run_as_one_batch() -> None:
+    async with Engine(one_step(double, "doubled")) as engine, trio.open_nursery() as nursery:
+        for _ in range(4):
+            nursery.start_soon(engine.infer, "doubled", {"X": ROWS[:1]})
+        await trio.testing.wait_all_tasks_blocked()
+        [row] = engine.statistics("double")
+        assert (row["inference_count"], row["execution_count"]) == (4, 1)
+
+
+async def test_what_the_block_raises_comes_out_as_it_is() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with Engine(one_step(double, "doubled")):
+            raise KeyError("mine")
+
+
+async def test_a_caller_who_is_cancelled_leaves_the_engine_in_order() -> None:
+    async with Engine(one_step(same, "passed")) as engine:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await engine.infer("passed", {"X": ROWS})
+        np.testing.assert_array_equal((await engine.infer("passed", {"X": ROWS}))["Y"], ROWS)
+
+
+async def test_an_engine_whose_whole_block_is_cancelled_closes() -> None:
+    with trio.move_on_after(0.05) as scope:
+        async with Engine(one_step(double, "doubled")) as engine:
+            await engine.infer("doubled", {"X": ROWS})
+            await trio.sleep_forever()
+    assert scope.cancelled_caught
+
+
+def test_from_blocking_code_arrays_go_in_and_come_out(engine: BlockingEngine) -> None:
+    np.testing.assert_array_equal(engine.infer("doubled", {"X": ROWS})["Y"], ROWS * 2)
+
+
+def test_several_threads_may_ask_at_the_same_time(engine: BlockingEngine) -> None:
+    answers: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = engine.infer("passed", {"X": ROWS + number})["Y"]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        np.testing.assert_array_equal(answers[number], ROWS + number)
+
+
+def test_a_blocking_call_on_a_loop_is_refused_instead_of_waiting_for_itself(engine: BlockingEngine) -> None:
+    @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=8, execution="inline")
+    def asks_its_own_engine(x: Any) -> Any:
+        return inner.infer("asks", {"X": x})["Y"]
+
+    with Engine(one_step(asks_its_own_engine, "asks")) as inner:
+        with pytest.raises(Exception, match="called on an event loop, which would wait for itself"):
+            inner.infer("asks", {"X": ROWS})
+
+    async def on_a_loop_of_its_own() -> None:
+        engine.infer("doubled", {"X": ROWS})
+
+    with pytest.raises(Unsupported, match=r"async with flowserve\.Engine"):
+        trio.run(on_a_loop_of_its_own)
+
+
+def test_a_closed_engine_says_so(engine: BlockingEngine) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(Unavailable, match="the engine is closed"):
+        engine.infer("doubled", {"X": ROWS})
+
+
+def test_who_waits_while_it_is_closed_hears_so() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=1)
+    def slow(x: Any) -> Any:
+        entered.set()
+        go_on.wait(30)
+        return x
+
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            engine.infer("queued", {"X": ROWS[:1]})
+        except Exception as error:
+            errors.append(error)
+
+    with Engine(one_step(slow, "queued"), exit_timeout_s=0.05) as engine:
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert entered.wait(30)
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert [type(error) for error in errors] == [Unavailable] * 3
+
+
+def test_text_may_be_str_or_bytes() -> None:
+    with Engine(one_step(louder, "loud", "TEXT", "LOUD", "BYTES[1]")) as engine:
+        for texts in (np.array([["été"]]), np.array([["été"]], object), np.array([["été".encode()]], object)):
+            assert engine.infer("loud", {"TEXT": texts})["LOUD"].tolist() == [["été".encode().upper()]]
+        with pytest.raises(Invalid, match="input 'TEXT' has a int in it"):
+            engine.infer("loud", {"TEXT": np.array([[1]], object)})
+
+
+def test_what_is_no_array_is_refused_by_name(engine: BlockingEngine) -> None:
+    with pytest.raises(Invalid, match="input 'X' is a list; give a numpy array"):
+        engine.infer("doubled", {"X": [1.0, 2.0]})  # type: ignore[dict-item]
+
+
+def test_arrays_in_any_memory_order_are_right(engine: BlockingEngine) -> None:
+    rows = np.asfortranarray(ROWS)
+    np.testing.assert_array_equal(engine.infer("doubled", {"X": rows})["Y"], ROWS * 2)
+    np.testing.assert_array_equal(engine.infer("doubled", {"X": ROWS[::-1]})["Y"], ROWS[::-1] * 2)
+
+
+def test_an_answer_does_not_change_when_the_caller_changes_its_input(engine: BlockingEngine) -> None:
+    mine = ROWS.copy()
+    answer = engine.infer("passed", {"X": mine})["Y"]
+    mine += 1
+    np.testing.assert_array_equal(answer, ROWS)
+    assert mine.flags.writeable
+
+
+@pytest.mark.parametrize("execution", ["thread", "process"])
+def test_a_model_that_writes_into_its_input_leaves_the_callers_alone(tmp_path: Path, execution: Any) -> None:
+    mine = ROWS.copy()
+    with Engine(write_python_model(tmp_path), python_execution=execution) as engine:
+        answer = engine.infer("twice", {"X": mine})["Y"]
+    np.testing.assert_array_equal(mine, ROWS)
+    gc.collect()
+    np.testing.assert_array_equal(answer, ROWS * 2)  # it outlives the engine, and the process that wrote it
+
+
+def test_an_onnx_file_is_asked_without_a_copy_of_its_answer(tmp_path: Path) -> None:
+    (tmp_path / "net" / "1").mkdir(parents=True)
+    (tmp_path / "net" / "1" / "model.onnx").write_bytes(onnx_identity())
+    (tmp_path / "net" / "config.pbtxt").write_text(
+        CONFIG.format(backend="onnxruntime").replace('"X"', '"x"').replace('"Y"', '"y"')
+    )
+    with Engine(tmp_path) as engine:
+        answer = engine.infer("net", {"x": ROWS})["y"]
+    np.testing.assert_array_equal(answer, ROWS)
+    assert answer.flags.writeable
+
+
+def test_outputs_may_be_chosen_and_options_are_those_of_a_request(engine: BlockingEngine) -> None:
+    assert list(engine.infer("doubled", {"X": ROWS}, outputs=("Y",), version=1, priority=1, id="a")) == ["Y"]
+    with pytest.raises(Invalid, match="unexpected inference output 'Z'"):
+        engine.infer("doubled", {"X": ROWS}, outputs=("Z",))
+    with pytest.raises(NotFound, match="version 7 is not found"):
+        engine.infer("doubled", {"X": ROWS}, version=7)
+
+
+def test_deployments_are_unloaded_and_loaded_again(engine: BlockingEngine) -> None:
+    engine.unload("doubled")
+    with pytest.raises(Unavailable, match="unloaded"):
+        engine.infer("doubled", {"X": ROWS})
+    states = {row["name"]: row["state"] for row in engine.index()}
+    assert (states["doubled"], states["passed"]) == ("UNAVAILABLE", "READY")
+    engine.load("doubled")
+    np.testing.assert_array_equal(engine.infer("doubled", {"X": ROWS})["Y"], ROWS * 2)
+
+
+def test_only_what_is_named_is_loaded(tmp_path: Path) -> None:
+    write_python_model(write_python_model(tmp_path), "other")
+    with Engine(tmp_path, load=["twice"], python_execution="thread") as engine:
+        assert [row["name"] for row in engine.statistics()] == ["twice"]
+
+
+def test_opening_fails_with_every_reason(tmp_path: Path) -> None:
+    write_python_model(write_python_model(tmp_path), "other")
+    for name in ("twice", "other"):
+        (tmp_path / name / "1" / "model.py").write_text("raise ValueError('no luck')")
+    with pytest.raises(Invalid, match=r"(?s)2 of 2 models failed to load:.*other: .*no luck.*twice: .*no luck"):
+        with Engine(tmp_path, python_execution="thread"):
+            pass
+    with pytest.raises(NotFound, match="does not exist"):
+        with Engine(tmp_path / "nowhere"):
+            pass
+    with pytest.raises(Problems, match="must specify 'input_map' in step 0"):
+        broken = Graph("broken")
+        broken.input("X", "FP32[4]")
+        broken.step(double, {}, {"Y": "Y"})
+        broken.output("Y")
+        with Engine(broken):
+            pass
+    with pytest.raises(Invalid, match="an engine of nothing"):
+        Engine()
+
+
+def test_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:
+    write_python_model(tmp_path)
+    script = "import sys; from flowserve import Engine; Engine(sys.argv[1]).__enter__(); print('end')"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n")
+
+
+COUNT = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for number in range(pb_utils.get_input_tensor_by_name(request, "TO").as_numpy()[0]):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("NUMBER", np.array([number], np.int32))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+COUNT_CONFIG = """\
+backend: "python"
+model_transaction_policy { decoupled: true }
+input [ { name: "TO" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "NUMBER" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Path:
+    (tmp_path / "count" / "1").mkdir(parents=True)
+    (tmp_path / "count" / "config.pbtxt").write_text(COUNT_CONFIG)
+    (tmp_path / "count" / "1" / "model.py").write_text(COUNT)
+    return tmp_path
+
+
+def to(number: int) -> dict[str, Any]:
+    return {"TO": np.array([number], np.int32)}
+
+
+def test_answers_of_one_request_come_one_by_one(counting: Path) -> None:
+    with Engine(counting, python_execution="thread") as engine:
+        assert [int(answer["NUMBER"][0]) for answer in engine.stream("count", to(5))] == [0, 1, 2, 3, 4]
+        assert list(engine.stream("count", to(0))) == []
+
+
+def test_who_takes_no_more_answers_leaves(counting: Path) -> None:
+    with Engine(counting, python_execution="thread") as engine:
+        for answer in engine.stream("count", to(100_000)):
+            if answer["NUMBER"][0] == 3:
+                break
+        assert len(list(engine.stream("count", to(2)))) == 2  # its one instance is free again
+
+
+async def test_a_stream_under_trio_is_left_with_its_block(counting: Path) -> None:
+    async with Engine(counting, python_execution="thread") as engine:
+        async with engine.stream("count", to(100_000)) as answers:
+            assert int((await anext(answers))["NUMBER"][0]) == 0
+        async with engine.stream("count", to(2)) as answers:
+            assert [int(answer["NUMBER"][0]) async for answer in answers] == [0, 1]
+
+
+def test_a_request_with_one_answer_is_a_stream_of_one(engine: BlockingEngine) -> None:
+    [answer] = engine.stream("doubled", {"X": ROWS})
+    np.testing.assert_array_equal(answer["Y"], ROWS * 2)
