@@ -1,0 +1,46 @@
+"""docs/ensembles.md is true: its files make a repository, and its requests are answered as it says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from flowserve.config.gate import KEYS
+from flowserve.testing.serve import Served, serving
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/ensembles.md"
+BLOCKS = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+REQUESTS = [(command, printed) for (kind, _, command), (_, _, printed) in pairwise(BLOCKS) if kind == "sh"]
+
+
+@pytest.fixture(scope="module")
+def served_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    repository = tmp_path_factory.mktemp("page")
+    for _, path, text in BLOCKS:
+        if path:
+            (repository / path).parent.mkdir(parents=True, exist_ok=True)
+            (repository / path).write_text(text)
+            (repository / Path(path).parts[0] / "1").mkdir(exist_ok=True)
+    with serving(repository, "--cache-config", "local,size=1000000") as served:
+        yield served
+
+
+@pytest.mark.parametrize(("command", "printed"), REQUESTS, ids=range(len(REQUESTS)))
+def test_a_request_is_answered_as_the_page_says(served_page: Served, command: str, printed: str) -> None:
+    if shutil.which("bash") is None or shutil.which("curl") is None:
+        pytest.skip("needs bash and curl")
+    command = command.replace("localhost:8000", served_page.address)
+    done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == printed.strip()
+
+
+def test_the_page_has_requests_and_every_parameter() -> None:
+    assert len(REQUESTS) == 4
+    assert [key for key in KEYS if f"| `{key}` |" not in PAGE.read_text(encoding="utf-8")] == []
