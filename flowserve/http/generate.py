@@ -69,10 +69,10 @@ class GenerateRoutes:
         answers = await self._begin(request)
         try:
             first = await anext(answers, None)
+            return _Events(answers, None if first is None else _document(first))
         except BaseException:
             answers.leave()
             raise
-        return _Events(answers, first)
 
     async def _begin(self, request: HttpRequest) -> Answers:
         if is_compressed(request.headers.raw):
@@ -89,28 +89,35 @@ class GenerateRoutes:
 class _Events(HttpResponse):
     """Server-sent events. An ASGI application, as every response of Starlette's is."""
 
-    def __init__(self, answers: Answers, first: Response | None) -> None:
+    def __init__(self, answers: Answers, first: bytes | None) -> None:
         super().__init__()
         self._answers = answers
         self._first = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._answers, trio.open_nursery() as nursery:
-            nursery.start_soon(_until_gone, receive, nursery.cancel_scope)
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-            if self._first is not None:
-                await _event(send, _document(self._first))
-            try:
-                async for response in self._answers:
-                    await _event(send, _document(response))
-            except FlowserveError as error:
-                await _event(send, error_body(str(error)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            nursery.cancel_scope.cancel()
+        async with self._answers:
+            if "flowserve.exchange" in scope:  # our own server cancels this task when the client leaves
+                await self._send_all(send)
+                return
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_until_gone, receive, nursery.cancel_scope)
+                await self._send_all(send)
+                nursery.cancel_scope.cancel()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        if self._first is not None:
+            await _event(send, self._first)
+        try:
+            async for response in self._answers:
+                await _event(send, _document(response))
+        except FlowserveError as error:
+            await _event(send, error_body(str(error)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _until_gone(receive: Receive, scope: trio.CancelScope) -> None:
-    """Servers other than ours say so when the client leaves; ours cancels the request."""
+    """Other servers say so when the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()
@@ -204,13 +211,7 @@ def _value(model: str, name: str, array: Array) -> Any:
     if dtype is None:
         raise Internal(f"model '{model}' made output '{name}' of numpy type {array.dtype}, which no datatype is")
     data = json_data(name, array, dtype)
-    return _only(data) if array.size == 1 else data
-
-
-def _only(data: Any) -> Any:
-    """The one element, in whatever form it is written."""
-    if isinstance(data, orjson.Fragment):
-        written = data.contents
-        assert isinstance(written, bytes)
-        return orjson.Fragment(written[1:-1])
-    return data[0]
+    if array.size != 1:
+        return data
+    text = orjson.dumps(data, option=_NUMPY)
+    return orjson.Fragment(text[1:-1])  # the one element without its brackets

@@ -295,20 +295,6 @@ async def test_the_wrong_verb_is_405(api: Any, method: str, path: str) -> None:
     assert await ask(api, method, path) == (405, {"error": "Method Not Allowed"})
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "feature"),
-    [
-        ("POST", "/v2/models/double/generate", "generate"),
-        ("POST", "/v2/models/double/versions/1/generate_stream", "generate_stream"),
-    ],
-)
-async def test_what_is_absent_says_its_name(api: Any, method: str, path: str, feature: str) -> None:
-    status, answer = await ask(api, method, path)
-    assert status == 501
-    assert feature in answer["error"]
-    assert "not supported yet" in answer["error"]
-
-
 @pytest.mark.parametrize("verb", ["load", "unload"])
 async def test_models_are_not_loaded_over_http(api: Any, verb: str) -> None:
     status, answer = await ask(api, "POST", f"/v2/repository/models/double/{verb}")
