@@ -15,7 +15,7 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, OTHER, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
-from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Flow, Ticket
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from flowserve.backends.base import Answer, Call
 from flowserve.errors import Cancelled, FlowserveError, Unsupported
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.calls import Called
-from flowserve.scheduling.dispatcher import Batch
 from flowserve.scheduling.router import Flow
 from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import Array, Response

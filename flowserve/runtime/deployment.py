@@ -18,7 +18,7 @@ from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.admission import Admission
 from flowserve.runtime.gate import Gate
-from flowserve.scheduling.dispatcher import ModelQueue
+from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.router import Flow
 from flowserve.scheduling.streams import Slots, StreamFlow
 from flowserve.values import TensorSpec

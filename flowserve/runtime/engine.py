@@ -41,9 +41,10 @@ from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor
 from flowserve.runtime.turnstile import Turnstile
 from flowserve.scheduling.backoff import DELAYS, Delays
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.calls import Called, CalledFlow
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Available, Limiter, Needs
 from flowserve.scheduling.router import Flow, Ticket

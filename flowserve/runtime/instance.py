@@ -24,7 +24,7 @@ from flowserve.runtime.calls import Calls, ThreadCaller
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.placement import Placement
 from flowserve.runtime.streaming import Returned
-from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Ticket
 
 log = logging.getLogger("flowserve.runtime")

@@ -18,7 +18,7 @@ import trio
 from flowserve.backends.base import LoadedModel
 from flowserve.graph.types import ModelKey
 from flowserve.runtime.instance import Host
-from flowserve.scheduling.dispatcher import ModelQueue
+from flowserve.scheduling.batch import ModelQueue
 
 log = logging.getLogger("flowserve.load")
 

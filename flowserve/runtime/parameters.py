@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
-from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.lineage import traced
 from flowserve.scheduling.router import Flow
 from flowserve.values import Parameter, Request

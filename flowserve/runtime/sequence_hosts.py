@@ -11,7 +11,7 @@ from typing import Any
 from flowserve.runtime.instance import Completions, LocalHost, Outcome
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
-from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.batch import Batch
 
 
 class SequenceLocalHost(LocalHost):

@@ -26,8 +26,8 @@ from flowserve.memory import bytes_codec
 from flowserve.memory.blank import blank_like, zeros
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.instance import Outcome
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.direct import Nobody
-from flowserve.scheduling.dispatcher import Batch
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.sequences import Line
 from flowserve.values import Array, DType, Request, TensorSpec

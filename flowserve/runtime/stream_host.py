@@ -19,7 +19,7 @@ from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_link import Link
 from flowserve.runtime.stream_link import StreamLink
 from flowserve.runtime.streaming import Returned, Streaming, ThreadSender, sources
-from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.batch import Batch
 
 
 class StreamHost(LocalHost):

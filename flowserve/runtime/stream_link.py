@@ -21,7 +21,7 @@ from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.process_link import Link, Outcome
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.streaming import Streaming
-from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Ticket
 from flowserve.scheduling.streams import Source
 

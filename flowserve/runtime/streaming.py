@@ -21,7 +21,8 @@ from flowserve.errors import FlowserveError
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs, wall_clock_ms
-from flowserve.scheduling.dispatcher import Batch, Dispatcher
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.streams import Sender, Source
 
 log = logging.getLogger("flowserve.runtime")

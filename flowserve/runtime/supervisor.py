@@ -21,7 +21,8 @@ from flowserve.runtime.children import Child
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.instance import Completions
 from flowserve.scheduling.backoff import BackOff, Delays
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 
 log = logging.getLogger("flowserve.runtime")
 

@@ -25,8 +25,8 @@ from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.instance import Host
+from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
-from flowserve.scheduling.dispatcher import ModelQueue
 from flowserve.values import Array, DType, Request
 
 FOLDER: Final = "warmup"

@@ -24,7 +24,7 @@ from flowserve.scheduling.router import Facts, Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow
 
 if TYPE_CHECKING:
-    from flowserve.scheduling.dispatcher import Batch, ModelQueue
+    from flowserve.scheduling.batch import Batch, ModelQueue
 
 Called = Union["CalledFlow", StreamFlow]
 # Whether a batch of a queue could ever be started if these executions kept what they have for ever.

@@ -21,12 +21,11 @@ from typing import Any
 
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
 from flowserve.graph.types import ModelKey
-from flowserve.scheduling.batcher import Batcher
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.calls import Called, Calls
 from flowserve.scheduling.closed import Closed
 from flowserve.scheduling.credits import Streams
 from flowserve.scheduling.deadlines import Deadlines
-from flowserve.scheduling.limiter import Needs
 from flowserve.scheduling.lineage import located, steps_under_way, traced
 from flowserve.scheduling.ordering import Order
 from flowserve.scheduling.router import Facts, Flow, Ticket
@@ -38,79 +37,6 @@ _by_stamp = attrgetter("stamp")
 
 class Late(Unavailable):
     """The deadline of a request passed."""
-
-
-class ModelQueue:
-    """One model version's waiting tickets and the instances that may take them. `key` is what plans name it by."""
-
-    __slots__ = (
-        "away",
-        "batcher",
-        "bound",
-        "closed",
-        "free",
-        "instances",
-        "is_dirty",
-        "is_pure",
-        "key",
-        "needs",
-        "observer",
-        "order",
-        "running",
-    )
-
-    def __init__(
-        self,
-        key: ModelKey,
-        batcher: Batcher,
-        instances: Sequence[Any],
-        *,
-        is_pure: bool = False,
-        observer: Any = None,
-        needs: Sequence[Needs] = (),
-        keeps_order: bool = False,
-    ) -> None:
-        self.key = key
-        self.batcher = batcher
-        self.instances = tuple(instances)
-        # Idle longest first, so that work spreads over instances evenly. Free, running and away are all instances.
-        self.free: deque[Any] = deque(instances)
-        self.running = 0
-        self.away: list[Any] = []
-        self.bound: Sequences | None = None  # its batcher, where tickets are bound to instances
-        if isinstance(batcher, Sequences):
-            self.bound = batcher
-            batcher.serve(self.instances, self.free)
-        self.closed: Batcher | None = None  # its batcher, while one that takes nothing stands in for it
-        self.is_pure = is_pure
-        self.observer = observer  # the runtime's statistics of this model; nothing here reads it
-        self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: they need nothing
-        self.order = Order() if keeps_order else None
-        self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
-
-    @property
-    def is_served(self) -> bool:
-        """Whether any instance is there to take its tickets, now or when it has finished what it runs."""
-        return len(self.away) < len(self.instances)
-
-
-class Batch:
-    """Tickets that run together on one instance. `rows` is their sum."""
-
-    __slots__ = ("instance", "queue", "rows", "started_ns", "tickets")
-
-    def __init__(self, queue: ModelQueue, instance: Any, tickets: list[Ticket], started_ns: int) -> None:
-        self.queue = queue
-        self.instance = instance
-        self.tickets = tickets
-        self.started_ns = started_ns
-        rows = 0
-        for ticket in tickets:
-            rows += ticket.rows
-        self.rows = rows
-
-    def __repr__(self) -> str:
-        return f"Batch({self.queue.key}, {len(self.tickets)} tickets, rows={self.rows})"
 
 
 def tell_nobody(*_: object) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Final
 
 from flowserve.graph.types import ModelKey
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue, tell_nobody
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher, tell_nobody
 from flowserve.scheduling.limiter import Account, Limiter, Needs, Resource
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph, ModelKey
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher, BatchPolicy
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter, Needs
 from flowserve.scheduling.router import Flow

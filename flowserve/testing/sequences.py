@@ -15,9 +15,10 @@ from random import Random
 
 from flowserve.errors import Cancelled, InstanceDied, Invalid, Unavailable
 from flowserve.graph.plan import make_plan
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy
 from flowserve.scheduling.direct import Direct, Nobody
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter
 from flowserve.scheduling.oldest import Oldest

@@ -18,7 +18,8 @@ from random import Random
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import NO_SLOT
 from flowserve.graph.types import ModelKey
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter, Resource
 from flowserve.scheduling.router import Flow, Ticket

@@ -19,9 +19,10 @@ from flowserve.errors import ModelFailed
 from flowserve.graph.nesting import are_nested, joined
 from flowserve.graph.plan import NO_SLOT, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.credits import Streams
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.router import Facts, Flow, Ticket
 from flowserve.scheduling.streams import Iteration, Slots, Source, StreamFlow
 from flowserve.values import DType, TensorSpec

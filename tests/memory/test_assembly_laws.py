@@ -21,7 +21,7 @@ from flowserve.memory.assemble import gather
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.instance import _writable as may_write
-from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Flow
 from flowserve.testing.sim import Handle, Sim
 from flowserve.testing.strategies import SimModel, World, worlds

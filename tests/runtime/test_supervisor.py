@@ -21,9 +21,10 @@ from flowserve.runtime.clock import ClockNs, running_clock
 from flowserve.runtime.instance import Completions
 from flowserve.runtime.supervisor import Supervisor
 from flowserve.scheduling.backoff import DELAYS
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import OneByOne
 from flowserve.scheduling.closed import Closed
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.testing.recorder import simple_model
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.calls import CalledFlow
-from flowserve.scheduling.dispatcher import Batch
 from flowserve.scheduling.limited import OVERTAKEN_MAX, LimitedDispatcher
 from flowserve.scheduling.limiter import Available, Limiter, Needs
 from flowserve.testing.recorder import Recorder, rows_of, simple_model

@@ -10,8 +10,9 @@ import pytest
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import PORT, Recorder, rows_of, simple_model
 from flowserve.testing.sim import Handle

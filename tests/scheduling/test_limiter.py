@@ -9,8 +9,8 @@ import pytest
 
 from flowserve.config.types import LimitedResource, RateLimiter
 from flowserve.graph.types import Graph
+from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
-from flowserve.scheduling.dispatcher import ModelQueue
 from flowserve.scheduling.limited import OVERTAKEN_MAX
 from flowserve.scheduling.limiter import BEHIND_MAX, EVERYWHERE, Available, Limiter, Needs
 from flowserve.testing.recorder import Recorder, simple_model

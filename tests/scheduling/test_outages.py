@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import InstanceDied, Unavailable
-from flowserve.scheduling.dispatcher import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.limiter import Limiter, Needs
 from flowserve.testing.recorder import Recorder, simple_model
 from flowserve.testing.strategies import chain_graph, plain_graph

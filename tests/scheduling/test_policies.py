@@ -10,8 +10,9 @@ import pytest
 
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limiter import Limiter
 from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
 from flowserve.scheduling.router import Flow, Ticket

@@ -1,0 +1,91 @@
+"""One model's queue with the instances it is for, and what runs on them.
+
+Decided here: nothing but what such a queue and such a batch hold; both are records that the machines of this room fill
+in and the runtime reads. Who changes them, and when, is the dispatcher's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from flowserve.graph.types import ModelKey
+from flowserve.scheduling.batcher import Batcher
+from flowserve.scheduling.limiter import Needs
+from flowserve.scheduling.ordering import Order
+from flowserve.scheduling.router import Ticket
+from flowserve.scheduling.sequences import Sequences
+
+
+class ModelQueue:
+    """One model version's waiting tickets and the instances that may take them. `key` is what plans name it by."""
+
+    __slots__ = (
+        "away",
+        "batcher",
+        "bound",
+        "closed",
+        "free",
+        "instances",
+        "is_dirty",
+        "is_pure",
+        "key",
+        "needs",
+        "observer",
+        "order",
+        "running",
+    )
+
+    def __init__(
+        self,
+        key: ModelKey,
+        batcher: Batcher,
+        instances: Sequence[Any],
+        *,
+        is_pure: bool = False,
+        observer: Any = None,
+        needs: Sequence[Needs] = (),
+        keeps_order: bool = False,
+    ) -> None:
+        self.key = key
+        self.batcher = batcher
+        self.instances = tuple(instances)
+        # Idle longest first, so that work spreads over instances evenly. Free, running and away are all instances.
+        self.free: deque[Any] = deque(instances)
+        self.running = 0
+        self.away: list[Any] = []
+        self.bound: Sequences | None = None  # its batcher, where tickets are bound to instances
+        if isinstance(batcher, Sequences):
+            self.bound = batcher
+            batcher.serve(self.instances, self.free)
+        self.closed: Batcher | None = None  # its batcher, while one that takes nothing stands in for it
+        self.is_pure = is_pure
+        self.observer = observer  # the runtime's statistics of this model; nothing here reads it
+        self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: they need nothing
+        self.order = Order() if keeps_order else None
+        self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
+
+    @property
+    def is_served(self) -> bool:
+        """Whether any instance is there to take its tickets, now or when it has finished what it runs."""
+        return len(self.away) < len(self.instances)
+
+
+class Batch:
+    """Tickets that run together on one instance. `rows` is their sum."""
+
+    __slots__ = ("instance", "queue", "rows", "started_ns", "tickets")
+
+    def __init__(self, queue: ModelQueue, instance: Any, tickets: list[Ticket], started_ns: int) -> None:
+        self.queue = queue
+        self.instance = instance
+        self.tickets = tickets
+        self.started_ns = started_ns
+        rows = 0
+        for ticket in tickets:
+            rows += ticket.rows
+        self.rows = rows
+
+    def __repr__(self) -> str:
+        return f"Batch({self.queue.key}, {len(self.tickets)} tickets, rows={self.rows})"
