@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -527,3 +530,54 @@ def test_whoever_leaves_while_its_sequence_waits_ends_it_and_its_slot_is_free_on
         later = Later(served, "sums", 4, 4, start=True, end=True)  # in the backlog until 3 is idle for too long
         assert later.result() == [4]
         assert "must specify the START flag" in refused(served, "sums", 1, 1)[1]
+
+
+# -------------------------------------------------------------------------------------------------------- in a graph
+
+
+def test_a_stateful_step_has_the_sequence_of_the_ensembles_request(
+    tmp_path: Path, add_model: Add, make_ensemble: Callable[..., str]
+) -> None:
+    """Before and behind it stand models that know no sequences."""
+    add_model(
+        tmp_path, "sums", IN_OUT % (2, "1", 1, f"direct {{ }} {STATE % ('1', '')}"), {"1/model.onnx": adding_file()}
+    )
+    double = onnx_model(
+        [onnx_node("Add", ["IN", "IN"], ["OUT"])],
+        [onnx_value("IN", DType.INT32, ["N", 1])],
+        [onnx_value("OUT", DType.INT32, ["N", 1])],
+    )
+    add_model(tmp_path, "double", "", {"1/model.onnx": double})
+    steps = [
+        ("double", {"IN": "IN"}, {"OUT": "a"}),
+        ("sums", {"IN": "a"}, {"OUT": "b"}),
+        ("double", {"IN": "b"}, {"OUT": "OUT"}),
+    ]
+    add_model(tmp_path, "pipe", make_ensemble(["IN"], ["OUT"], steps, 2, "data_type: TYPE_INT32 dims: [ 1 ]"))
+    with serving(tmp_path) as served:
+        assert ask(served, "pipe", 1, 9, start=True) == [4]
+        assert ask(served, "pipe", 2, 9) == [12]
+        assert ask(served, "sums", 1, 9, end=True) == [7]  # it is the model's sequence, whoever asks
+        status, text = refused(served, "pipe", 1, 9)
+        assert (status, "in ensemble 'pipe', inference request for sequence 9 to model 'sums'" in text) == ("400", True)
+        assert refused(served, "pipe", 1)[0] == "400"
+
+
+def test_the_example_of_the_page_about_sequences_does_what_the_page_says(tmp_path: Path, root: Path) -> None:
+    page = (root / "docs/sequences.md").read_text()
+    blocks = [text for _, text in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
+    config, script, client, printed = blocks
+    folder = tmp_path / "totals"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(config)
+    _printed(script, folder)
+    with serving(tmp_path) as served:
+        assert _printed(client.replace("localhost:8000", served.address), folder) == printed
+
+
+def _printed(program: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
