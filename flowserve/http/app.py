@@ -27,6 +27,7 @@ from flowserve.http.generate import GenerateRoutes
 from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, is_version, target
 from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
 from flowserve.http.model_control import ModelControlRoutes
+from flowserve.http.openapi import openapi
 from flowserve.http.restricted import Restriction, restricted
 from flowserve.http.settings import settings_routes
 from flowserve.http.shared_memory import shared_memory_routes
@@ -60,7 +61,7 @@ def make_app(engine: Engine, options: AppOptions | None = None, control: Control
     route = (engine, options.max_body_bytes, options.client_memory)
     pattern = options.forward_pattern
     infer = InferRoute(*route) if pattern is None else ForwardingInferRoute(pattern, *route)
-    rest = _starlette(engine, options, control)
+    rest = _starlette(make_routes(engine, options, control))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -75,17 +76,12 @@ def make_app(engine: Engine, options: AppOptions | None = None, control: Control
 
 def make_metrics_app(engine: Engine) -> ASGIApp:
     """An application that serves nothing but /metrics, for a port of their own."""
-    app = Starlette(
-        routes=[Route("/metrics", _Metrics(engine).page)],
-        exception_handlers={HTTPException: _http_error, Exception: _broken},
-    )
-    app.router.redirect_slashes = False
-    return app
+    return _starlette([Route("/metrics", _Metrics(engine).page)])
 
 
-def _starlette(engine: Engine, options: AppOptions, control: Control | None) -> Starlette:
+def make_routes(engine: Engine, options: AppOptions, control: Control | None) -> list[Route]:
+    """Every endpoint there is. Inference is answered before the router; its routes turn other verbs away."""
     pages = _Pages(engine, options)
-    model, versioned = PREFIX + "{name}", PREFIX + "{name}/versions/{version}"
     routes = [
         Route("/v2", pages.server),
         Route("/v2/health/live", pages.live),
@@ -96,16 +92,20 @@ def _starlette(engine: Engine, options: AppOptions, control: Control | None) -> 
         Route("/metrics", _Metrics(engine).page),
         *settings_routes(engine, options.log, pages.body),
         *GenerateRoutes(engine, pages.body).routes(),
+        Route("/openapi.json", pages.openapi),
     ]
-    for path in (model, versioned):
+    for path in (PREFIX + "{name}", PREFIX + "{name}/versions/{version}"):
         routes += [
             Route(path, pages.metadata),
             Route(f"{path}/ready", pages.model_ready),
             Route(f"{path}/config", pages.config),
             Route(f"{path}/stats", pages.statistics),
-            # POST never gets here; the route is what turns other verbs away with 405.
             Route(f"{path}{SUFFIX}", pages.nothing, methods=["POST"]),
         ]
+    return routes
+
+
+def _starlette(routes: list[Route]) -> Starlette:
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -155,6 +155,9 @@ class _Pages:
 
     async def all_statistics(self, request: Request) -> Response:
         return json_response({"model_stats": self._engine.statistics()})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi())
 
     async def nothing(self, request: Request) -> Response:
         raise HTTPException(404)
