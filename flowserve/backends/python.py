@@ -27,7 +27,7 @@ from flowserve.backends.base import Caller, ClockNs, ModelFiles, Remote, Results
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_calls import ModelCalls
-from flowserve.backends.python_import import Owner, WorkingFor, forget_model, import_model
+from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model
 from flowserve.backends.python_sender import (
     ResponseSender,
     SingleResponseSender,
@@ -121,14 +121,16 @@ def completed_here(config: ModelConfig, files: ModelFiles) -> dict[str, Any] | N
 
 def instance_here(config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup) -> PythonInstance:
     """What `PythonModel.instance` makes, in the process where it is called."""
-    return PythonInstance(_Source(config, files), name, group)
+    return PythonInstance(_Source(config, files), name, group, is_alone=True)
 
 
 class PythonInstance:
     """One object of the model's class."""
 
-    def __init__(self, source: _Source, name: str, group: InstanceGroup) -> None:
+    def __init__(self, source: _Source, name: str, group: InstanceGroup, *, is_alone: bool = False) -> None:
+        """`is_alone`: the process is its own, and so are all threads in it."""
         self._source = source
+        self._is_alone = is_alone
         self._name = name
         self._group = group
         self._about = ModelFacts(source.config.name, source.files.version, source.config.inputs, self._make_sender)
@@ -150,6 +152,8 @@ class PythonInstance:
     def open(self) -> None:
         """Import the model, make its object and initialise it."""
         source = self._source
+        if self._is_alone:
+            adopt(self.owner)
         module = self._module = source.import_fresh()
         model_class = source.model_class(module)
         with source.running("initialize"):

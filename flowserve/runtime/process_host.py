@@ -9,6 +9,7 @@ process_link.py.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import select
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed
 from flowserve.runtime.children import Child, Children
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome
+from flowserve.runtime.process_calls import ProcessCalls
 from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.process_link import Link
 from flowserve.runtime.process_outputs import Garbled, OutputReader
@@ -68,6 +70,7 @@ class ProcessHost:
         self._clock = clock
         self._completions: Completions | None = None
         self._link: Link | None = None
+        self._calls: ProcessCalls | None = None  # once its model has called another
         self._is_closed = False
 
     def open(self, completions: Completions) -> None:
@@ -136,7 +139,8 @@ class ProcessHost:
         child.on_end = self._over
         if child.ended:
             self._over(child)
-        elif self.child is child:
+        elif self.child is child and self._link is not None:
+            self._link.on_calls = self._begin_calls
             self._readiness.watch(child.socket.fileno(), self._read)
 
     def _over(self, child: Child) -> None:
@@ -155,6 +159,29 @@ class ProcessHost:
         if link is not None and child is not None:
             self._readiness.forget(child.socket.fileno())
             link.close()
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+
+    def _begin_calls(self, fd: int) -> None:
+        assert self._completions is not None
+        if self._calls is not None or self._completions.calls is None:
+            os.close(fd)
+            raise Garbled("a second socket for calls")
+        self._calls = ProcessCalls(
+            fd,
+            self._model,
+            self._packer.arena,
+            self._completions.calls,
+            self._readiness,
+            lambda: self.running,
+            self._wrong,
+        )
+
+    def _wrong(self, what: str) -> None:
+        if self.child is not None:
+            self._readiness.forget(self.child.socket.fileno())
+            self.child.kill(why=f"what its process said cannot be ({what}); it was killed")
 
     def _read(self) -> None:
         link, child = self._link, self.child
@@ -168,8 +195,7 @@ class ProcessHost:
             trio.lowlevel.spawn_system_task(_end_if_it_lives, child, name=f"end of {self.name}")
             return
         except Garbled as error:
-            self._readiness.forget(child.socket.fileno())
-            child.kill(why=f"what its process said cannot be ({error}); it was killed")
+            self._wrong(str(error))
             return
         if outcome is not False:
             self._finish(outcome)

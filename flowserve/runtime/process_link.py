@@ -16,7 +16,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowserve.backends.base import Results
@@ -24,6 +24,7 @@ from flowserve.backends.child.protocol import (
     ANCILLARY_BYTES,
     ATTACH,
     BROKEN,
+    CALLS,
     DONE,
     END,
     FAILED,
@@ -53,6 +54,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, packer: InputPacker, reader: OutputReader) -> None:
         self._socket = sock
+        self.on_calls: Callable[[int], None] | None = None  # given the socket on which the model calls others
         self._packer = packer
         self._reader = reader
         self._number = 0
@@ -124,6 +126,8 @@ class Link:
             return heard(json.loads(text))
         if kind == SEGMENT:
             self._segments[words[1]] = Segment.read_shared(fds.pop())
+        elif kind == CALLS and self.on_calls is not None:
+            self.on_calls(fds.pop())
         elif kind == GONE:
             for number in words[1:]:
                 del self._kept[number]

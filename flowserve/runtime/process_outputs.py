@@ -80,7 +80,7 @@ class OutputReader:
         at += count
         dimensions = words[at]
         shape = tuple(words[at + 1 : at + 1 + dimensions])
-        array = self._array(spec, offset, nbytes, shape, memory)
+        array = self.array(spec, offset, nbytes, shape, memory)
         at += 1 + dimensions
         if not self._batches:
             return [Tensor(array)], at
@@ -106,7 +106,7 @@ class OutputReader:
                 continue
             offset, nbytes, dimensions = words[at], words[at + 1], words[at + 2]
             at += 3
-            array = self._array(spec, offset, nbytes, tuple(words[at : at + dimensions]), memory)
+            array = self.array(spec, offset, nbytes, tuple(words[at : at + dimensions]), memory)
             at += dimensions
             if self._batches and len(array) != n:
                 raise Garbled(f"output '{spec.name}' has {len(array)} rows for a member of {n}")
@@ -114,7 +114,8 @@ class OutputReader:
             total += nbytes
         return column, total, at
 
-    def _array(self, spec: TensorSpec, offset: int, nbytes: int, shape: tuple[int, ...], memory: Array) -> Array:
+    def array(self, spec: TensorSpec, offset: int, nbytes: int, shape: tuple[int, ...], memory: Array) -> Array:
+        """The one tensor that is said to lie there. Raises Garbled."""
         if not fits(shape[1:] if self._batches else shape, spec.dims):
             raise Garbled(f"output '{spec.name}' of shape {[*shape]} is not what the configuration promises")
         if offset + nbytes > len(memory) or offset % 8:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, overload
 
-from flowserve.backends.base import Instance, Remote, Work
+from flowserve.backends.base import CallsModels, Instance, Remote, Work
+from flowserve.backends.child.calls import ChildCaller
 from flowserve.backends.child.inputs import Inputs, Run
 from flowserve.backends.child.outputs import Outputs
 from flowserve.backends.child.protocol import (
@@ -74,6 +75,8 @@ def serve(socket_fd: int, arguments: bytes) -> None:
         sock.setblocking(True)
         try:
             instance: Instance = call(job.remote)
+            if isinstance(instance, CallsModels):
+                instance.call_through(ChildCaller(job.model, sock))
             instance.open()
         except FlowserveError as error:
             sock.send(pack(BROKEN, (), said(error)))

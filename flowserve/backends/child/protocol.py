@@ -86,6 +86,23 @@ OVER: Final = 17
 # WAITS number member inside: a thread waits until it may send; inside: the one that runs the batch
 WAITS: Final = 18
 
+# CALLS, with a descriptor: a socket for the calls that the model makes of others. It sends and gets there:
+CALLS: Final = 8
+# SEGMENT number, with a descriptor: memory that inputs of calls will lie in
+# CALL number is_stream segment offset nbytes count, and for each input: type offset nbytes dimensions dim...  TEXT
+#   [model, version, names of inputs, names of outputs or null, id, priority, timeout in us, sequence id, start, end,
+#   parameters]. Types are numbers in ModelConfig.
+CALL: Final = 9
+# READ token: what came with that token was read
+READ: Final = 10
+# LEAVE number: nobody waits for that call any more
+LEAVE: Final = 11
+# ... and from the server there, by `marshal`: (ATTACH, segment number) with a descriptor, and
+# (RESULT, number, is last, come home, token or 0, [kind, text] or None, columns or None): an answer
+#   columns: (name, type, shape, bytes or (segment, offset, nbytes)) of each output
+#   come home: (segment, offset) of inputs of calls that nobody reads any more
+RESULT: Final = 12
+
 # What of a request travels with it, in this order: `Request`'s fields but its tensors.
 FACTS: Final = (
     "outputs",
