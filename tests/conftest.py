@@ -37,6 +37,12 @@ def _why_no_gpu() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--fuzz",
+        type=int,
+        default=1500,
+        help="how many mutated requests the HTTP fuzzer sends; 100000 before a release",
+    )
+    parser.addoption(
         "--cycles", type=int, default=60, help="how often the test of growth loads and unloads; 500 before a release"
     )
 
