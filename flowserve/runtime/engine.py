@@ -424,7 +424,7 @@ class Engine:
         pins = frozenset(one.pin for one in runs_on)
         deployment = Deployment(config, graph, statistics, versions, route, pins, labels)
         options = gate_options(config.parameters)
-        cache = self._cache if config.response_cache and not deployment.is_decoupled else None
+        cache = self._cache if config.response_cache and deployment.plan.nesting is None else None
         if cache is not None or not options.is_open:
             deployment.gate = Gate(options, cache, key, deployment.output_slot, statistics, self.dispatcher, self.clock)
         return deployment

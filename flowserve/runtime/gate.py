@@ -82,14 +82,14 @@ class Gate:
     def leave(self, flow: Flow) -> bool:
         """A request is over, or its caller left. Returns whether it is counted already."""
         self._make_room(flow)
+        if isinstance(flow.error, Late) and not flow.plan.graph.is_ensemble:
+            self._statistics.failed(1, self._clock() - flow.arrived_ns, REJECTED)
         if flow in self._following:
             self._following.discard(flow)
             return flow.error is None
         leader = self._leading.get(flow)
         if leader is not None:
             self._answer_followers(flow, leader)
-        if isinstance(flow.error, Late) and not flow.plan.graph.is_ensemble:
-            self._statistics.failed(1, self._clock() - flow.arrived_ns, REJECTED)
         return False
 
     # ------------------------------------------------------------------ room
