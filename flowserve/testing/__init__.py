@@ -1,0 +1,30 @@
+"""Tools for testing one's own graphs: re-exports only. docs/testing-graphs.md tells how to use them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowserve.testing.fakes import Faked, FakeModel
+    from flowserve.testing.serve import Served, serving
+    from flowserve.testing.simulation import Arrival, Simulation, simulate
+
+# Imported when asked for: a test that simulates needs no server.
+_WHERE = {
+    "Arrival": "flowserve.testing.simulation",
+    "FakeModel": "flowserve.testing.fakes",
+    "Faked": "flowserve.testing.fakes",
+    "Served": "flowserve.testing.serve",
+    "Simulation": "flowserve.testing.simulation",
+    "serving": "flowserve.testing.serve",
+    "simulate": "flowserve.testing.simulation",
+}
+
+__all__ = ["simulate", "Arrival", "Simulation", "Faked", "FakeModel", "serving", "Served"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'flowserve.testing' has no attribute '{name}'")

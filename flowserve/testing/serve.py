@@ -47,6 +47,12 @@ class Served:
         return int(self.base_url.rpartition(":")[2])
 
     @property
+    def grpc_address(self) -> str:
+        """`127.0.0.1:PORT` of gRPC, where it is served."""
+        (line,) = [line for line in self.lines if line.startswith("gRPC on ")]
+        return line.removeprefix("gRPC on ")
+
+    @property
     def log(self) -> str:
         """What it wrote to standard error so far."""
         return self.log_path.read_text()
@@ -71,9 +77,11 @@ class DidNotServe(Exception):
 def serving(repository: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Served]:
     """`python -m flowserve run REPOSITORY OPTIONS` on a free port, until the block ends.
 
-    `options` come last and so win over the defaults. Raises DidNotServe.
+    `options` come last and so win over the defaults: without `--allow-grpc true` it serves HTTP only. Raises
+    DidNotServe.
     """
-    command = [sys.executable, "-m", "flowserve", "run", str(repository), "--http-port", "0", *options]
+    quiet = ["--http-port", "0", "--allow-grpc", "false"]
+    command = [sys.executable, "-m", "flowserve", "run", str(repository), *quiet, *options]
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log_file:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log_file, text=True, env={**os.environ, **(environment or {})}

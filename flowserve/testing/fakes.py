@@ -1,0 +1,130 @@
+"""Models that are not there: a graph under test with some of its models replaced by functions.
+
+Decided here: that a fake keeps everything its model's configuration says (tensors, batching, queues, how many
+instances) and replaces only who computes. So a pipeline can be tested where its large models cannot be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from flowserve.backends import registry
+from flowserve.backends.callable import OBJECT, offer
+from flowserve.config.load import CONFIG_FILE, draft_of, finish
+from flowserve.config.suggest import did_you_mean
+from flowserve.config.types import ModelConfig, SourceMap
+from flowserve.config.write import fields_of, message_of, text_of
+from flowserve.errors import NotFound, Place
+from flowserve.graph.functions import BACKEND, FunctionModel
+from flowserve.repository.layout import ModelFolder, find_models
+from flowserve.repository.override import PrivateFolder
+from flowserve.repository.read import read_model
+from flowserve.runtime.completion import complete
+from flowserve.testing.sources import Source, folder_of
+from flowserve.values import Array
+
+# What belongs to the files that a fake does without.
+_OF_THE_FILES: Final = ("platform", "default_model_filename", "cc_model_filenames", "optimization", "model_warmup")
+
+
+class FakeModel:
+    """Stands for a model. `calls` keeps the input arrays of every batch, in order.
+
+    `answer`: a function as `flowserve.model` takes one; an exception, which is raised; or None for zeros (what varies
+    in a shape is 1).
+    """
+
+    def __init__(self, answer: Callable[..., Any] | Exception | None = None) -> None:
+        self.calls: list[tuple[Array, ...]] = []
+        self._answer = answer
+
+    @property
+    def rows(self) -> list[int]:
+        """How many rows each batch had."""
+        return [len(arrays[0]) for arrays in self.calls]
+
+    def function(self, config: ModelConfig) -> Callable[..., Any]:
+        """What runs in the place of the model of that configuration."""
+
+        def run(*arrays: Array) -> Any:
+            self.calls.append(arrays)
+            if isinstance(self._answer, Exception):
+                raise self._answer
+            if self._answer is not None:
+                return self._answer(*arrays)
+            return _zeros(config, len(arrays[0]) if config.max_batch_size else -1)
+
+        return run
+
+
+class Faked:
+    """`source` with the models that `fakes` names replaced: good wherever a graph is, for `Engine` and `simulate`."""
+
+    def __init__(self, source: Source, fakes: Mapping[str, FakeModel]) -> None:
+        self._folder, self.name, self._kept = folder_of(source)
+        self._fakes = fakes
+        self._offered: list[FunctionModel] = []  # functions live as long as somebody holds them
+
+    def write_private(self) -> PrivateFolder:
+        """The repository with its fakes. Blocks. Raises NotFound for a fake of nothing, Problems."""
+        folders = find_models([self._folder]).folders
+        for name in self._fakes:
+            if name not in {folder.name for folder in folders}:
+                hint = did_you_mean(name, [folder.name for folder in folders])
+                raise NotFound(f"a fake for '{name}', and there is no such model{f' ({hint})' if hint else ''}")
+        private = PrivateFolder()
+        for folder in folders:
+            if folder.name in self._fakes:
+                self._write(private.path / folder.name, folder)
+            else:
+                (private.path / folder.name).symlink_to(folder.path.resolve())
+        return private
+
+    def _write(self, home: Path, folder: ModelFolder) -> None:
+        fields = _fields(folder)
+        for name in _OF_THE_FILES:
+            fields.pop(name, None)
+        count = sum(int(group.get("count", 1)) for group in fields.get("instance_group", [])) or 1
+        fields |= {"name": folder.name, "backend": BACKEND, "instance_group": [{"count": count, "kind": "KIND_CPU"}]}
+        message = message_of({**fields, "parameters": {}}, folder.name)
+        config = finish(draft_of(message, SourceMap(folder.name), folder.path, registry.default_files()), None)
+        model = FunctionModel(
+            self._fakes[folder.name].function(config),
+            name=folder.name,
+            inputs=config.inputs,
+            outputs=config.outputs,
+            max_batch_size=config.max_batch_size,
+            max_queue_delay_us=0,
+            instances=count,
+            execution="thread",
+            is_pure=False,
+            place=Place(folder.name),
+        )
+        self._offered.append(model)
+        fields["parameters"] = {OBJECT: {"string_value": offer(model)}}
+        for version in folder.versions or (1,):
+            (home / str(version)).mkdir(parents=True)
+        (home / CONFIG_FILE).write_text(text_of(fields, folder.name), encoding="utf-8")
+
+
+def _fields(folder: ModelFolder) -> dict[str, Any]:
+    """What the configuration says; the model's file is asked only where the tensors are not written down."""
+    path = folder.path / CONFIG_FILE
+    if path.is_file():
+        fields, _ = fields_of(path.read_text(encoding="utf-8"), f"{folder.name}/{CONFIG_FILE}")
+        if fields.get("input") and fields.get("output"):
+            return fields
+    return dict(read_model(folder, registry.default_files(), complete).config.json)
+
+
+def _zeros(config: ModelConfig, rows: int) -> tuple[Array, ...]:
+    batch = () if rows < 0 else (rows,)
+    made = []
+    for spec in config.outputs:
+        shape = (*batch, *(max(dim, 1) for dim in spec.dims))
+        made.append(np.full(shape, b"", np.object_) if not spec.dtype.itemsize else np.zeros(shape, spec.dtype.numpy))
+    return tuple(made)

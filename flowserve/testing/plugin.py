@@ -1,0 +1,41 @@
+"""Fixtures for pytest: `pytest_plugins = ["flowserve.testing.plugin"]` in a conftest.py brings them in.
+
+Decided here: that what a test opened ends with the test. Opting in by name keeps everybody else's pytest as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowserve.authoring.engine import Engine, Source
+from flowserve.runtime.blocking import BlockingEngine
+from flowserve.testing.serve import Served, serving
+
+
+@pytest.fixture
+def flowserve_engine() -> Iterator[Callable[..., BlockingEngine]]:
+    """`flowserve_engine(source, ...)`: an open engine in this process; arguments as those of `flowserve.Engine`."""
+    with ExitStack() as stack:
+
+        def start(*sources: Source, **options: Any) -> BlockingEngine:
+            return stack.enter_context(Engine(*sources, **options))
+
+        yield start
+
+
+@pytest.fixture
+def flowserve_server() -> Iterator[Callable[..., Served]]:
+    """`flowserve_server(repository, "--option", ...)`: `flowserve run` in a process of its own, on a free port. A
+    repository's folder, or "module:graph".
+    """
+    with ExitStack() as stack:
+
+        def start(repository: str | Path, *options: str) -> Served:
+            return stack.enter_context(serving(Path(repository), *options))
+
+        yield start

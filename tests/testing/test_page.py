@@ -1,0 +1,50 @@
+"""docs/testing-graphs.md does what it says, as doctests and as a pytest session."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OPTIONS = doctest.ELLIPSIS
+
+SUMS = """\
+from flowserve import Graph, model
+
+@model({"X": "FP32[2]"}, {"SUM": "FP32[1]"}, max_batch_size=4)
+def total(rows):
+    return rows.sum(axis=1, keepdims=True) * 10
+
+graph = Graph("sums")
+graph.output("SUM", total(graph.input("X", "FP32[2]")))
+"""
+
+
+def test_every_example_prints_what_stands_below_it(root: Path) -> None:
+    failed, run = doctest.testfile(str(root / "docs/testing-graphs.md"), module_relative=False, optionflags=OPTIONS)
+    assert (failed, run > 20) == (0, True)
+
+
+@pytest.mark.server
+def test_the_fixtures_serve_a_session_of_somebody_elses(root: Path, tmp_path: Path) -> None:
+    for name, code in BLOCK.findall((root / "docs/testing-graphs.md").read_text()):
+        (tmp_path / name).write_text(code)
+    (tmp_path / "sums.py").write_text(SUMS)
+    save = [sys.executable, "-c", "from sums import graph; graph.save('models')"]
+    subprocess.run(save, cwd=tmp_path, timeout=60, check=True)
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        pytest_command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
