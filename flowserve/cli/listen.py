@@ -16,7 +16,9 @@ from flowserve.http.server import open_listeners, open_unix_listener
 UNIX: Final = "unix:"
 
 
-def listen(address: str, port: int, option: str = "--http-port") -> list[socket.socket]:
+def listen(
+    address: str, port: int, option: str = "--http-port", address_option: str = "--http-address"
+) -> list[socket.socket]:
     """Listening sockets for `address`; `port`, which came with `option`, may be 0: then the system picks one. An
     address unix:PATH has no port. Raises Invalid with what to do instead.
     """
@@ -30,7 +32,7 @@ def listen(address: str, port: int, option: str = "--http-port") -> list[socket.
     try:
         return open_listeners(address, port)
     except (OSError, UnicodeError) as error:
-        raise Invalid(f"cannot listen on {address} port {port}: {_reason(error, option)}") from error
+        raise Invalid(f"cannot listen on {address} port {port}: {_reason(error, option, address_option)}") from error
 
 
 def url(listener: socket.socket, address: str) -> str:
@@ -41,14 +43,14 @@ def url(listener: socket.socket, address: str) -> str:
     return f"http://{host}:{listener.getsockname()[1]}"
 
 
-def _reason(error: OSError | UnicodeError, option: str) -> str:
+def _reason(error: OSError | UnicodeError, option: str, address_option: str) -> str:
     if isinstance(error, (socket.gaierror, UnicodeError)):
-        return "no such address; try --http-address 127.0.0.1"
+        return f"no such address; try {address_option} 127.0.0.1"
     text = (error.strerror or str(error)).lower()
     if error.errno == errno.EADDRINUSE:
         return f"{text}; stop the server that has it, or choose another {option} (0 picks a free one)"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"{text}; ports below 1024 are the administrator's, choose a higher {option}"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{text}; this machine does not have it, try --http-address 127.0.0.1"
+        return f"{text}; this machine does not have it, try {address_option} 127.0.0.1"
     return text

@@ -10,10 +10,11 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from flowserve.cli.grpc_options import GrpcChoice, add_grpc_arguments, grpc_choice
 from flowserve.errors import Invalid
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class RunOptions:
     http_restrictions: tuple[Restriction, ...] = ()
     http_header_forward_pattern: re.Pattern[str] | None = None
     metrics_port: int | None = None
+    grpc: GrpcChoice = field(default_factory=GrpcChoice)
     allow_client_shm: bool = False
     exit_timeout_s: int = 30
     exit_on_error: bool = True
@@ -56,7 +58,6 @@ class RunOptions:
 # Options of tritonserver whose feature this server does not have. Naming the feature beats "unknown option", and both
 # beat silence.
 NOT_YET: Final[Mapping[str, str]] = {
-    "--allow-grpc": "gRPC",
     "--allow-http": "serving without HTTP",
     "--allow-metrics": "serving without metrics",
     "--backend-config": "backend configuration on the command line",
@@ -65,8 +66,17 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--cuda-memory-pool-byte-size": "CUDA memory pools",
     "--disable-auto-complete-config": "serving without completing configurations",
     "--enable-peer-access": "CUDA peer access",
-    "--grpc-address": "gRPC",
-    "--grpc-port": "gRPC",
+    "--grpc-header-forward-pattern": "header forwarding over gRPC",
+    "--grpc-infer-allocation-pool-size": "gRPC message pools (messages are not kept)",
+    "--grpc-infer-response-compression-level": "compressed gRPC answers",
+    "--grpc-infer-thread-count": "gRPC threads (one serves all connections)",
+    "--grpc-max-response-pool-size": "gRPC message pools (messages are not kept)",
+    "--grpc-restricted-protocol": "restricted APIs over gRPC (--allow-grpc false leaves HTTP, which has them)",
+    "--grpc-root-cert": "TLS for gRPC",
+    "--grpc-server-cert": "TLS for gRPC",
+    "--grpc-server-key": "TLS for gRPC",
+    "--grpc-use-ssl": "TLS for gRPC",
+    "--grpc-use-ssl-mutual": "TLS for gRPC",
     "--host-policy": "host policies",
     "--http-thread-count": "HTTP threads (one event loop serves all connections)",
     "--id": "naming the server",
@@ -225,6 +235,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="clients may register shared memory of this machine for tensors; default false",
     )
 
+    add_grpc_arguments(parser, boolean, whole_number)
+
     models = parser.add_argument_group("how models are loaded and run")
     models.add_argument(
         "--exit-on-error",
@@ -346,6 +358,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         http_restrictions=tuple(arguments.http_restricted_api),
         http_header_forward_pattern=arguments.http_header_forward_pattern,
         metrics_port=arguments.metrics_port,
+        grpc=grpc_choice(arguments),
         allow_client_shm=arguments.allow_client_shm,
         exit_timeout_s=arguments.exit_timeout_secs,
         exit_on_error=arguments.exit_on_error,

@@ -14,12 +14,13 @@ import logging
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 from rich.console import Console
 
 from flowserve.cli import logs
+from flowserve.cli.grpc_front import open_grpc
 from flowserve.cli.listen import UNIX, listen, url
 from flowserve.cli.options import RunOptions
 from flowserve.cli.progress import Progress, output, served_table
@@ -35,6 +36,9 @@ from flowserve.runtime.control import Control, ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.hosts import PYTHON_EXECUTION
 from flowserve.scheduling.limiter import Available
+
+if TYPE_CHECKING:
+    from flowserve.grpc.server import GrpcServer
 
 _log = logging.getLogger("flowserve.cli")
 
@@ -78,6 +82,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
         try:
             listeners = listen(options.http_address, options.http_port)
             metrics_listeners = _metrics_listeners(options)
+            grpc_server = open_grpc(options.grpc)
         except FlowserveError as error:
             return _failed(str(error))
         where = url(listeners[0], options.http_address)
@@ -97,18 +102,21 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             open_engine(engine_options, exit_timeout_s=options.exit_timeout_s, on_close=_must_be_closed) as engine,
             open_control(engine, options.repositories, control_options) as control,
         ):
-            app = make_app(engine, _app_options(options, log_settings), control)
+            app_options = _app_options(options, log_settings)
+            app = make_app(engine, app_options, control)
             server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
                 metrics = Server(make_metrics_app(engine))
                 if metrics_listeners:
                     await nursery.start(metrics.serve, metrics_listeners)
+                if grpc_server is not None:
+                    await nursery.start(grpc_server.serve, engine, control, app_options.client_memory, log_settings)
                 status = await _load(options, engine, control, shutdown, output(), where)
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
-                await _drain(engine, server, shutdown)
+                await _drain(engine, [front for front in (server, grpc_server) if front is not None], shutdown)
                 metrics.drain(0)
     return status
 
@@ -152,13 +160,13 @@ async def _load(
     return 0
 
 
-async def _drain(engine: Engine, server: Server, shutdown: Shutdown) -> None:
+async def _drain(engine: Engine, fronts: Sequence[Server | GrpcServer], shutdown: Shutdown) -> None:
     """Let what is under way finish, until the deadline; what does not finish then ends the process with status 1."""
     deadline = shutdown.deadline if shutdown.asked.is_set() else trio.current_time()
-    running = server.statistics().running
     if shutdown.asked.is_set():
-        _log.info("stopping: %d requests under way", running)
-    server.drain(max(deadline - trio.current_time(), 0))
+        _log.info("stopping: %d requests under way", engine.dispatcher.in_flight)
+    for front in fronts:
+        front.drain(max(deadline - trio.current_time(), 0))
     hung = await engine.drain(deadline)
     if hung:
         end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {', '.join(hung)}")

@@ -1,0 +1,57 @@
+"""Whether this server speaks gRPC, and what is said where it does not.
+
+Decided here: a port that was asked for must be had; the usual one is served where it can be, and a line of the log says
+why it is not. grpcio is imported only by a server that uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from flowserve.cli.grpc_options import DEFAULT_PORT, GrpcChoice
+from flowserve.cli.listen import UNIX, listen
+from flowserve.errors import Invalid
+from flowserve.grpc.options import NOT_INSTALLED, is_installed
+
+if TYPE_CHECKING:
+    from flowserve.grpc.server import GrpcServer
+
+_log = logging.getLogger("flowserve.cli")
+
+
+def open_grpc(choice: GrpcChoice) -> GrpcServer | None:
+    """The server with its port taken, which is printed; None where there is none. Raises Invalid where it was asked
+    for and cannot be.
+    """
+    if not choice.is_allowed:
+        return None
+    try:
+        return _bound(choice)
+    except Invalid as error:
+        if choice.port is not None:
+            raise
+        log = _log.warning if is_installed() else _log.info
+        log("gRPC is not served: %s; --allow-grpc false says that it need not be", error)
+        return None
+
+
+def _bound(choice: GrpcChoice) -> GrpcServer:
+    if not is_installed():
+        raise Invalid(NOT_INSTALLED)
+    # What goes wrong reaches clients and our log; grpcio's own lines on standard error say it again, in C++.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from flowserve.grpc.server import GrpcServer
+
+    port = DEFAULT_PORT if choice.port is None else choice.port
+    server = GrpcServer(choice.options)
+    try:
+        taken = server.bind(choice.address, port)
+    except OSError as error:
+        # grpcio does not say why; the same attempt without it does.
+        for listener in listen(choice.address, port, "--grpc-port", "--grpc-address"):
+            listener.close()
+        raise Invalid(f"cannot listen on {choice.address} port {port}: {error}") from error
+    print(f"gRPC on {choice.address if choice.address.startswith(UNIX) else f'{choice.address}:{taken}'}", flush=True)
+    return server

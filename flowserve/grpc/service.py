@@ -1,0 +1,273 @@
+"""The calls of GRPCInferenceService: which asks the engine what.
+
+Decided here: what each call answers, from the same records as HTTP's answers. What is not there says so by name. What
+an inference is, calls.py and stream.py know; everything here runs on grpcio's thread and asks the engine on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message
+
+from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable, Unsupported
+from flowserve.grpc import service_pb2 as pb
+from flowserve.grpc.calls import Call, Outcome
+from flowserve.grpc.crossing import Crossing, Waiting
+from flowserve.grpc.decode import Asked, decode
+from flowserve.grpc.stream import Stream
+from flowserve.memory.client_memory import ClientMemory
+from flowserve.observe.log_settings import LogSettings
+from flowserve.observe.trace_settings import SETTINGS, change_trace_settings
+from flowserve.repository.override import Override
+from flowserve.runtime.control import NOT_ALLOWED, Control
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.metadata import model_metadata, server_metadata
+
+SERVICE: Final = "inference.GRPCInferenceService"
+ERROR_HEADER: Final = "triton_grpc_error"
+_FILE: Final = "file:"
+_CONFIG: Final = "config"
+_UNLOAD_DEPENDENTS: Final = "unload_dependents"
+_TRACE_LISTS: Final = frozenset({"trace_level"})
+
+
+class Service:
+    """`control` None: an engine that was not loaded from a repository."""
+
+    def __init__(
+        self, engine: Engine, control: Control | None, memory: ClientMemory, log: LogSettings, crossing: Crossing
+    ) -> None:
+        self._engine = engine
+        self._control = control
+        self._memory = memory
+        self._log = log
+        self._crossing = crossing
+        self._loop = asyncio.get_running_loop()
+
+    # ------------------------------------------------------------------ inference
+
+    async def infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        waiting = Waiting(self._loop)
+        call = self._call((request.model_name, request.model_version), decode(request), waiting.settle)
+        call.begin()
+        try:
+            response = await waiting.outcome()
+        except asyncio.CancelledError:
+            call.leave()
+            raise
+        return call.encode(response)
+
+    async def stream(self, context: Any, stopping: asyncio.Event) -> None:
+        headers = dict(context.invocation_metadata() or ())
+        stream = Stream(self._call, ends_on_error=headers.get(ERROR_HEADER) in ("true", "1"))
+        await stream.run(context, stopping)
+
+    def _call(
+        self,
+        target: tuple[str, str],
+        asked: Asked,
+        told: Callable[[Outcome], object],
+        many: Callable[[Outcome], object] | None = None,
+    ) -> Call:
+        return Call(self._engine, self._memory, self._crossing, target, asked, told, many)
+
+    # ------------------------------------------------------------------ health, metadata, statistics
+
+    async def is_ready(self) -> bool:
+        return await self._crossing.ask(lambda: self._engine.is_ready)
+
+    async def live(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=await self._crossing.ask(lambda: self._engine.is_live))
+
+    async def ready(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=await self.is_ready())
+
+    async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
+        def ask() -> bool:
+            try:
+                return not self._engine.outage(self._engine.find(request.name, request.version))
+            except (NotFound, Unavailable):
+                return False
+
+        return pb.ModelReadyResponse(ready=await self._crossing.ask(ask))
+
+    async def metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
+        return ParseDict(server_metadata(), pb.ServerMetadataResponse())
+
+    async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
+        def ask() -> dict[str, Any]:
+            return model_metadata(self._engine.find(request.name, request.version), request.version)
+
+        return ParseDict(await self._crossing.ask(ask), pb.ModelMetadataResponse())
+
+    async def config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
+        deployment = await self._crossing.ask(lambda: self._engine.find(request.name, request.version))
+        return ParseDict({"config": deployment.config.json}, pb.ModelConfigResponse())
+
+    async def statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
+        rows = await self._crossing.ask(lambda: self._engine.statistics(request.name, request.version))
+        # What is ours alone has no field in Triton's message.
+        return ParseDict({"model_stats": rows}, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
+
+    # ------------------------------------------------------------------ the repository
+
+    async def index(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
+        _refuse_repository(request.repository_name)
+        control, engine = self._control, self._engine
+        if control is None:
+            rows = await self._crossing.ask(lambda: engine.index(ready_only=request.ready))
+        else:
+            rows = await self._crossing.carry_out(lambda: control.index(ready_only=request.ready))
+        return ParseDict({"models": rows}, pb.RepositoryIndexResponse())
+
+    async def load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
+        control = self._may_control(request.repository_name)
+        override = _override(request.parameters)
+        await self._crossing.carry_out(lambda: control.load(request.model_name, override))
+        return pb.RepositoryModelLoadResponse()
+
+    async def unload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
+        control = self._may_control(request.repository_name)
+        dependents = False
+        for key, value in request.parameters.items():
+            if key != _UNLOAD_DEPENDENTS:
+                raise _unknown(key)
+            if not value.HasField("bool_param"):
+                raise Invalid(f"the parameter '{_UNLOAD_DEPENDENTS}' is a bool_param")
+            dependents = value.bool_param
+        await self._crossing.carry_out(lambda: control.unload(request.model_name, dependents=dependents))
+        return pb.RepositoryModelUnloadResponse()
+
+    def _may_control(self, repository: str) -> Control:
+        _refuse_repository(repository)
+        if self._control is None:
+            raise Unavailable(f"{NOT_ALLOWED}; this server was not started from a repository")
+        return self._control
+
+    # ------------------------------------------------------------------ clients' memory
+
+    async def memory_status(self, request: pb.SystemSharedMemoryStatusRequest) -> pb.SystemSharedMemoryStatusResponse:
+        rows = await self._crossing.ask(lambda: self._memory.status(request.name))
+        return ParseDict({"regions": {row["name"]: row for row in rows}}, pb.SystemSharedMemoryStatusResponse())
+
+    async def memory_register(
+        self, request: pb.SystemSharedMemoryRegisterRequest
+    ) -> pb.SystemSharedMemoryRegisterResponse:
+        asked = (request.name, request.key, request.offset, request.byte_size)
+        await self._crossing.ask(lambda: self._memory.register(*asked))
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    async def memory_unregister(
+        self, request: pb.SystemSharedMemoryUnregisterRequest
+    ) -> pb.SystemSharedMemoryUnregisterResponse:
+        await self._crossing.ask(lambda: self._memory.unregister(request.name))
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    async def cuda_status(self, request: pb.CudaSharedMemoryStatusRequest) -> pb.CudaSharedMemoryStatusResponse:
+        if request.name:
+            raise NotFound(f"Unable to find cuda shared memory region: '{request.name}'")
+        return pb.CudaSharedMemoryStatusResponse()
+
+    async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> pb.CudaSharedMemoryRegisterResponse:
+        await self._crossing.ask(self._memory.check_allowed)
+        raise Unsupported("CUDA shared memory of clients is not supported; register system shared memory")
+
+    async def cuda_unregister(
+        self, request: pb.CudaSharedMemoryUnregisterRequest
+    ) -> pb.CudaSharedMemoryUnregisterResponse:
+        await self._crossing.ask(self._memory.check_allowed)
+        return pb.CudaSharedMemoryUnregisterResponse()
+
+    # ------------------------------------------------------------------ settings
+
+    async def trace(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
+        asked = {key: _trace_value(key, list(value.value)) for key, value in request.settings.items()}
+
+        def ask() -> None:
+            if request.model_name and request.model_name not in self._engine.entries:
+                raise Invalid(f"request for unknown model '{request.model_name}': it has no trace settings")
+            change_trace_settings(asked)
+
+        await self._crossing.ask(ask)
+        answer = pb.TraceSettingResponse()
+        for key, value in SETTINGS.items():
+            answer.settings[key].value.extend(value if isinstance(value, list) else [value])
+        return answer
+
+    async def log(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
+        asked = {}
+        for key, value in request.settings.items():
+            choice = value.WhichOneof("parameter_choice")
+            asked[key] = None if choice is None else getattr(value, choice)
+
+        def ask() -> dict[str, Any]:
+            self._log.change(asked)
+            return self._log.as_json()
+
+        answer = pb.LogSettingsResponse()
+        for key, value in (await self._crossing.ask(ask)).items():
+            kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
+            setattr(answer.settings[key], kind, value)
+        return answer
+
+
+def _refuse_repository(name: str) -> None:
+    if name:
+        raise Unsupported("'repository_name' specification is not supported")
+
+
+def _override(parameters: Mapping[str, pb.ModelRepositoryParameter]) -> Override | None:
+    """What a load call brings along. None: nothing, the repository's files count."""
+    config, files = "", {}
+    for key, value in parameters.items():
+        if key == _CONFIG:
+            if not value.HasField("string_param"):
+                raise Invalid("the parameter 'config' is a string_param that holds the configuration as JSON")
+            config = value.string_param
+        elif key.startswith(_FILE):
+            if not value.HasField("bytes_param"):
+                raise Invalid(f"the parameter '{key[:100]}' is a bytes_param that holds the file's contents")
+            files[key.removeprefix(_FILE)] = value.bytes_param
+        else:
+            raise _unknown(key)
+    return Override(config, files) if config or files else None
+
+
+def _unknown(key: str) -> FlowserveError:
+    return Invalid(f"unexpected error on creating Triton parameter: {key[:100]!r} is not known here")
+
+
+def _trace_value(key: str, values: list[str]) -> Any:
+    """As JSON has it: nothing is null, and only lists are lists."""
+    if not values:
+        return None
+    return values if key in _TRACE_LISTS or len(values) > 1 else values[0]
+
+
+# Each call by its name: the request's class, and the method of Service that answers.
+CALLS: Final[Mapping[str, tuple[type[Message], Any]]] = {
+    "ServerLive": (pb.ServerLiveRequest, Service.live),
+    "ServerReady": (pb.ServerReadyRequest, Service.ready),
+    "ModelReady": (pb.ModelReadyRequest, Service.model_ready),
+    "ServerMetadata": (pb.ServerMetadataRequest, Service.metadata),
+    "ModelMetadata": (pb.ModelMetadataRequest, Service.model_metadata),
+    "ModelInfer": (pb.ModelInferRequest, Service.infer),
+    "ModelConfig": (pb.ModelConfigRequest, Service.config),
+    "ModelStatistics": (pb.ModelStatisticsRequest, Service.statistics),
+    "RepositoryIndex": (pb.RepositoryIndexRequest, Service.index),
+    "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, Service.load),
+    "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, Service.unload),
+    "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, Service.memory_status),
+    "SystemSharedMemoryRegister": (pb.SystemSharedMemoryRegisterRequest, Service.memory_register),
+    "SystemSharedMemoryUnregister": (pb.SystemSharedMemoryUnregisterRequest, Service.memory_unregister),
+    "CudaSharedMemoryStatus": (pb.CudaSharedMemoryStatusRequest, Service.cuda_status),
+    "CudaSharedMemoryRegister": (pb.CudaSharedMemoryRegisterRequest, Service.cuda_register),
+    "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, Service.cuda_unregister),
+    "TraceSetting": (pb.TraceSettingRequest, Service.trace),
+    "LogSettings": (pb.LogSettingsRequest, Service.log),
+}
+STREAM_CALL: Final = "ModelStreamInfer"

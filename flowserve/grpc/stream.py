@@ -1,0 +1,167 @@
+"""One ModelStreamInfer: requests come, answers go, each in its time.
+
+Decided here: that answers of deployments that answer once leave in the order of their requests, that others' leave as
+they come, what marks a request's last answer, and that a request that fails says so and ends nothing (unless the
+client asked for that by the header `triton_grpc_error`). Everything here runs on grpcio's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.grpc.calls import STREAMED, Call, Outcome
+from flowserve.grpc.crossing import STOPPING, broken
+from flowserve.grpc.decode import Asked, decode
+from flowserve.grpc.encode import stream_answer, stream_error
+from flowserve.grpc.service_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+
+IN_FLIGHT_MAX: Final = 1024  # of one stream; what a client sends beyond waits unread
+
+# The target, what is asked, who is told the outcome, who is told each of many: a call of the engine.
+MakeCall = Callable[[tuple[str, str], Asked, Callable[[Outcome], object], Callable[[Outcome], object]], Call]
+
+
+class _Member:
+    """One request of a stream. `answer` is its only one, once it is there and where there is one."""
+
+    __slots__ = ("answer", "call", "id", "is_settled", "target")
+
+    def __init__(self, message: ModelInferRequest) -> None:
+        self.id = message.id
+        self.target = message.model_name, message.model_version
+        self.call: Call | None = None
+        self.is_settled = False
+        self.answer: ModelStreamInferResponse | FlowserveError | None = None
+
+
+class Stream:
+    """`ends_on_error`: the first request that fails ends the stream with its status."""
+
+    def __init__(self, make_call: MakeCall, *, ends_on_error: bool = False) -> None:
+        self._make_call = make_call
+        self._ends_on_error = ends_on_error
+        self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
+        self._order: deque[_Member] = deque()
+        self._members: set[_Member] = set()
+        # What is to be written, and who is told then.
+        self._outbox: asyncio.Queue[tuple[ModelStreamInferResponse | FlowserveError | None, Callable[[], None]]]
+        self._outbox = asyncio.Queue()
+        self._is_read = False
+        self._is_cut = False
+
+    async def run(self, context: Any, stopping: asyncio.Event) -> None:
+        """Until the client has said everything and was answered, or the server is `stopping` and those who asked
+        before were answered. Raises the error that ends it.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read_until(context, stopping))
+                await self._write(context)
+        except* FlowserveError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for member in self._members:
+                if member.call is not None:
+                    member.call.leave()
+        if self._is_cut:
+            raise Unavailable(STOPPING)
+
+    # ------------------------------------------------------------------ in
+
+    async def _read_until(self, context: Any, stopping: asyncio.Event) -> None:
+        reading = asyncio.create_task(self._read(context))
+        stopped = asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait((reading, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()  # raises what was wrong
+        finally:
+            self._is_cut = not reading.done()
+            for task in (reading, stopped):
+                task.cancel()
+        self._is_read = True
+        self._end_if_done()
+
+    async def _read(self, context: Any) -> None:
+        """A client that breaks off in the middle cancels the whole call, this included."""
+        while isinstance(message := await context.read(), ModelInferRequest):
+            await self._room.acquire()
+            self._begin(message)
+        if isinstance(message, FlowserveError):
+            raise message
+
+    def _begin(self, message: ModelInferRequest) -> None:
+        member = _Member(message)
+        self._members.add(member)
+        self._order.append(member)
+        try:
+            asked = decode(message)
+        except FlowserveError as error:
+            self._settle(member, error)
+            return
+        member.call = self._make_call(member.target, asked, partial(self._settle, member), partial(self._one, member))
+        member.call.begin()
+
+    # ------------------------------------------------------------------ out
+
+    def _settle(self, member: _Member, outcome: Outcome) -> None:
+        """The only outcome is there, or it is known that there are many. Those before it in the order go first."""
+        member.is_settled = True
+        if outcome is not STREAMED:
+            member.answer = self._answer(member, outcome, is_final=True)
+        while self._order and self._order[0].is_settled:
+            first = self._order.popleft()
+            if first.answer is not None:
+                self._outbox.put_nowait((first.answer, partial(self._over, first)))
+
+    def _one(self, member: _Member, outcome: Outcome) -> None:
+        """One of many answers, or what ended them: None, or an error."""
+        assert member.call is not None  # it told us
+        if outcome is None and not member.call.asked.wants_final:
+            self._outbox.put_nowait((None, partial(self._over, member)))
+        elif outcome is None:
+            last = ModelInferResponse(model_name=member.target[0], model_version=member.call.version, id=member.id)
+            self._outbox.put_nowait((stream_answer(last, is_final=True), partial(self._over, member)))
+        elif isinstance(outcome, FlowserveError):
+            self._outbox.put_nowait((self._answer(member, outcome), partial(self._over, member)))
+        else:
+            self._outbox.put_nowait((self._answer(member, outcome), member.call.taken))
+
+    def _answer(
+        self, member: _Member, outcome: Outcome, *, is_final: bool = False
+    ) -> ModelStreamInferResponse | FlowserveError:
+        if not isinstance(outcome, FlowserveError):
+            assert member.call is not None  # it told us
+            try:
+                return stream_answer(member.call.encode(outcome), is_final=is_final)
+            except FlowserveError as refusal:
+                outcome = refusal
+            except Exception as mistake:
+                outcome = broken(mistake)
+        return outcome if self._ends_on_error else stream_error(outcome, member.id)
+
+    def _over(self, member: _Member) -> None:
+        self._members.discard(member)
+        self._room.release()
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._is_read and not self._members:
+            self._outbox.put_nowait(_END)
+
+    async def _write(self, context: Any) -> None:
+        while (item := await self._outbox.get()) is not _END:
+            answer, told = item
+            if isinstance(answer, FlowserveError):
+                raise answer
+            if answer is not None:
+                await context.write(answer)
+            told()
+
+
+_END: Final[tuple[None, Callable[[], None]]] = (None, lambda: None)
