@@ -187,7 +187,10 @@ class PythonInstance:
                 failed = self._failed(error)
                 for sender in work.senders or ():
                     sender.fail(failed)  # before its frames let go of what they had: that would say something else
-                raise failed from error
+                try:
+                    raise failed from error
+                finally:
+                    del failed  # or this frame would hold it, and it this frame: tensors would wait for the collector
         computed_ns = clock()
         if work.senders is not None:
             refuse_returned(responses, about.name)
