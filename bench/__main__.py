@@ -18,6 +18,7 @@ from bench.in_process import measure_in_process
 from bench.measure import measure_echo, measure_work
 from bench.report import Results, print_tables, write_json, write_plot
 from bench.runs import Limit, Plan, Run
+from bench.sequences import measure_sequences
 from bench.servers import BenchFailed
 from bench.start import measure_start
 from bench.works import WORKS
@@ -117,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure the engine inside a program, beside direct calls of the same model, instead",
     )
+    parser.add_argument(
+        "--sequences",
+        type=_numbers(256),
+        metavar="N,M",
+        help="measure a stateful model with N sequences at a time beside the same model without state, instead",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE", help="default %(default)s")
     parser.add_argument(
         "--plot",
@@ -163,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.start:
             measure_start(options.start, _say)
+        elif options.sequences:
+            for concurrency in options.sequences:
+                print(measure_sequences(concurrency, rounds, options.seconds, _say))
         elif options.in_process:
             print(measure_in_process(rounds, options.seconds, _say))
         elif options.echo:

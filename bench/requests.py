@@ -6,7 +6,9 @@ Decided here: every request carries one row, as a binary tensor, and asks for bi
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.works import Array, Work
 
@@ -21,8 +23,10 @@ def write_requests(work: Work, folder: Path, count: int) -> None:
         (folder / f"{i}.answer").write_bytes(answers[i : i + 1].astype("<f4").tobytes())
 
 
-def infer_request(model: str, rows: Array) -> bytes:
-    """POST /v2/models/MODEL/infer with input X = `rows` [n, *dims] in the binary tensor extension."""
+def infer_request(model: str, rows: Array, parameters: Mapping[str, int] = MappingProxyType({})) -> bytes:
+    """POST /v2/models/MODEL/infer with input X = `rows` [n, *dims] in the binary tensor extension, and `parameters` of
+    the request besides.
+    """
     tensor = rows.astype("<f4").tobytes()
     header = json.dumps(
         {
@@ -34,7 +38,7 @@ def infer_request(model: str, rows: Array) -> bytes:
                     "parameters": {"binary_data_size": len(tensor)},
                 }
             ],
-            "parameters": {"binary_data_output": True},
+            "parameters": {"binary_data_output": True, **parameters},
         },
         separators=(",", ":"),
     ).encode()

@@ -1,0 +1,115 @@
+"""What it costs that a model has state: requests of sequences against the same model asked without.
+
+Decided here: a network as in networks.py with a state of 64 numbers that it adds to, asked by so many connections, each
+in the middle of a sequence of its own; and the same file's network without the state, behind the dynamic batcher. Both
+run on one server, in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import onnx
+from onnx import TensorProto, helper
+
+from bench import networks, targets
+from bench.requests import infer_request
+from bench.servers import FLOWSERVE, Server, flowserve_command, run_load, serving
+from bench.works import WORKS, Work
+
+STATELESS: Final = "perceptron"
+STATEFUL: Final = "perceptron_state"
+STATE: Final = 64
+WARM_UP_S: Final = 0.5
+
+_CONFIG: Final = "max_batch_size: 64\n%s\n"
+_SEQUENCES: Final = """sequence_batching {
+  max_sequence_idle_microseconds: 60000000
+  oldest { max_candidate_sequences: 256 }
+  state { input_name: "S" output_name: "S_NEXT" data_type: TYPE_FP32 dims: [ %d ] }
+}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Stateful:
+    """Requests per second with and without state, at `concurrency` connections; medians."""
+
+    concurrency: int
+    with_state: float
+    without: float
+
+    def __str__(self) -> str:
+        share = self.with_state / self.without
+        return (
+            f"{self.concurrency} sequences: {self.with_state:.0f} requests/s, {self.without:.0f} without state; "
+            f"{share:.2f} of it ({targets.SEQUENCES.verdict(share)}: at least {targets.SEQUENCES.must:g})"
+        )
+
+
+def measure_sequences(concurrency: int, rounds: int, seconds: float, say: Callable[[str], None]) -> Stateful:
+    """Raises BenchFailed."""
+    found: dict[str, list[float]] = {STATELESS: [], STATEFUL: []}
+    with tempfile.TemporaryDirectory(prefix="bench-sequences-") as temporary:
+        folder = Path(temporary)
+        _write_models(folder / "models")
+        for name in found:
+            _write_requests(folder / name, name, concurrency)
+        command = flowserve_command(folder / "models", "process")
+        with serving(FLOWSERVE, command, folder / "log", environment={}) as server:
+            for i in range(concurrency):
+                _begin(server, i)
+            for number in range(rounds):
+                say(f"round {number + 1} of {rounds}")
+                for name, figures in found.items():
+                    measured = run_load(folder / name, server, concurrency, WARM_UP_S, seconds)
+                    figures.append(measured.requests / measured.seconds)
+    return Stateful(concurrency, *(statistics.median(found[name]) for name in (STATEFUL, STATELESS)))
+
+
+def _write_models(folder: Path) -> None:
+    for name, scheduling, model in (
+        (STATELESS, "dynamic_batching { }", networks.perceptron()),
+        (STATEFUL, _SEQUENCES % STATE, _with_state(networks.perceptron())),
+    ):
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(_CONFIG % scheduling)
+        (folder / name / "1" / "model.onnx").write_bytes(model)
+
+
+def _with_state(model: bytes) -> bytes:
+    """The same network, which counts its requests besides."""
+    made = onnx.load_from_string(model)
+    made.graph.initializer.append(helper.make_tensor("one_more", TensorProto.FLOAT, [1], [1.0]))
+    made.graph.node.append(helper.make_node("Add", ["S", "one_more"], ["S_NEXT"]))
+    made.graph.input.append(helper.make_tensor_value_info("S", TensorProto.FLOAT, ["N", STATE]))
+    made.graph.output.append(helper.make_tensor_value_info("S_NEXT", TensorProto.FLOAT, ["N", STATE]))
+    onnx.checker.check_model(made)
+    return made.SerializeToString()
+
+
+def _write_requests(folder: Path, name: str, count: int) -> None:
+    """A request for each connection; those with state are of the middle of a sequence."""
+    folder.mkdir()
+    net = next(step for step in WORKS["mlp"].steps if step.model == "mlp_net")
+    work = Work(name, "", (replace(net, inputs={"X": "X"}, output="Y"),))
+    rows = work.rows(count)
+    answers = work.direct()(rows)
+    for i in range(count):
+        parameters = {"sequence_id": i + 1} if name == STATEFUL else {}
+        (folder / f"{i}.request").write_bytes(infer_request(name, rows[i : i + 1], parameters))
+        (folder / f"{i}.answer").write_bytes(answers[i : i + 1].astype("<f4").tobytes())
+
+
+def _begin(server: Server, i: int) -> None:
+    tensor = {"name": "X", "shape": [1, networks.FEATURES], "datatype": "FP32", "data": [0.0] * networks.FEATURES}
+    body = {"parameters": {"sequence_id": i + 1, "sequence_start": True}, "inputs": [tensor]}
+    url = f"http://127.0.0.1:{server.port}/v2/models/{STATEFUL}/infer"
+    with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=30) as answer:
+        answer.read()
