@@ -343,16 +343,95 @@ def test_a_closed_client_leaves_the_server_as_it_was(client: Client, served: Ser
     assert client.is_server_live()
 
 
-def test_the_asyncio_client_is_understood(served: Served) -> None:
+def test_the_asyncio_client_makes_every_call(served: Served) -> None:
+    inputs = [tensor("IN", numbers(1, 2, 3, 4))]
+
     async def talk() -> list[float]:
         async with aio.InferenceServerClient(served.address) as client:
+            client.register_plugin(BasicAuth("somebody", "secret"))
+            assert client.plugin() is not None
+            client.unregister_plugin()
+            assert await client.is_server_live()
             assert await client.is_server_ready()
+            assert await client.is_model_ready("versioned", "3")
+            assert (await client.get_server_metadata())["name"] == "flowserve"
             assert (await client.get_model_metadata("chain"))["platform"] == "ensemble"
-            inputs = [tensor("IN", numbers(1, 2, 3, 4))]
-            answers = await asyncio.gather(*[client.infer("times_three", inputs) for _ in range(8)])
+            assert (await client.get_model_config("versioned"))["name"] == "versioned"
+            assert any(row["name"] == "chain" for row in await client.get_model_repository_index())
+            assert (await client.get_inference_statistics("chain"))["model_stats"]
+            assert (await client.get_trace_settings())["trace_level"] == ["OFF"]
+            assert (await client.update_trace_settings(None, {"trace_level": ["OFF"]}))["trace_rate"] == "1000"
+            assert (await client.get_log_settings())["log_info"] is True
+            assert (await client.update_log_settings({"log_warning": True}))["log_warning"] is True
+            assert await client.get_system_shared_memory_status() == []
+            assert await client.get_cuda_shared_memory_status() == []
+            for call in (
+                client.load_model("chain"),
+                client.unload_model("chain"),
+                client.register_system_shared_memory("r", "/r", 8),
+                client.unregister_system_shared_memory(),
+                client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 8),
+                client.unregister_cuda_shared_memory("r"),
+            ):
+                with pytest.raises(InferenceServerException, match=r"not allowed|disabled"):
+                    await call
+            body, length = client.generate_request_body(inputs)
+            assert len(body) > length
+            assert client.parse_response_body(b'{"outputs": []}') is not None
+            packed = {"request_compression_algorithm": "gzip", "response_compression_algorithm": "deflate"}
+            answers = await asyncio.gather(
+                *[client.infer("times_three", inputs, **(packed if number % 2 else {})) for number in range(8)]
+            )
             return [float(answer.as_numpy("OUT")[0, 3]) for answer in answers]
 
     assert asyncio.run(talk()) == [12.0] * 8
+
+
+# ---------------------------------------------------------------------------------------------------------- extensions
+
+
+def test_an_output_may_come_as_its_largest_values(client: Client) -> None:
+    inputs = [tensor("IN", np.array([[1, 4, 2, 3], [9, 6, 7, 8]], np.float32))]
+    for binary in (True, False):
+        outputs = [triton.InferRequestedOutput("OUT", binary_data=binary, class_count=2)]
+        got = client.infer("times_three", inputs, outputs=outputs).as_numpy("OUT")
+        rows = [[one.decode() if isinstance(one, bytes) else one for one in row] for row in got]
+        assert rows == [["12.000000:1", "9.000000:3"], ["27.000000:0", "24.000000:3"]]
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_both_bodies_may_be_compressed(client: Client, algorithm: str) -> None:
+    array = np.zeros((2, 50_000), np.float32)
+    for binary in (True, False):
+        answer = client.infer(
+            "py_FP32",
+            [tensor("IN", array, binary=binary)],
+            outputs=[wanted("OUT", binary=binary)],
+            request_compression_algorithm=algorithm,
+            response_compression_algorithm=algorithm,
+        )
+        np.testing.assert_array_equal(answer.as_numpy("OUT"), array)
+
+
+def test_log_settings_are_told_and_changed(client: Client, served: Served) -> None:
+    before = client.get_log_settings()
+    assert before["log_verbose_level"] == 0
+    try:
+        changed = client.update_log_settings({"log_verbose_level": 1, "log_format": "ISO8601"})
+        assert changed == {**before, "log_verbose_level": 1, "log_format": "ISO8601"}
+    finally:
+        assert client.update_log_settings({"log_verbose_level": 0, "log_format": "default"}) == before
+    text = "log file location can not be updated through network protocol"
+    refused(501, text, client.update_log_settings, {"log_file": "/tmp/elsewhere"})
+
+
+def test_trace_settings_are_told_and_tracing_is_refused_by_name(client: Client) -> None:
+    off = client.get_trace_settings()
+    assert off["trace_level"] == ["OFF"]
+    assert client.get_trace_settings("times_three") == off
+    assert client.update_trace_settings("times_three", {"trace_level": None}) == off
+    text = "tracing is not supported yet"
+    refused(501, text, client.update_trace_settings, None, {"trace_level": ["TIMESTAMPS"]})
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -373,22 +452,6 @@ def test_mistakes_are_answered_with_tritons_words(client: Client) -> None:
     refused(400, text, client.infer, "times_three", [whole])
 
 
-def test_classification_is_refused_by_name(client: Client) -> None:
-    inputs = [tensor("IN", numbers(1, 2, 3, 4))]
-    for binary in (True, False):
-        outputs = [triton.InferRequestedOutput("OUT", binary_data=binary, class_count=2)]
-        refused(501, "classification is not supported yet", client.infer, "times_three", inputs, outputs=outputs)
-
-
-def test_compressed_requests_are_refused_by_name_and_answers_come_as_they_are(client: Client) -> None:
-    inputs = [tensor("IN", numbers(1, 2, 3, 4))]
-    for algorithm in ("gzip", "deflate"):
-        text = f"Content-Encoding '{algorithm}': compressed request bodies are not supported yet"
-        refused(501, text, client.infer, "times_three", inputs, request_compression_algorithm=algorithm)
-        answer = client.infer("times_three", inputs, response_compression_algorithm=algorithm)
-        assert answer.as_numpy("OUT").tolist() == [[3, 6, 9, 12]]
-
-
 def test_loading_and_unloading_are_refused_by_default(client: Client) -> None:
     text = "explicit model load / unload is not allowed if polling is enabled"
     refused(503, text, client.load_model, "times_three")
@@ -397,19 +460,15 @@ def test_loading_and_unloading_are_refused_by_default(client: Client) -> None:
     assert client.is_model_ready("times_three")
 
 
-def test_shared_memory_is_refused_by_name(client: Client) -> None:
-    text = "shared memory extension is not supported yet"
+def test_shared_memory_is_off_unless_the_operator_allows_it(client: Client) -> None:
+    text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
     for kind in ("system", "cuda"):
-        refused(501, text, getattr(client, f"get_{kind}_shared_memory_status"))
-        refused(501, text, getattr(client, f"get_{kind}_shared_memory_status"), "region")
+        assert getattr(client, f"get_{kind}_shared_memory_status")() == []
+        refused(404, "Unable to find", getattr(client, f"get_{kind}_shared_memory_status"), "region")
         refused(501, text, getattr(client, f"unregister_{kind}_shared_memory"))
         refused(501, text, getattr(client, f"unregister_{kind}_shared_memory"), "region")
     refused(501, text, client.register_system_shared_memory, "region", "/key", 64)
     refused(501, text, client.register_cuda_shared_memory, "region", b"aGFuZGxl", 0, 64)
-
-
-def test_tensors_in_shared_memory_are_refused_by_name(client: Client) -> None:
-    text = "shared memory is not supported yet; send the tensor with the request"
     shared = triton.InferInput("IN", [1, 4], "FP32")
     shared.set_shared_memory("region", 16)
     refused(501, text, client.infer, "times_three", [shared])
@@ -418,30 +477,31 @@ def test_tensors_in_shared_memory_are_refused_by_name(client: Client) -> None:
     refused(501, text, client.infer, "times_three", [tensor("IN", numbers(1, 2, 3, 4))], outputs=[output])
 
 
-def test_traces_and_logging_are_refused_by_name(client: Client) -> None:
-    refused(501, "the trace extension is not supported yet", client.get_trace_settings)
-    refused(501, "the trace extension is not supported yet", client.get_trace_settings, "times_three")
-    refused(501, "the trace extension is not supported yet", client.update_trace_settings, None, {"trace_rate": "1"})
-    refused(501, "the logging extension is not supported yet", client.get_log_settings)
-    refused(501, "the logging extension is not supported yet", client.update_log_settings, {"log_info": True})
-
-
 # ----------------------------------------------------------------------------------------------------------- the table
 
 
-def test_the_table_lists_every_call_of_the_client_and_a_test_that_makes_it(root: Path) -> None:
+def test_the_table_lists_every_call_of_both_clients_and_a_test_that_makes_it(root: Path) -> None:
+    def calls(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
+
     text = (root / "docs/compatibility.md").read_text()
-    listed = dict(re.findall(r"^\| `(\w+)` \|.*\| `(test_\w+)` \|$", text, re.MULTILINE))
-    calls = {name for name in dir(Client) if not name.startswith("_") and callable(getattr(Client, name))}
-    assert set(listed) == calls
-    source = Path(__file__).read_text()
-    bodies = dict(
-        re.findall(r"^def (test_\w+)\((.*?)(?=^(?:def|async def|# ---)|\Z)", source, re.MULTILINE | re.DOTALL)
-    )
+    http = text.partition("## HTTP\n")[2].partition("\n## ")[0]
+    listed = dict(re.findall(r"^\| `(\w+)` \|.*\| `(test_\w+)` \|$", http, re.MULTILINE))
+    assert set(listed) == calls(Client)
+    bodies: dict[str, str] = {}
+    for path in [*(root / "tests/server").glob("test_*.py"), root / "tests/http/test_shared_memory.py"]:
+        found = re.findall(
+            r"^(?:async )?def (test_\w+)\((.*?)(?=^(?:def|async def|@|# ---)|\Z)",
+            path.read_text(),
+            re.MULTILINE | re.DOTALL,
+        )
+        bodies |= dict(found)
     for call, test in listed.items():
         assert test in bodies, f"{test} does not exist"
-        spelled = re.sub(r"^(get|register|unregister)_(system|cuda)_shared", r"\1_{kind}_shared", call)
-        assert f".{call}" in bodies[test] or spelled in bodies[test], f"{test} does not call {call}"
+        assert f".{call}" in bodies[test], f"{test} does not call {call}"
+    every = bodies["test_the_asyncio_client_makes_every_call"]
+    for call in calls(aio.InferenceServerClient) - {"close"}:  # closing is what `async with` does
+        assert f"client.{call}(" in every, f"the asyncio client's {call}"
 
 
 def test_the_server_process_has_nothing_of_the_client_in_it(served: Served, client: Client) -> None:
