@@ -92,7 +92,7 @@ class Loader:
                 files,
                 needs,
                 keeps_order=keeps_order(read.config),
-                execution_timeout_ns=execution_timeout_ns(read.config, one.hosts),
+                execution_timeout_ns=one.execution_timeout_ns,
             )
 
     async def _load_version(self, read: ReadModel, version: int, runs_at_once: int) -> Loaded:
@@ -121,8 +121,9 @@ class Loader:
                 host = make_host(name, group)
                 await self._in_thread(partial(host.open, self._engine.completions))
                 (loaded.passive if group.passive else loaded.hosts).append(host)
+            timeout_ns = loaded.execution_timeout_ns = execution_timeout_ns(config, loaded.hosts)
             for host in loaded.hosts:
-                await warm_up(self._engine, host, config, version, samples)
+                await warm_up(self._engine, host, config, version, samples, timeout_ns)
         except FlowserveError:
             await self._in_thread(loaded.close)
             raise
@@ -146,6 +147,7 @@ class Loaded:
     model: LoadedModel
     hosts: list[Host] = field(default_factory=list)
     passive: list[Host] = field(default_factory=list)
+    execution_timeout_ns: int = 0
 
     def close(self) -> None:
         """Blocks."""

@@ -84,7 +84,7 @@ class Supervisor:
             if charge.host.ended:
                 self._ended(charge)
             if execution_timeout_ns:
-                self._start(charge, partial(self._limit, charge, execution_timeout_ns))
+                self._start(charge, partial(end_overdue, charge.host, execution_timeout_ns, self._clock))
 
     def release(self, queue: ModelQueue) -> None:
         """Its instances are about to be closed; their ends are nothing to notice any more. Harmless if unknown."""
@@ -154,18 +154,6 @@ class Supervisor:
                 self._dispatcher.close(queue, f"Request for unknown model: {model} is not at ready state: {reason}")
         return delay_ns
 
-    async def _limit(self, charge: _Charge, timeout_ns: int) -> None:
-        """Look at what runs when the earliest of its batches could be overdue: nothing is done per batch."""
-        while True:
-            batch = charge.host.running
-            left_ns = timeout_ns if batch is None else batch.started_ns + timeout_ns - self._clock()
-            child = charge.host.child
-            if left_ns <= 0 and child is not None:
-                limit = f"{timeout_ns / SECOND_NS:g} s (parameter execution_timeout)"
-                child.kill(why=f"its process was killed, because an execution took longer than {limit}")
-                left_ns = timeout_ns
-            await trio.sleep(left_ns / SECOND_NS)
-
     def _start(self, charge: _Charge, task: Callable[[], Awaitable[None]]) -> None:
         assert self._nursery is not None
         self._nursery.start_soon(self._until_released, charge, task, name=f"supervise {charge.host.name}")
@@ -178,6 +166,22 @@ class Supervisor:
             charge.scopes.add(scope)
             await task()
         charge.scopes.discard(scope)
+
+
+async def end_overdue(host: Mortal, timeout_ns: int, clock: ClockNs) -> None:
+    """Kill the instance's process when a batch runs longer than `timeout_ns`, for ever; ends only by cancellation.
+
+    It looks at what runs when the earliest of its batches could be overdue: nothing is done per batch.
+    """
+    while True:
+        batch = host.running
+        left_ns = timeout_ns if batch is None else batch.started_ns + timeout_ns - clock()
+        child = host.child
+        if left_ns <= 0 and child is not None:
+            limit = f"{timeout_ns / SECOND_NS:g} s (parameter execution_timeout)"
+            child.kill(why=f"its process was killed, because an execution took longer than {limit}")
+            left_ns = timeout_ns
+        await trio.sleep(left_ns / SECOND_NS)
 
 
 class _Charge:

@@ -25,6 +25,8 @@ from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.instance import Host
+from flowserve.runtime.process_host import ProcessHost
+from flowserve.runtime.supervisor import end_overdue
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.values import Array, DType, Request
@@ -50,18 +52,29 @@ def read_samples(config: ModelConfig, folder: Path) -> Samples:
     ]
 
 
-async def warm_up(engine: Engine, host: Host, config: ModelConfig, version: int, samples: Samples) -> None:
-    """Run every sample on an open instance. Raises the kind of error that a sample failed with."""
+async def warm_up(
+    engine: Engine, host: Host, config: ModelConfig, version: int, samples: Samples, execution_timeout_ns: int = 0
+) -> None:
+    """Run every sample on an open instance. Raises the kind of error that a sample failed with.
+
+    `execution_timeout_ns`: an instance in a process that takes longer for one batch is killed; 0: none is.
+    """
     graph = compile_model(config, version)
     for sample, tensors in samples:
         for _ in range(sample.count):
-            error = await _run_once(engine, host, graph, config, sample, tensors)
+            error = await _run_once(engine, host, graph, config, sample, tensors, execution_timeout_ns)
             if error is not None:
                 raise type(error)(f"failed to run warmup sample '{sample.name}': {error}")
 
 
 async def _run_once(
-    engine: Engine, host: Host, graph: Graph, config: ModelConfig, sample: WarmupSample, tensors: Tensors
+    engine: Engine,
+    host: Host,
+    graph: Graph,
+    config: ModelConfig,
+    sample: WarmupSample,
+    tensors: Tensors,
+    execution_timeout_ns: int,
 ) -> FlowserveError | None:
     """One batch of as many requests as the sample says. Returns what the first that failed did."""
     key = ModelKey(graph.name, graph.version)
@@ -83,9 +96,13 @@ async def _run_once(
             nursery.cancel_scope.cancel()
 
     engine.dispatcher.add(queue)
-    async with trio.open_nursery() as nursery:
-        for _ in range(size):
-            nursery.start_soon(ask)
+    async with trio.open_nursery() as watch:
+        if execution_timeout_ns and isinstance(host, ProcessHost):
+            watch.start_soon(end_overdue, host, execution_timeout_ns, engine.clock)
+        async with trio.open_nursery() as nursery:
+            for _ in range(size):
+                nursery.start_soon(ask)
+        watch.cancel_scope.cancel()
     engine.dispatcher.remove(queue)
     return errors[0] if errors else None
 

@@ -307,6 +307,22 @@ def test_a_hang_is_ended_by_its_execution_timeout_and_by_nothing_else(tmp_path: 
 
 
 @pytest.mark.fault("R5")
+def test_a_warm_up_that_hangs_is_ended_by_the_execution_timeout_too(tmp_path: Path) -> None:
+    (tmp_path / "models" / "bad" / "warmup").mkdir(parents=True)
+    hang = b"while True: pass"
+    (tmp_path / "models" / "bad" / "warmup" / "hang").write_bytes(len(hang).to_bytes(4, "little") + hang)
+    options = """
+parameters { key: "execution_timeout" value { string_value: "0.5" } }
+model_warmup [ { name: "hangs" batch_size: 1
+  inputs { key: "DO" value { data_type: TYPE_STRING dims: [ 1 ] input_data_file: "hang" } } } ]
+"""
+    with pytest.raises(DidNotServe) as ended, serving(write_repository(tmp_path, options)):
+        pass
+    text = "its process was killed, because an execution took longer than 0.5 s (parameter execution_timeout)"
+    assert f"failed to run warmup sample 'hangs': model 'bad', instance 'bad_0': {text}" in ended.value.log
+
+
+@pytest.mark.fault("R5")
 def test_a_hang_does_not_keep_the_server_past_its_exit_timeout(tmp_path: Path) -> None:
     repository = write_repository(tmp_path)
     with serving(repository, "--python-execution", "process", "--exit-timeout-secs", "1") as served:
