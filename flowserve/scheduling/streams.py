@@ -109,8 +109,6 @@ class Iteration(Flow):
 
     __slots__ = ("children", "depth", "finished", "parent", "source", "steps", "stream", "unread")
 
-    stream: StreamFlow
-
     def __init__(self, stream: StreamFlow, parent: Iteration) -> None:
         plan = stream.plan
         self.stream = stream
@@ -307,7 +305,6 @@ class StreamFlow(Iteration):
         Flow.__init__(self, plan, *arguments, **options)
         assert plan.nesting is not None
         self.nesting = plan.nesting
-        self.stream = self
         self._begin_at(None, 0, plan.nesting)
         self.slots = shared or (Slots(plan.nesting.limits) if any(plan.nesting.limits) else None)
         self.answers: deque[Iteration] = deque()
@@ -317,9 +314,14 @@ class StreamFlow(Iteration):
         self.is_over = False
         self.changed: Callable[[Any], None] = _tell_nobody
 
+    @property
+    def stream(self) -> StreamFlow:  # type: ignore[override]  # not an attribute: that would be a circle
+        return self
+
     def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
         """As `Flow.begin`; `changed` is called with the stream whenever `Streams.settle` has something to do for it."""
         self.changed = changed or _tell_nobody
+        self._check_given(self.plan)
         tickets: list[Ticket] = []
         for n in self.plan.first:
             self._arrive(self.plan.nodes[n], None, tickets)

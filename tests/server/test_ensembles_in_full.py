@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import Served, serving
+from flowserve.values import DType
 
 CACHE_BYTES = 4000
 
@@ -96,6 +98,19 @@ def served(
         "reshapes",
         'assert given("IN").shape[1:] == (2, 2); return answer(OUT=given("IN").transpose(0, 2, 1))',
         reshapes,
+    )
+
+    def x_to_y(tensors: str) -> str:
+        return tensors.replace('"IN"', '"x"').replace('"OUT"', '"y"')
+
+    file = onnx_identity(DType.FP32, ("N", 2, 2))
+    add_model(folder, "onnx_reshapes", f"max_batch_size: 16\n{x_to_y(reshapes)}", {"1/model.onnx": file})
+    scalar = tensor("input", "IN", "1", "reshape { }") + tensor("output", "OUT", "1", "reshape { }")
+    add_model(
+        folder,
+        "onnx_single",
+        f"max_batch_size: 16\n{x_to_y(scalar)}",
+        {"1/model.onnx": onnx_identity(DType.FP32, ("N",))},
     )
     when = tensor("input", "IN") + tensor("output", "WHEN", "2", dtype="FP64")
     model("left", SLEEPS, when)
@@ -247,6 +262,16 @@ def test_two_rows_cannot_pass_a_step_that_takes_one(wire: Any) -> None:
     assert answer.status == 400
     assert answer.error.startswith("in ensemble 'mixed', unexpected shape for input 'IN' for model 'alone'. Expected")
     assert "Expected [4], got [2,4] (step 'alone' at mixed/config.pbtxt:7:3, inputs IN [2,4])" in answer.error
+
+
+def test_a_reshape_fits_an_onnx_file_to_what_clients_send(wire: Any) -> None:
+    def shape_and_data(model: str, rows: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
+        body = wire.infer_request(model, rows).partition(b"\r\n\r\n")[2].replace(b'"IN"', b'"x"')
+        (made,) = wire.post(f"/v2/models/{model}/infer", body).json["outputs"]
+        return made["shape"], made["data"]
+
+    assert shape_and_data("onnx_reshapes", [ROW, BAD]) == ([2, 4], ROW + BAD)
+    assert shape_and_data("onnx_single", [[1.0], [2.0], [3.0]]) == ([3, 1], [1, 2, 3])
 
 
 def test_a_reshape_is_seen_by_steps_and_never_by_clients(wire: Any) -> None:
