@@ -89,8 +89,9 @@ async def _run_once(
         # Copies: a model may write into what nobody else will read.
         request = Request({name: array.copy() for name, array in tensors.items()}, stamp=engine.next_stamp())
         try:
-            async for _ in engine.stream(deployment, request):
-                pass
+            async with engine.stream(deployment, request) as answers:  # who leaves is withdrawn
+                async for _ in answers:
+                    pass
         except FlowserveError as error:
             errors.append(error)
             nursery.cancel_scope.cancel()
