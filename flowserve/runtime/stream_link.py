@@ -17,7 +17,7 @@ import trio
 
 from flowserve.backends.child.protocol import ANSWER, GRANT, OVER, WAITS, WITHDRAW, heard, unpack
 from flowserve.errors import FlowserveError
-from flowserve.runtime.process_inputs import InputPacker
+from flowserve.runtime.process_inputs import InputPacker, Packed
 from flowserve.runtime.process_link import Link, Outcome
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.streaming import Streaming
@@ -93,6 +93,10 @@ class StreamLink(Link):
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
         super().close()
+
+    def _over(self, number: int, kept: int) -> Packed:
+        self._batch = None  # it holds its requests, and with them what they run on
+        return super()._over(number, kept)
 
     def _take(self, message: bytes, fds: list[int]) -> Outcome | bool:
         kind, words, text = unpack(message)

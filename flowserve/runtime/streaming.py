@@ -119,18 +119,28 @@ class ThreadSender(CreditSender):
 
     def __init__(self, source: Source, streaming: Streaming, execution: Callable[[], Batch | None]) -> None:
         super().__init__()
-        self._source = source
+        self._source: Source | None = source  # None once it is over: a model may keep what it was given for ever
         self._streaming = streaming
         self._execution = execution
 
+    def withdraw(self) -> None:
+        self._source = None
+        super().withdraw()
+
     def _tell_answer(self, outputs: Sequence[Tensor | None]) -> None:
-        self._streaming.post(partial(self._streaming.answered, self._source, outputs))
+        source = self._source
+        if source is not None:
+            self._streaming.post(partial(self._streaming.answered, source, outputs))
 
     def _tell_over(self, error: FlowserveError | None) -> None:
-        self._streaming.post(partial(self._streaming.over, self._source, error))
+        source, self._source = self._source, None
+        if source is not None:
+            self._streaming.post(partial(self._streaming.over, source, error))
 
     def _tell_waits(self) -> None:
-        self._streaming.post(partial(self._streaming.waits, self._source, self._execution()))
+        source = self._source
+        if source is not None:
+            self._streaming.post(partial(self._streaming.waits, source, self._execution()))
 
 
 def sources(batch: Batch) -> list[Source]:

@@ -120,9 +120,10 @@ class Streams:
     def ended(self, stream: StreamFlow) -> None:
         """A stream is done, for whatever reason: senders hear of it, slots come home, tensors go."""
         for source in [*stream.sources()]:
+            sender = source.sender
             self._forget(source)
-            if source.sender is not None:
-                source.sender.withdraw()
+            if sender is not None:
+                sender.withdraw()
         slots = stream.slots
         for iteration in stream.live:
             iteration.done = True
@@ -219,7 +220,11 @@ class Streams:
         return min([UNREAD_MAX, *filter(None, limits)])
 
     def _forget(self, source: Source) -> None:
-        """It is over: what it was promised comes home."""
+        """It is over: what it was promised comes home, and nothing holds anything in a circle."""
+        iteration = source.flow
+        assert isinstance(iteration, Iteration)
+        iteration.source = None
+        source.sender = None
         source.is_over = True
         source.is_waiting = False
         source.holder = None

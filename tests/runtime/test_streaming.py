@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from flowserve.errors import FlowserveError, Unsupported
 from flowserve.runtime.control import ControlOptions, open_control
@@ -249,3 +250,22 @@ async def test_what_may_answer_any_number_of_times_is_not_inferred(repository: P
                 await engine.infer(engine.find(name), ask(1))
         (response,) = [one async for one in engine.stream(engine.find("square"), ask(3))]
         assert response.outputs["OUT"].item() == 9
+
+
+@pytest.mark.fault("P11")
+async def test_unloading_waits_for_whoever_still_answers(repository: Path, execution: str) -> None:
+    with trio.fail_after(60):
+        async with (
+            open_engine(EngineOptions(python_execution=execution)) as engine,
+            open_control(engine, [repository], ControlOptions("explicit", ("repeat",))) as control,
+            trio.open_nursery() as nursery,
+        ):
+            assert await control.start(lambda event: None) == {}
+            async with engine.stream(engine.find("repeat"), ask(40, thread=True)) as some:
+                await anext(some)
+                nursery.start_soon(control.unload, "repeat")
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                assert engine.index(ready_only=True) == []
+                assert len([response async for response in some]) == 39
+            del some
+            assert engine.dispatcher.in_flight == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from random import Random
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.graph.types import GRAPH, ModelKey
+from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.streams import (
     Content,
     Model,
@@ -143,3 +145,17 @@ def test_whatever_keeps_its_instances_ends(seed: int) -> None:
     graph = make_graph(models, wires, outputs, random.choice([0, 1, 2]))
     if graph.is_decoupled:
         StreamSim(graph, models, [StreamRequest(number) for number in range(3)], seed).run()
+
+
+def test_a_stream_that_is_over_is_held_by_no_circle_of_references() -> None:
+    sim = chain(2, 3, answers=20)
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        sim.run()
+        sim.flows.clear()
+        gc.collect()
+        assert not [one for one in gc.garbage if isinstance(one, Flow | Ticket)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

@@ -239,3 +239,16 @@ def test_what_is_no_request_is_refused(server: Served, asked: Any, text: str) ->
         assert response.status == 400
         assert text in json.loads(response.read())["error"]
     assert post(server, "nobody/generate", {}).status == 404
+
+
+@pytest.mark.fault("X4")
+def test_a_stream_under_way_finishes_when_the_server_ends(
+    tmp_path: Path, add_model: Callable[..., Path], log: Path
+) -> None:
+    add_model(tmp_path, "repeat", DECOUPLED, {"1/model.py": REPEAT.replace("LOG", str(log))})
+    with serving(tmp_path) as server:
+        stream = events(post(server, "repeat/generate_stream", {"IN": [10, -1, 50]}))
+        next(stream)
+        server.process.terminate()
+        assert [event["OUT"] for event in stream] == [*range(1, 10)]
+        assert server.process.wait(30) == 0

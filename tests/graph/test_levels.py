@@ -1,0 +1,121 @@
+"""Graphs with decoupled steps: how often each step runs, and the rules about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flowserve.config.types import Ensemble, InstanceGroup, ModelConfig
+from flowserve.errors import Problems
+from flowserve.graph.compile import compile_ensemble, compile_model
+from flowserve.graph.plan import make_plan
+from flowserve.graph.types import Graph
+from flowserve.testing.ensembles import Step, available, ensemble, model
+
+IN, OUT = {"I": "FP32[3]"}, {"O": "FP32[3]"}
+JOIN = model("join", {"I": "FP32[3]", "J": "FP32[3]"}, OUT)
+PLAIN = model("plain", IN, OUT)
+MANY = replace(model("many", IN, OUT), decoupled=True)
+MORE = replace(model("more", IN, OUT), decoupled=True)
+
+
+def step(name: str, reads: str, writes: str) -> Step:
+    mapping = dict(zip("IJ", reads.split(), strict=False))
+    return name, mapping, {"O": writes}
+
+
+def compiled(*steps: Step, outputs: str = "out", limit: int = 0, instances: int = 1, shared: bool = False) -> Graph:
+    config = ensemble("e", {"in": "FP32[3]"}, dict.fromkeys(outputs.split(), "FP32[3]"), steps)
+    assert config.ensemble is not None
+    parameters = {"max_inflight_scope": "shared"} if shared else {}
+    config = replace(config, ensemble=Ensemble(config.ensemble.steps, limit), parameters=parameters)
+    groups = (InstanceGroup("g", count=instances),)
+    models = [replace(one, instance_groups=groups) for one in (JOIN, PLAIN, MANY, MORE)]
+    return compile_ensemble(config, 1, available(*models))
+
+
+def refused(*steps: Step, **options: object) -> str:
+    with pytest.raises(Problems) as caught:
+        compiled(*steps, **options)  # type: ignore[arg-type]
+    (problem,) = caught.value.problems
+    return f"[{problem.rule}] {problem.message}"
+
+
+def test_each_step_lies_as_deep_as_what_it_reads() -> None:
+    graph = compiled(
+        step("plain", "in", "a"),
+        step("many", "a", "b"),
+        step("plain", "b", "c"),
+        step("more", "c", "d"),
+        step("join", "d b", "e"),
+        step("join", "e a", "out"),
+    )
+    plan = make_plan(graph)
+    assert plan.nesting is not None
+    assert plan.nesting.depth == (0, 0, 1, 1, 2, 2)
+    assert plan.nesting.splits == (1, 3)
+    assert [node.name for node in graph.nodes if node.decoupled] == ["many", "more"]
+    assert graph.is_decoupled
+
+
+def test_what_is_not_asked_for_starts_no_iterations() -> None:
+    graph = compiled(step("plain", "in", "out"), step("many", "in", "other"), outputs="out other")
+    assert make_plan(graph, ["out"]).nesting is None
+    assert make_plan(graph, ["other"]).nesting is not None
+
+
+def test_where_every_step_runs_once_there_is_nothing_to_count_unless_a_limit_is_shared() -> None:
+    steps = (step("plain", "in", "mid"), step("plain", "mid", "out"))
+    assert make_plan(compiled(*steps, limit=4)).nesting is None
+    shared = make_plan(compiled(*steps, limit=4, shared=True)).nesting
+    assert shared is not None
+    assert shared.limits == (4, 4)
+
+
+def test_a_plain_model_may_be_decoupled_and_a_limit_counts_only_what_runs_more_than_once() -> None:
+    plan = make_plan(compile_model(MANY, 1))
+    assert plan.nesting is not None
+    assert plan.nesting.splits == (0,)
+    graph = compiled(step("many", "in", "mid"), step("plain", "mid", "out"), limit=3)
+    nesting = make_plan(graph).nesting
+    assert nesting is not None
+    assert nesting.limits == (0, 3)
+
+
+def test_the_smallest_limit_around_a_step_counts() -> None:
+    inner = ensemble("inner", {"in": "FP32[3]"}, {"out": "FP32[3]"}, [step("plain", "in", "out")])
+    outer = ensemble("outer", {"in": "FP32[3]"}, {"out": "FP32[3]"}, [step("many", "in", "mid"), _nested("mid", "out")])
+    for inside, outside, found in ((0, 0, 0), (4, 0, 4), (0, 5, 5), (4, 5, 4), (6, 5, 5)):
+        configs = [_limited(inner, inside), replace(MANY, instance_groups=(InstanceGroup("g"),)), PLAIN]
+        graph = compile_ensemble(_limited(outer, outside), 1, available(*configs))
+        assert [node.max_inflight for node in graph.nodes] == [outside, found]
+
+
+def _nested(reads: str, writes: str) -> Step:
+    return "inner", {"in": reads}, {"out": writes}
+
+
+def _limited(config: ModelConfig, limit: int) -> ModelConfig:
+    assert config.ensemble is not None
+    return replace(config, ensemble=Ensemble(config.ensemble.steps, limit))
+
+
+def test_rule_G20_answers_of_two_decoupled_steps_side_by_side_are_not_joined() -> None:
+    assert refused(step("many", "in", "a"), step("more", "in", "b"), step("join", "a b", "out")) == (
+        "[G20] in ensemble e, step of model 'join' receives inputs originated from different decoupled models: "
+        "'many' and 'more'"
+    )
+    assert refused(step("many", "in", "a"), step("more", "in", "b"), outputs="a b").startswith(
+        "[G20] in ensemble e, its outputs are originated from different decoupled models"
+    )
+
+
+def test_rule_G21_a_step_may_not_need_the_only_instance_that_the_waiting_one_keeps() -> None:
+    steps = (step("many", "in", "a"), step("plain", "a", "b"), step("many", "b", "out"))
+    assert refused(*steps, limit=2) == (
+        "[G21] in ensemble e, max_inflight_requests 2 can never be kept: step 'many' keeps the only instance of model "
+        "'many' while it waits in its send until step 'many#2' is over, which needs that instance"
+    )
+    assert compiled(*steps, limit=0)
+    assert compiled(*steps, limit=2, instances=2)
