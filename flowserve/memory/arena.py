@@ -3,7 +3,8 @@
 Decided here: a block is whole pages, so that no two blocks share one (a reader's own writes live in pages, and must
 never show in somebody else's tensors); tensors in it are aligned to 64 bytes. Blocks are found first-fit, lowest
 address first, and grow together again when they come home, so that memory that is warm is used first and odd sizes do
-not pile up. An arena grows by whole segments, each twice the last.
+not pile up. An arena grows by whole segments, each twice the last, and keeps them: warm memory costs no page faults. Only
+the pages of very large blocks go back to the kernel: one such request must not cost its room for ever.
 
 One process writes an arena, from one thread; who may read it is decided by who is given its segments. This file does
 not know messages.
@@ -19,7 +20,8 @@ from flowserve.memory.pool import ALIGNMENT
 from flowserve.memory.segment import PAGE, Lease, Segment
 
 FIRST_SEGMENT_BYTES: Final = 1 << 20
-LARGEST_SEGMENT_BYTES: Final = 1 << 28  # doubling ends here; a block that is larger gets a segment of its own size
+# Doubling ends here. A larger block gets a segment of its own size, and its pages only for as long as it is lent.
+LARGEST_SEGMENT_BYTES: Final = 1 << 28
 
 # A block: the number of its segment, its offset there.
 Place = tuple[int, int]
@@ -118,6 +120,8 @@ class _Space:
 
     def give_back(self, start: int) -> None:
         size = self.lent.pop(start)
+        if size > LARGEST_SEGMENT_BYTES:
+            self.segment.empty(start, start + size)
         starts, sizes = self._starts, self._sizes
         i = bisect_left(starts, start)
         if i < len(starts) and start + size == starts[i]:

@@ -92,6 +92,10 @@ class Segment:
         first = start - start % PAGE
         self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
+    def empty(self, start: int, stop: int) -> None:
+        """Give whole pages back to the kernel, for every process: they read as zero until they are written again."""
+        self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
     def read_into(self, target: Array, start: int) -> None:
         """Fill `target` (uint8) with the writer's bytes, whatever was written into a private mapping of them."""
         if os.preadv(self.fd, [target.data], start) != len(target):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from flowserve.errors import Internal
-from flowserve.memory.arena import Arena, aligned
+from flowserve.memory.arena import LARGEST_SEGMENT_BYTES, Arena, aligned
 from flowserve.memory.segment import PAGE, Lease, Segment, locate
 from flowserve.values import Array
 
@@ -49,6 +49,25 @@ def test_what_does_not_fit_gets_a_segment_that_it_fits_in() -> None:
     leases = [arena.lease(size) for size in (3 * PAGE, 2 * PAGE, 100 * PAGE)]
     assert [segment.size for segment in arena.segments] == [4 * PAGE, 8 * PAGE, 100 * PAGE]
     assert len({lease.segment.number for lease in leases}) == 3
+
+
+def test_only_a_very_large_block_gives_its_room_back() -> None:
+    arena = Arena()
+    held = []
+    for nbytes in (1 << 20, LARGEST_SEGMENT_BYTES + 1):
+        lease = arena.lease(nbytes)
+        view = lease.view()
+        view[:: 8 * PAGE] = 7
+        held.append(os.fstat(lease.segment.fd).st_blocks)
+        del view, lease
+        assert arena.lent_bytes == 0
+        held.append(os.fstat(arena.segments[-1].fd).st_blocks)
+    small, small_home, large, large_home = held
+    assert small == small_home > 0
+    assert large > large_home == 0
+    again = arena.lease(LARGEST_SEGMENT_BYTES + 1)
+    assert again.segment is arena.segments[-1]
+    assert not again.view()[:: 8 * PAGE].any()
 
 
 def test_a_lease_that_ends_inside_the_collector_comes_home() -> None:
