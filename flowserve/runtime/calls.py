@@ -99,7 +99,8 @@ class Calls:
         if isinstance(flow, StreamFlow):
             self._tell_answers(flow, pending)
         if not flow.done:
-            flow.waiter = self._tell
+            # Answers are taken outside of the pump's turn, which takes no notice of what it makes room for itself.
+            flow.waiter = self._tell_soon if isinstance(flow, StreamFlow) else self._tell
             return
         del self._pending[flow]
         self._over(pending)
@@ -112,6 +113,9 @@ class Calls:
             pending.answered(last)
         if pending.call.is_stream:
             pending.answered(None)
+
+    def _tell_soon(self, flow: Flow) -> None:
+        self.post(partial(self._tell, flow))
 
     def _tell_answers(self, flow: StreamFlow, pending: Pending) -> None:
         """They are taken as they come, so that no model ever waits for the one that has called it to take them."""

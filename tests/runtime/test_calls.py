@@ -69,14 +69,22 @@ class Served:
         self.hosts: dict[str, list[Any]] = {}
 
     async def add(
-        self, name: str, body: str, *, instances: int = 1, place: str = "", needs: Sequence[Needs] = ()
+        self,
+        name: str,
+        body: str,
+        *,
+        instances: int = 1,
+        place: str = "",
+        needs: Sequence[Needs] = (),
+        text: str = "",
+        decoupled: bool = False,
     ) -> None:
         is_async = "await " in body
         body = "\n".join(" " * 8 + line for line in body.splitlines())
-        text = MODEL.format(body=body, a="async " if is_async else "", a_await="await " if is_async else "")
+        text = text or MODEL.format(body=body, a="async " if is_async else "", a_await="await " if is_async else "")
         self.repository.write(name, "1/model.py", text)
         given, made = spec("IN", (-1,)), spec("OUT", (-1,))
-        config = config_of(name=name, inputs=[given], outputs=[made], max_batch_size=4)
+        config = config_of(name=name, inputs=[given], outputs=[made], max_batch_size=4, decoupled=decoupled)
         place = place or self.place
         model = registry.find("python").load(config, self.repository.files(name), {"execution": place})
         engine = self.engine
@@ -86,7 +94,7 @@ class Served:
             await trio.to_thread.run_sync(host.open, engine.completions)
         key = ModelKey(name, 1)
         engine.add_model(key, DynamicBatcher(BatchPolicy.simple(4)), hosts, model, needs=needs)
-        node = Node(0, name, key, (given,), (made,), 4)
+        node = Node(0, name, key, (given,), (made,), 4, decoupled=decoupled)
         edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
         engine.announce(config, Graph(name, 1, (given,), (made,), 4, (node,), edges))
         self.hosts[name] = hosts
@@ -372,3 +380,48 @@ async def test_a_holder_of_a_resource_calls_while_somebody_before_it_waits(tmp_p
                 nursery.start_soon(ask, "first")
         assert answers.count([2]) == 10
         assert not engine.limiter.held()  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------------------ many responses
+
+
+COUNTS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            given = request.inputs()[0].as_numpy()
+            for number in range(int(given[0, 0])):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", given * 0 + number)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+async def test_the_responses_of_a_decoupled_model_come_one_after_the_other(served: Served) -> None:
+    """However many: nobody waits for the caller to take them."""
+    await served.add("count", "", text=COUNTS, decoupled=True)
+    await served.add(
+        "reader",
+        "found = [value(answer)[0, 0] for answer in request('count', given).exec(decoupled=True)]\n"
+        "return np.array([found], np.float32)",
+    )
+    await served.add(
+        "awaiting",
+        "answers = await request('count', given).async_exec(decoupled=True)\n"
+        "found = [value(answer)[0, 0] async for answer in answers]\n"
+        "return np.array([found], np.float32)",
+    )
+    await served.add(
+        "impatient",
+        "for answer in request('count', given).exec(decoupled=True):\n"
+        "    if value(request('count', given[:, :1] * 0 + 1).exec(decoupled=True).__next__())[0, 0] == 0: break\n"
+        "return given",
+    )
+    await served.add("one", "return value(request('count', given).exec())")
+    assert await served.ask("reader", 40) == [*range(40)]
+    assert await served.ask("awaiting", 40) == [*range(40)]
+    assert await served.ask("impatient", 40) == [40]
+    await fails(served, "one", "5 .*'count' may answer any number of times")
