@@ -327,14 +327,14 @@ def _settings(config: ModelConfig, options: Mapping[str, str]) -> Any:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = max(1, cores // int(options.get("runs_at_once", "1")))
     # Triton's 0 means "you choose", as does saying nothing.
-    settings.intra_op_num_threads = _parameter(config, "intra_op_thread_count", 0) or share
-    settings.inter_op_num_threads = _parameter(config, "inter_op_thread_count", 0) or 1
-    parallel = _parameter(config, "execution_mode", 0) == 1
+    settings.intra_op_num_threads = _parameter(config, options, "intra_op_thread_count", 0) or share
+    settings.inter_op_num_threads = _parameter(config, options, "inter_op_thread_count", 0) or 1
+    parallel = _parameter(config, options, "execution_mode", 0) == 1
     settings.execution_mode = ort.ExecutionMode.ORT_PARALLEL if parallel else ort.ExecutionMode.ORT_SEQUENTIAL
-    settings.enable_cpu_mem_arena = bool(_parameter(config, "enable_mem_arena", 1))
+    settings.enable_cpu_mem_arena = bool(_parameter(config, options, "enable_mem_arena", 1))
     # A memory pattern is kept for every shape seen, for ever: with shapes that vary beyond the batch that is a leak.
     varies = any(spec.is_variable for spec in config.inputs)
-    settings.enable_mem_pattern = bool(_parameter(config, "enable_mem_pattern", 0 if varies else 1))
+    settings.enable_mem_pattern = bool(_parameter(config, options, "enable_mem_pattern", 0 if varies else 1))
     settings.graph_optimization_level = _LEVELS.get(_graph_level(config), _LEVELS[0])
     # Threads that spin between runs take the cores that the other models and the server need.
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -342,10 +342,11 @@ def _settings(config: ModelConfig, options: Mapping[str, str]) -> Any:
     return settings
 
 
-def _parameter(config: ModelConfig, name: str, default: int) -> int:
+def _parameter(config: ModelConfig, options: Mapping[str, str], name: str, default: int) -> int:
+    """What the model's parameters say, else the operator for all models, else `default`."""
     text = config.parameters.get(name)
     if text is None:
-        return default
+        return int(options.get(name, default))
     try:
         return int(text)
     except ValueError:

@@ -9,13 +9,23 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from flowserve.cli.grpc_options import GrpcChoice, add_grpc_arguments, grpc_choice
-from flowserve.errors import Invalid
+from flowserve.cli.option_values import (
+    ONNXRUNTIME_SETTINGS,
+    backend_setting,
+    boolean,
+    local_cache,
+    one_of,
+    pattern,
+    resource,
+    restriction,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from flowserve.http.restricted import Restriction
@@ -40,6 +50,7 @@ class RunOptions:
     metrics_port: int | None = None
     grpc: GrpcChoice = field(default_factory=GrpcChoice)
     allow_client_shm: bool = False
+    backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     exit_timeout_s: int = 30
     exit_on_error: bool = True
     strict_readiness: bool = True
@@ -60,7 +71,6 @@ class RunOptions:
 NOT_YET: Final[Mapping[str, str]] = {
     "--allow-http": "serving without HTTP",
     "--allow-metrics": "serving without metrics",
-    "--backend-config": "backend configuration on the command line",
     "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point)",
     "--cache-directory": "other caches than the local one",
     "--cuda-memory-pool-byte-size": "CUDA memory pools",
@@ -102,77 +112,6 @@ INSTEAD: Final[Mapping[str, str]] = {
     "--host": "the option is --http-address",
     "--response-cache-byte-size": "the option is --cache-config local,size=BYTES",
 }
-
-
-def boolean(text: str) -> bool:
-    """true, false, 1 or 0, in any case, as tritonserver takes them."""
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in known:
-        raise argparse.ArgumentTypeError(f"expected true, false, 1 or 0, got {text!r}")
-    return known[text.lower()]
-
-
-def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A parser of decimal integers from `least` to `most`, both included."""
-    wanted = f"a whole number from {least} to {most}" if most is not None else f"a whole number, {least} or more"
-
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"-?[0-9]+", text, re.ASCII) or len(text) > 19:
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
-        number = int(text)
-        if number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {number}")
-        return number
-
-    return parse
-
-
-def one_of(*words: str, not_yet: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """A parser that takes one of `words`. `not_yet` are words that tritonserver takes: word -> the missing feature."""
-
-    def parse(text: str) -> str:
-        if not_yet and text in not_yet:
-            hint = f"use {words[0]}"
-            raise argparse.ArgumentTypeError(f"{text!r}: {not_yet[text]} is not supported yet; {hint}")
-        if text not in words:
-            raise argparse.ArgumentTypeError(f"expected {' or '.join(words)}, got {text!r}")
-        return text
-
-    return parse
-
-
-def resource(text: str) -> tuple[str, int, int | None]:
-    """NAME:COUNT or NAME:COUNT:DEVICE."""
-    found = re.fullmatch(r"([^:]+):([0-9]{1,9})(?::([0-9]{1,9}))?", text, re.ASCII)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"expected NAME:COUNT or NAME:COUNT:DEVICE, got {text!r}")
-    return found[1], int(found[2]), None if found[3] is None else int(found[3])
-
-
-def local_cache(text: str) -> int:
-    """local,size=BYTES."""
-    found = re.fullmatch(r"local,size=([0-9]{1,15})", text, re.ASCII)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"expected local,size=BYTES, got {text!r}")
-    return int(found[1])
-
-
-def restriction(text: str) -> Restriction:
-    """GROUP[,GROUP...]:HEADER=VALUE."""
-    from flowserve.http.restricted import parse_restriction  # not before it is needed: help should be quick
-
-    try:
-        return parse_restriction(text)
-    except Invalid as error:
-        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
-
-
-def pattern(text: str) -> re.Pattern[str]:
-    """A regular expression for the names of headers."""
-    try:
-        return re.compile(text, re.IGNORECASE | re.ASCII)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"expected a regular expression, got {text!r}: {error}") from None
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -305,6 +244,15 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "trusted models; default process on Linux, thread elsewhere",
     )
     models.add_argument(
+        "--backend-config",
+        metavar="BACKEND,KEY=VALUE",
+        type=backend_setting,
+        action="append",
+        default=[],
+        help="a setting of a backend for all its models, where they do not say otherwise; onnxruntime has "
+        f"{', '.join(ONNXRUNTIME_SETTINGS)}; repeatable",
+    )
+    models.add_argument(
         "--gpu",
         metavar="on|off",
         type=one_of("on", "off"),
@@ -348,6 +296,14 @@ def contradiction(arguments: argparse.Namespace) -> str:
     return ""
 
 
+def _by_backend(settings: Sequence[tuple[str, str, str]]) -> dict[str, dict[str, str]]:
+    """The last one wins where a setting is given twice."""
+    by_backend: dict[str, dict[str, str]] = {}
+    for backend, key, value in settings:
+        by_backend.setdefault(backend, {})[key] = value
+    return by_backend
+
+
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The parsed arguments of `flowserve run` as the rest of the program trusts them."""
     return RunOptions(
@@ -360,6 +316,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         metrics_port=arguments.metrics_port,
         grpc=grpc_choice(arguments),
         allow_client_shm=arguments.allow_client_shm,
+        backend_settings=_by_backend(arguments.backend_config),
         exit_timeout_s=arguments.exit_timeout_secs,
         exit_on_error=arguments.exit_on_error,
         strict_readiness=arguments.strict_readiness,

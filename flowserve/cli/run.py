@@ -94,6 +94,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             if options.rate_limit
             else None,
             cache_bytes=options.cache_bytes,
+            backend_settings=options.backend_settings,
         )
         if options.rate_limit_resources and not options.rate_limit:
             _log.warning("--rate-limit-resource says nothing without --rate-limit execution_count")

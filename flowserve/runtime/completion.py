@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import pickle
 import select
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from flowserve.backends import registry
 from flowserve.backends.base import CompletesInProcess, ModelFiles, Remote
@@ -22,6 +23,9 @@ from flowserve.repository.layout import ModelFolder
 from flowserve.runtime.children import Child, Children
 from flowserve.runtime.hosts import PROCESS, Processes, execution_of
 
+NO_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {}
+DEFAULT_BATCH: Final = "default-max-batch-size"
+
 
 def complete(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
     """Blocks while files are read. Raises Invalid or Unsupported where the backend cannot make sense of them."""
@@ -32,9 +36,15 @@ def complete(config: ModelConfig, folder: ModelFolder, version: int) -> Completi
 class Completer:
     """`complete`, for a server."""
 
-    def __init__(self, python_execution: str, processes: Processes | None) -> None:
+    def __init__(
+        self,
+        python_execution: str,
+        processes: Processes | None,
+        settings: Mapping[str, Mapping[str, str]] = NO_SETTINGS,
+    ) -> None:
         self._python_execution = python_execution
         self._processes = processes
+        self._settings = settings
 
     def __call__(self, config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
         """As `complete`. Where the model's code has to be run for it, that happens where the model will run."""
@@ -45,11 +55,18 @@ class Completer:
             or execution_of(config, self._python_execution) != PROCESS
             or not isinstance(backend, CompletesInProcess)
         ):
-            return complete(config, folder, version)
+            return self._with_default_batch(config, complete(config, folder, version))
         completion = backend.complete_by(
             config, _files(folder, version), lambda remote: _ask(processes.children, config.name, remote)
         )
         return replace(completion, instance_count=backend.default_instance_count)
+
+    def _with_default_batch(self, config: ModelConfig, completion: Completion) -> Completion:
+        """Where onnxruntime's backend chose a batch size for want of one, the operator's is taken."""
+        chosen = self._settings.get(config.backend, {}).get(DEFAULT_BATCH)
+        if chosen is None or config.backend != "onnxruntime" or completion.max_batch_size is None:
+            return completion
+        return replace(completion, max_batch_size=int(chosen))
 
 
 def _files(folder: ModelFolder, version: int) -> ModelFiles:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -58,6 +58,8 @@ class EngineOptions:
     """What the operator chose. `python_execution`: "process", "thread" or "inline". `gpu` False maps KIND_GPU to the
     CPU.
     `rate_limit`: None is off; else the resources that were given, none of them meaning that models' own needs decide.
+    `backend_settings`: by backend, what the operator says for all its models ("default-max-batch-size", and what the
+    backend knows); of whole numbers where the backend is onnxruntime.
     `cache_bytes`: how much the answers that are remembered may weigh, None for no such cache.
     """
 
@@ -67,6 +69,7 @@ class EngineOptions:
     rate_limit: tuple[Available, ...] | None = None
     restarts: Delays = DELAYS
     cache_bytes: int | None = None
+    backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 class Engine:
@@ -244,6 +247,8 @@ class Engine:
         is called with the flow when it is. Raises as `infer` does for what is refused at the door; Unsupported for a
         deployment that may answer any number of times, unless `make` is its `make_stream`. `take` is for `call`.
         """
+        if deployment.elder is not None:
+            deployment = deployment.place_of(request)
         admission = deployment.admission
         if self._is_draining and take is None:
             deployment.statistics.failed(1, 0, REJECTED)
@@ -286,7 +291,7 @@ class Engine:
                 queue.observer.failed(1, 0, CANCELED)
         flow.owner.statistics.failed(1, now_ns - flow.arrived_ns, CANCELED)
         if flow.owner.gate is not None:
-            flow.owner.gate.leave(flow)
+            flow.owner.gate.leave(flow, is_answered=False)
         if self.calls:
             self.calls.sweep()
         self._pump.poke()
@@ -410,7 +415,12 @@ class Engine:
         entry = self.entries.setdefault(config.name, Entry(config.name))
         versions = sorted(graph.version for graph in graphs)
         self._forget_statistics(entry, versions)
+        former, latest = entry.ready, entry.latest
         entry.ready = {graph.version: self._deployment(config, graph, versions, labels) for graph in graphs}
+        for version, deployment in entry.ready.items():
+            elder = former.get(version, latest)
+            if elder is not None:
+                deployment.replaces(elder)
         entry.versions = versions
         entry.state, entry.reason, entry.is_wanted = "READY", "", True
 
@@ -424,7 +434,8 @@ class Engine:
         pins = frozenset(one.pin for one in runs_on)
         deployment = Deployment(config, graph, statistics, versions, route, pins, labels)
         options = gate_options(config.parameters)
-        cache = self._cache if config.response_cache and deployment.plan.nesting is None else None
+        may_remember = deployment.plan.nesting is None and not deployment.sequences  # an answer depends on those before
+        cache = self._cache if config.response_cache and may_remember else None
         if cache is not None or not options.is_open:
             deployment.gate = Gate(options, cache, key, deployment.output_slot, statistics, self.dispatcher, self.clock)
         return deployment

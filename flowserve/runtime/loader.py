@@ -43,7 +43,8 @@ class Loader:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._threads = trio.CapacityLimiter(LOAD_THREADS)
-        self._complete = Completer(engine.options.python_execution, engine.processes)
+        options = engine.options
+        self._complete = Completer(options.python_execution, engine.processes, options.backend_settings)
 
     async def read(self, folder: ModelFolder, config_json: str = "") -> ReadModel:
         """What a model's folder says. Raises FlowserveError."""
@@ -101,7 +102,8 @@ class Loader:
         files = ModelFiles(read.folder.repository, read.folder.path, version)
         backend = registry.find(config.backend)
         execution = execution_of(config, self._engine.options.python_execution)
-        options = {"execution": execution, "runs_at_once": str(runs_at_once)}
+        settings = self._engine.options.backend_settings.get(config.backend, {})
+        options = {**settings, "execution": execution, "runs_at_once": str(runs_at_once)}
         ports = None
         inner = config
         if config.sequence is not None:

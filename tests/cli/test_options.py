@@ -49,7 +49,9 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--rate-limit-resource", "R:1:2:3"], "expected NAME:COUNT or NAME:COUNT:DEVICE, got 'R:1:2:3'"),
         (["--rate-limit-resource", "R:-1"], "expected NAME:COUNT or NAME:COUNT:DEVICE, got 'R:-1'"),
         (["--python-execution", "gpu"], "--python-execution: expected process or thread or inline, got 'gpu'"),
-        (["--backend-config=onnxruntime,x=1"], "--backend-config: backend configuration on the command line is not"),
+        (["--backend-config=onnxruntime"], "--backend-config: expected BACKEND,KEY=VALUE, got 'onnxruntime'"),
+        (["--backend-config=onnxruntime,x=1"], "onnxruntime has no setting 'x'; it has default-max-batch-size, intra"),
+        (["--backend-config=default-max-batch-size=0"], "expected a whole number from 1 to 2147483647, got 0"),
         (["--model-repository=/models"], "--model-repository: the repository is named without an option"),
         (["--http-port"], "--http-port: expected one argument"),
         (["--http-restricted-api", "inference"], "expected GROUP[,GROUP...]:HEADER=VALUE, got 'inference'"),
@@ -91,7 +93,7 @@ def test_a_command_without_repository_or_of_another_name_says_what_is_missing(
 
 @pytest.mark.parametrize("text", ["true", "TRUE", "1", "false", "0"])
 def test_booleans_are_written_as_for_tritonserver(text: str) -> None:
-    from flowserve.cli.options import boolean
+    from flowserve.cli.option_values import boolean
 
     assert boolean(text) is (text.lower() in ("true", "1"))
 
