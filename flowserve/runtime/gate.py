@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 from flowserve.config.gate import GateOptions
-from flowserve.errors import Cancelled, FlowserveError, TooLarge, Unavailable
+from flowserve.errors import FlowserveError, TooLarge, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import REJECTED, Statistics
 from flowserve.runtime.cache import Cache, kept, key_of, weight
@@ -79,8 +79,8 @@ class Gate:
             self._lead_no_more(flow, passing_on=True)
             raise
 
-    def leave(self, flow: Flow) -> bool:
-        """A request is over, or its caller left. Returns whether it is counted already."""
+    def leave(self, flow: Flow, *, is_answered: bool = True) -> bool:
+        """A request is over; or not `is_answered`: its caller left. Returns whether it is counted already."""
         self._make_room(flow)
         if isinstance(flow.error, Late) and not flow.plan.graph.is_ensemble:
             self._statistics.failed(1, self._clock() - flow.arrived_ns, REJECTED)
@@ -89,7 +89,10 @@ class Gate:
             return flow.error is None
         leader = self._leading.get(flow)
         if leader is not None:
-            self._answer_followers(flow, leader)
+            if is_answered and flow.error is None:
+                self._answer_followers(flow, leader)
+            else:
+                self._lead_no_more(flow, passing_on=True)
         return False
 
     # ------------------------------------------------------------------ room
@@ -188,12 +191,9 @@ class Gate:
         flow.tensors = tensors
 
     def _answer_followers(self, flow: Flow, leader: _Leader) -> None:
-        """An answer is remembered and shared. A failure is neither: whoever waited for it runs by himself."""
+        """An answer is remembered and shared."""
         cache = self._cache
         assert cache is not None
-        if not flow.done or flow.error is not None or not flow.tensors:
-            self._lead_no_more(flow, passing_on=True)
-            return
         began_ns = self._clock()
         slots = {name: self._output_slot[name] for name in flow.wanted}
         made = {name: flow.tensors[slot] for name, slot in slots.items() if flow.tensors[slot] is not None}
@@ -209,13 +209,16 @@ class Gate:
                 self._dispatcher.answer(follower)
 
     def _lead_no_more(self, flow: Flow, *, passing_on: bool) -> None:
+        """A failure is neither remembered nor shared: whoever waited for it runs alone. Where only the caller left, the
+        next leads.
+        """
         leader = self._leading.pop(flow, None)
         if leader is None:
             return
         self._leaders.pop(leader.key, None)
         if passing_on:
             followers = [follower for follower in leader.followers if not follower.done]
-            is_failure = flow.error is not None and not isinstance(flow.error, Cancelled)
+            is_failure = flow.error is not None
             for follower in followers:
                 self._following.discard(follower)
                 self._run_after_all(follower, leader.key, alone=is_failure)

@@ -78,7 +78,7 @@ class Server:
     def leave(self, flow: Flow) -> None:
         if not flow.done:
             self.dispatcher.cancel(flow)
-            self.gate.leave(flow)
+            self.gate.leave(flow, is_answered=False)
 
     def value(self, flow: Flow) -> float:
         assert flow.done
@@ -154,6 +154,20 @@ def test_when_the_first_who_asked_leaves_the_next_runs_and_the_others_wait_for_t
     server.turn()
     assert [server.value(flow) for flow in flows[1:]] == [2, 2]
     assert (server.statistics.cache_hits, server.statistics.cache_misses) == (1, 1)
+
+
+def test_who_leaves_while_waiting_for_room_is_nobodys_answer() -> None:
+    server = Server(GateOptions(max_requests=1, waits=True), Lru(10_000))
+    server.ask(1)
+    waits, same = server.ask(2), server.ask(2)
+    server.turn()
+    server.leave(waits)
+    server.finish()
+    server.turn()
+    server.finish()
+    server.turn()
+    assert server.value(same) == 4
+    assert server.value(server.ask(2)) == 4
 
 
 @settings(deadline=None)
