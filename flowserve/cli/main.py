@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from flowserve.cli.commands import add_commands, run_command
 from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments, contradiction, run_options
 from flowserve.errors import FlowserveError
 from flowserve.version import __version__
@@ -34,6 +35,8 @@ examples:
   flowserve graph graphs/read_text -o g.html  draw it
   flowserve run graphs/                       serve it on http://127.0.0.1:8000
   curl localhost:8000/v2/health/ready         ask whether it is ready
+  flowserve infer localhost:8000 read_text --input IMAGE=@page.png
+  flowserve new pipeline                      a graph of your own to begin with
   flowserve run --help                        ports, limits, logging
 """
 
@@ -118,7 +121,8 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     graph.add_argument("model", metavar="MODEL", nargs="?", default="", help="which deployment of the repository")
     graph.add_argument("--format", choices=PICTURES, help="what the name of FILE says, else text")
     graph.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to, instead of standard output")
-    return parser, {"run": run, "check": check, "graph": graph}
+    others = add_commands(commands, argparse.RawDescriptionHelpFormatter)
+    return parser, {"run": run, "check": check, "graph": graph, **others}
 
 
 def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str]) -> None:
@@ -149,11 +153,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = subparsers[parsed.command]
     if parsed.command == "run":
         if not any(word.startswith("-") for word in leftovers):
-            parsed.repository += map(Path, leftovers)  # repositories behind an option, which argparse leaves over
+            parsed.repositories += map(Path, leftovers)  # those behind an option, which argparse leaves over
             leftovers = []
-        parsed.repositories = parsed.repository
         parsed.repository = parsed.repositories[0] if len(parsed.repositories) == 1 else Path()
     _refuse_leftovers(command, leftovers)
+    if parsed.command in ("infer", "bench", "new"):
+        return run_command(parsed, command)
     if not (parsed.repositories if parsed.command == "run" else parsed.repository):
         command.error(f"which repository? Say: {command.prog} REPO")
     if ":" in str(parsed.repository) and not parsed.repository.exists():

@@ -1,0 +1,96 @@
+"""What the commands that talk to a server say to it: one request, one answer, over plain HTTP.
+
+Decided here: how a server is named, and how a refusal becomes one sentence. Tensors are tensors.py's.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+from flowserve.errors import FlowserveError, Invalid, Unavailable
+
+PATIENCE_S: Final = 300.0
+Headers = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens. `prefix` is what stands before /v2 in its paths."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Address:
+        """`http://host:port/prefix`, or `host:port`. Raises Invalid."""
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise Invalid(f"{text!r} is no server's URL; http://localhost:8000 is one")
+        is_tls = parts.scheme == "https"
+        return cls(parts.hostname, port or (443 if is_tls else 8000), is_tls, parts.path.rstrip("/"))
+
+    def path(self, model: str, version: str, what: str = "") -> str:
+        """Of a model, or of what can be asked of it ("/infer")."""
+        of_version = f"/versions/{quote(version, safe='')}" if version else ""
+        return f"{self.prefix}/v2/models/{quote(model, safe='')}{of_version}{what}"
+
+    @property
+    def netloc(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{'https' if self.is_tls else 'http'}://{self.netloc}{self.prefix}"
+
+
+def ask(address: Address, method: str, path: str, body: bytes = b"", headers: Headers = {}) -> tuple[Headers, bytes]:  # noqa: B006
+    """One exchange: the answer's headers, in lower case, and its body. Blocks. Raises Unavailable where nobody answers,
+    Invalid with the server's own words where it refuses.
+    """
+    make = http.client.HTTPSConnection if address.is_tls else http.client.HTTPConnection
+    connection = make(address.host, address.port, timeout=PATIENCE_S)
+    try:
+        connection.request(method, path, body or None, dict(headers))
+        answer = connection.getresponse()
+        content = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise Unavailable(
+            f"no answer from {address}: {str(error) or type(error).__name__}; is a server running?"
+        ) from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise Invalid(f"{address} answered {answer.status}: {said(content)}")
+    return {name.lower(): value for name, value in answer.getheaders()}, content
+
+
+def said(content: bytes) -> str:
+    """The error in an answer's body."""
+    try:
+        found = json.loads(content)
+        return str(found["error"]) if isinstance(found, dict) and "error" in found else str(found)
+    except ValueError:
+        return content[:500].decode(errors="replace").strip() or "nothing more"
+
+
+def metadata(address: Address, model: str, version: str = "") -> dict[str, Any]:
+    """What a server says of a model's tensors. Raises FlowserveError."""
+    _, content = ask(address, "GET", address.path(model, version))
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "inputs" not in found:
+        raise FlowserveError(f"{address} does not describe its models as KServe v2 has it")
+    return found

@@ -1,0 +1,149 @@
+"""The commands that are no server's: what `infer`, `bench` and `new` can be told, and what runs for them.
+
+Decided here: their arguments. Modules of the commands are imported when one is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+LEVELS_MAX: Final = 1024
+
+INFER_EXAMPLES: Final = """\
+examples:
+  flowserve infer localhost:8000 detect_language --input TEXT="good morning"
+  flowserve infer localhost:8000 digit --input IMAGE=@seven.npy --json
+  flowserve infer localhost:8000 read_text --input IMAGE=@page.png --output TEXT
+  flowserve infer localhost:8000 net --input 'X=[1.0, 2.0]' --output Y=answer.npy
+
+A value is JSON, or @FILE: .npy and .json hold a tensor; of any other file a BYTES
+input gets the bytes, a number input the picture [height, width, 3]. A batch
+dimension of 1 may be left out.
+"""
+
+BENCH_EXAMPLES: Final = """\
+examples:
+  flowserve bench localhost:8000 digit                       1, 2, 4 ... 32 requests at a time
+  flowserve bench localhost:8000 digit --concurrency 1,8     other levels
+  flowserve bench --sweep graphs/ digit --p99-ms 20          which instances, batches and delays are best
+  flowserve bench --sweep graphs/ digit --json               for a program
+"""
+
+
+def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> dict[str, argparse.ArgumentParser]:
+    """Add them to argparse's subparsers; returns each by its name."""
+    same = {"formatter_class": formatter, "allow_abbrev": False}
+    infer = commands.add_parser(
+        "infer",
+        help="send one request to a server",
+        description="Send one request to the server at URL and print its answer.",
+        epilog=INFER_EXAMPLES,
+        **same,
+    )
+    infer.add_argument("url", metavar="URL", help="http://host:port, or host:port")
+    infer.add_argument("model", metavar="MODEL")
+    infer.add_argument("--model-version", metavar="N", default="", help="default: the latest")
+    infer.add_argument("--input", metavar="NAME=VALUE", action="append", default=[], help="once for each input")
+    infer.add_argument(
+        "--output", metavar="NAME[=FILE]", action="append", default=[], help="only these; FILE: .npy, .json, or bytes"
+    )
+    infer.add_argument("--json", action="store_true", help="one line of JSON")
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure a server, or find the best configuration of a repository",
+        description="Send made-up requests (or --input) to MODEL at URL, so many at a time, and print percentiles.",
+        epilog=BENCH_EXAMPLES,
+        **same,
+    )
+    bench.add_argument("target", metavar="[URL] MODEL", nargs="+", help="with --sweep no URL is needed")
+    bench.add_argument(
+        "--concurrency", metavar="FROM:TO", type=levels, default="1:32", help="doubling, or N,M,...; default 1:32"
+    )
+    bench.add_argument("--seconds", type=_seconds, default=2.0, help="measured at each level; default 2")
+    bench.add_argument("--input", metavar="NAME=VALUE", action="append", default=[], help="as for infer")
+    bench.add_argument(
+        "--sweep", metavar="REPOSITORY", type=Path, help="try configurations of MODEL in this process, without a server"
+    )
+    bench.add_argument("--p99-ms", type=_seconds, help="with --sweep: recommend only what keeps this bound")
+    bench.add_argument("--json", action="store_true", help="one line of JSON")
+
+    new = commands.add_parser(
+        "new",
+        help="write a small graph that runs, to begin with",
+        description="Write the repository FOLDER: a graph of two Python models, commented, with a test.",
+        **same,
+    )
+    new.add_argument("folder", metavar="FOLDER", type=Path, help="must not exist; its last part names the graph")
+    return {"infer": infer, "bench": bench, "new": new}
+
+
+def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
+    """Returns the exit status."""
+    match parsed.command:
+        case "infer":
+            from flowserve.cli.infer import InferOptions, infer
+
+            options = InferOptions(
+                parsed.url, parsed.model, parsed.model_version, parsed.input, parsed.output, parsed.json
+            )
+            return infer(options, sys.stdout, sys.stderr)
+        case "bench":
+            from flowserve.cli.bench import BenchOptions, bench
+
+            wanted = 1 if parsed.sweep else 2
+            if len(parsed.target) != wanted:
+                command.error(f"say {'MODEL' if parsed.sweep else 'URL MODEL'}, got {' '.join(parsed.target)}")
+            if parsed.sweep and parsed.input:
+                command.error("--input says nothing with --sweep, which makes requests up")
+            if parsed.p99_ms and not parsed.sweep:
+                command.error("--p99-ms is the bound of a recommendation, which --sweep makes")
+            return bench(
+                BenchOptions(
+                    parsed.target[0],
+                    parsed.target[-1],
+                    parsed.concurrency,
+                    parsed.seconds,
+                    parsed.input,
+                    parsed.sweep,
+                    parsed.p99_ms,
+                    parsed.json,
+                ),
+                sys.stderr,
+            )
+        case _:
+            from flowserve.cli.new import new
+
+            return new(parsed.folder, sys.stdout, sys.stderr)
+
+
+def levels(text: str) -> tuple[int, ...]:
+    """ "1:32" doubles from 1 to 32; "1,8" is what it says."""
+    first, colon, last = text.partition(":")
+    try:
+        found = [int(part) for part in ([first, last] if colon else text.split(","))]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or max(found) > LEVELS_MAX or (colon and found[0] > found[1]):
+        raise argparse.ArgumentTypeError(f"expected FROM:TO or N,M,... from 1 to {LEVELS_MAX}, got {text!r}")
+    if not colon:
+        return tuple(found)
+    chosen = []
+    level = found[0]
+    while level < found[1]:
+        chosen.append(level)
+        level *= 2
+    return (*chosen, found[1])
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 3600, got {text!r}")
+    return seconds

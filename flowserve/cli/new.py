@@ -1,0 +1,164 @@
+"""`flowserve new`: a repository of a small graph that runs, commented, to be changed into one's own.
+
+Decided here: what a beginner's graph is: two Python models and the ensemble that joins them, a test, and a README with
+the next commands. Everything is text here; nothing of it is looked at before it is served.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final, TextIO
+
+NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,60}")
+
+COUNT: Final = """\
+# Counts the letters of texts. Every option of this file is told in docs/graph-files.md.
+backend: "python"
+
+# Requests that wait are run as one batch of up to 32 rows. Dims leave the batch dimension out.
+max_batch_size: 32
+dynamic_batching { }
+
+input [ { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "COUNTS" data_type: TYPE_FP32 dims: [ 26 ] } ]
+"""
+
+COUNT_MODEL: Final = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        # One response for each request, in the same order. A request may hold several rows.
+        responses = []
+        for request in requests:
+            texts = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()[:, 0]  # of bytes
+            counts = [[text.lower().count(bytes([letter])) for letter in range(97, 123)] for text in texts]
+            tensor = pb_utils.Tensor("COUNTS", np.array(counts, np.float32).reshape(-1, 26))
+            responses.append(pb_utils.InferenceResponse([tensor]))
+        return responses
+"""
+
+JUDGE: Final = """\
+# Says of counted letters whether they sing.
+backend: "python"
+max_batch_size: 32
+dynamic_batching { }
+
+# Two copies of the model work at the same time, each in a process of its own.
+instance_group [ { count: 2 kind: KIND_CPU } ]
+
+input [ { name: "COUNTS" data_type: TYPE_FP32 dims: [ 26 ] } ]
+output [ { name: "WORD" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+
+JUDGE_MODEL: Final = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+VOWELS = [0, 4, 8, 14, 20]
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            counts = pb_utils.get_input_tensor_by_name(request, "COUNTS").as_numpy()
+            sings = counts[:, VOWELS].sum(1, keepdims=True) * 2 > counts.sum(1, keepdims=True)
+            words = np.where(sings, b"sung", b"spoken").astype(object)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("WORD", words)]))
+        return responses
+"""
+
+GRAPH: Final = """\
+# The graph: which models, and which tensors join them. It is served under the name of its folder, {name}.
+platform: "ensemble"
+max_batch_size: 32
+
+# What requests carry, and what they are answered.
+input [ {{ name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] }} ]
+output [ {{ name: "WORD" data_type: TYPE_STRING dims: [ 1 ] }} ]
+
+# key: what the model calls the tensor; value: what this graph calls it. Two steps that name the same tensor are joined.
+ensemble_scheduling {{
+  step {{
+    model_name: "{name}_count"
+    model_version: -1
+    input_map {{ key: "TEXT" value: "TEXT" }}
+    output_map {{ key: "COUNTS" value: "letters" }}
+  }}
+  step {{
+    model_name: "{name}_judge"
+    model_version: -1
+    input_map {{ key: "COUNTS" value: "letters" }}
+    output_map {{ key: "WORD" value: "WORD" }}
+  }}
+}}
+"""
+
+TEST: Final = """\
+import numpy as np
+from flowserve import Engine
+from flowserve.testing import simulate
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_texts_with_many_vowels_sing():
+    with Engine(HERE) as engine:
+        answer = engine.infer("{name}", {{"TEXT": np.array([["aria"], ["rhythm"]])}})
+    assert answer["WORD"].tolist() == [[b"sung"], [b"spoken"]]
+
+
+def test_what_waits_while_the_first_step_is_busy_runs_as_one_batch():
+    told = simulate(HERE, "{name}", arrivals=[0, 1, 2, 3], takes_ms=5)
+    assert [batch.requests for batch in told.batches_of("{name}_count")] == [(0,), (1, 2, 3)]
+"""
+
+README: Final = """\
+# {name}
+
+    flowserve check .                        # every mistake, with its place
+    flowserve graph . {name} -o {name}.svg   # the picture
+    flowserve run .                          # serve it on http://127.0.0.1:8000
+    flowserve infer localhost:8000 {name} --input TEXT=aria
+    flowserve bench localhost:8000 {name} --concurrency 1:32
+    python -m pytest .                       # test_{name}.py needs no server
+"""
+
+FILES: Final = {
+    "{name}_count/config.pbtxt": COUNT,
+    "{name}_count/1/model.py": COUNT_MODEL,
+    "{name}_judge/config.pbtxt": JUDGE,
+    "{name}_judge/1/model.py": JUDGE_MODEL,
+    "{name}/config.pbtxt": GRAPH,
+    "test_{name}.py": TEST,
+    "README.md": README,
+}
+FORMATTED: Final = (GRAPH, TEST, README)  # those with the name in them
+
+
+def new(path: Path, out: TextIO, err: TextIO) -> int:
+    """Write the repository into a folder that is not there yet. Returns the exit status."""
+    name = path.name
+    if not NAME.fullmatch(name):
+        print(f"flowserve: {name!r} cannot be its name: small letters, digits and _, a letter first", file=err)
+        return 1
+    try:
+        path.mkdir(parents=True)
+        for where, text in FILES.items():
+            target = path / where.format(name=name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text.format(name=name) if text in FORMATTED else text, encoding="utf-8")
+        (path / name / "1").mkdir()
+    except FileExistsError:
+        print(f"flowserve: {path} exists already; nothing was written", file=err)
+        return 1
+    except OSError as error:
+        print(f"flowserve: {path} cannot be written: {error.strerror}", file=err)
+        return 1
+    print(f"{path} is a repository of a graph called {name}; next: flowserve run {path}", file=out)
+    return 0

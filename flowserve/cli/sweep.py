@@ -1,0 +1,145 @@
+"""`flowserve bench --sweep`: a repository under many configurations, and which of them to take.
+
+Decided here: what is tried (instances, batch sizes and delays of all plain models that a deployment is made of), how
+(an engine in this process, so that only the models and their scheduling are compared), and what is recommended: most
+requests per second among those whose p99 keeps the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+from flowserve.cli.load import Measured, measure
+from flowserve.cli.tensors import made_up
+from flowserve.config.load import CONFIG_FILE
+from flowserve.config.suggest import did_you_mean
+from flowserve.config.write import fields_of, text_of
+from flowserve.errors import NotFound
+from flowserve.graph.types import Graph
+from flowserve.repository.override import PrivateFolder
+from flowserve.runtime.embedded import AsyncEngine, Embedding
+from flowserve.runtime.engine import EngineOptions
+from flowserve.runtime.reading import read_repositories
+
+INSTANCES: Final = (1, 2, 4)
+DELAYS_US: Final = (0, 500, 2000)
+EXIT_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What every plain model of the deployment is given. `batch` 0: no dynamic batching."""
+
+    instances: int
+    batch: int
+    delay_us: int
+
+    def fields(self) -> dict[str, Any]:
+        """What a config.pbtxt says for it."""
+        made: dict[str, Any] = {"instance_group": [{"count": self.instances, "kind": "KIND_CPU"}]}
+        if self.batch:
+            delay = {"max_queue_delay_microseconds": self.delay_us} if self.delay_us else {}
+            made["dynamic_batching"] = {"preferred_batch_size": [self.batch], **delay}
+        return made
+
+    def __str__(self) -> str:
+        batching = f"batches of {self.batch}, delay {self.delay_us} us" if self.batch else "no dynamic batching"
+        return f"{self.instances} instance{'s' if self.instances > 1 else ''}, {batching}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    variant: Variant
+    measured: Measured
+
+
+class Subject:
+    """The deployment that is measured, and what it is made of. Blocks while it is read. Raises FlowserveError."""
+
+    def __init__(self, repository: Path, name: str) -> None:
+        reading = read_repositories([repository])
+        if name in reading.resolution.failed:
+            raise reading.resolution.failed[name]
+        versions = reading.resolution.graphs.get(name)
+        if not versions:
+            known = reading.resolution.graphs
+            raise NotFound(f"no deployment '{name}' in {repository} ({did_you_mean(name, known) or ', '.join(known)})")
+        graph = versions[max(versions)]
+        self.name = name
+        self.models = sorted({node.model.name for node in graph.nodes})
+        self.inputs = made_up({"inputs": [*_described(graph)]})
+        self._limits = {model: reading.configs[model].max_batch_size for model in self.models}
+        self._repository = repository
+
+    def variants(self) -> list[Variant]:
+        """All that is tried, the plainest first. Batch sizes are those that the widest of its models takes."""
+        widest = max(self._limits.values())
+        sizes = [size for size in (8, 32, 128) if size < widest] + ([widest] if widest else [])
+        plain = [Variant(instances, 0, 0) for instances in INSTANCES]
+        return plain + [Variant(*chosen) for chosen in product(INSTANCES, sizes, DELAYS_US)]
+
+    def write(self, variant: Variant) -> PrivateFolder:
+        """The repository with that variant's configurations. Blocks."""
+        private = PrivateFolder()
+        for folder in sorted(one for one in self._repository.iterdir() if one.is_dir()):
+            if folder.name not in self.models:
+                (private.path / folder.name).symlink_to(folder.resolve())
+                continue
+            home = private.path / folder.name
+            home.mkdir()
+            for entry in folder.iterdir():
+                if entry.name != CONFIG_FILE:
+                    (home / entry.name).symlink_to(entry.resolve())
+            text = (folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).is_file() else ""
+            fields, _ = fields_of(text, folder.name)
+            fields.pop("dynamic_batching", None)
+            fields |= self._fitted(variant, folder.name).fields()
+            (home / CONFIG_FILE).write_text(text_of(fields, folder.name))
+        return private
+
+    def _fitted(self, variant: Variant, model: str) -> Variant:
+        """No model is asked for more than it takes."""
+        return Variant(variant.instances, min(variant.batch, self._limits[model]), variant.delay_us)
+
+
+async def sweep(
+    subject: Subject, concurrency: int, seconds: float, tell: Callable[[Variant, int, int], None]
+) -> list[Tried]:
+    """Every variant under the same load; `tell` is called before each, with its number and how many there are. Raises
+    FlowserveError where none can be served.
+    """
+    variants = subject.variants()
+    tried = []
+    for number, variant in enumerate(variants):
+        tell(variant, number, len(variants))
+        private = subject.write(variant)
+        found = ([private.path], private)
+        embedding = Embedding(lambda found=found: found, EngineOptions(), (subject.name,), EXIT_TIMEOUT_S)  # type: ignore[misc]
+        async with embedding as engine:
+            askers = [partial(_ask, engine, subject)] * concurrency
+            tried.append(Tried(variant, await measure(askers, seconds)))
+    return tried
+
+
+def recommended(tried: list[Tried], p99_ms: float | None) -> Tried | None:
+    """The fastest of those that keep the bound; of equals (within 2 %) the plainest. None: none keeps it."""
+    good = [one for one in tried if p99_ms is None or one.measured.p99_ms <= p99_ms]
+    if not good:
+        return None
+    best = max(one.measured.requests_per_s for one in good)
+    return next(one for one in good if one.measured.requests_per_s >= 0.98 * best)
+
+
+async def _ask(engine: AsyncEngine, subject: Subject) -> None:
+    await engine.infer(subject.name, subject.inputs)
+
+
+def _described(graph: Graph) -> Iterator[Mapping[str, Any]]:
+    batch = [-1] if graph.max_batch_size else []
+    for spec in graph.inputs:
+        yield {"name": spec.name, "datatype": spec.dtype.wire, "shape": [*batch, *spec.dims]}

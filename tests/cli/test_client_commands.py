@@ -1,0 +1,234 @@
+"""`flowserve infer`, `bench` and `new`, as somebody at a terminal meets them."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve.cli.client import Address
+from flowserve.cli.commands import levels
+from flowserve.cli.load import Measured
+from flowserve.cli.main import main
+from flowserve.cli.new import new
+from flowserve.cli.sweep import Tried, Variant, recommended
+from flowserve.cli.tensors import infer_body, plain, read_answer, read_inputs
+from flowserve.errors import Invalid
+from flowserve.testing.serve import Served, serving
+from flowserve.values import DType
+
+TENSORS: dict[str, Any] = {
+    "inputs": [
+        {"name": "TEXT", "datatype": "BYTES", "shape": [-1, 1]},
+        {"name": "X", "datatype": "FP32", "shape": [-1, 2]},
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def songs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home") / "songs"
+    assert new(folder, io.StringIO(), io.StringIO()) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(songs: Path) -> Iterator[Served]:
+    with serving(songs, "--python-execution", "thread") as server:
+        yield server
+
+
+def test_a_value_is_json_or_text_and_lacks_no_batch_dimension() -> None:
+    found = read_inputs(["TEXT=good morning", "X=[1, 2.5]"], TENSORS)
+    assert found["TEXT"].tolist() == [[b"good morning"]]
+    np.testing.assert_array_equal(found["X"], np.array([[1, 2.5]], np.float32))
+    assert read_inputs(['TEXT=[["a"],["b"]]', "X=[[1,2],[3,4]]"], TENSORS)["TEXT"].shape == (2, 1)
+
+
+def test_files_hold_tensors_bytes_or_pictures(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.ones((3, 2)))
+    (tmp_path / "x.json").write_text("[[5, 6]]")
+    (tmp_path / "text.txt").write_bytes(b"\xff\x00")
+    given = [f"TEXT=@{tmp_path}/text.txt", f"X=@{tmp_path}/x.npy"]
+    found = read_inputs(given, TENSORS)
+    assert found["TEXT"].tolist() == [[b"\xff\x00"]]
+    assert (found["X"].dtype, found["X"].shape) == (np.float32, (3, 2))
+    assert read_inputs([given[0], f"X=@{tmp_path}/x.json"], TENSORS)["X"].tolist() == [[5, 6]]
+    from PIL import Image
+
+    Image.new("RGB", (4, 3), (255, 0, 0)).save(tmp_path / "red.png")
+    picture = {"inputs": [{"name": "IMAGE", "datatype": "UINT8", "shape": [-1, -1, 3]}]}
+    image = read_inputs([f"IMAGE=@{tmp_path}/red.png"], picture)["IMAGE"]
+    assert (image.shape, image[0, 0].tolist()) == ((3, 4, 3), [255, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["TEXT"], "expected NAME=VALUE"),
+        (["TXET=a"], 'did you mean "TEXT"'),
+        (["TEXT=a"], r"X=\.\.\. is missing; the model wants TEXT BYTES\[-1, 1\]"),
+        (["TEXT=a", "X=[1,"], "is no JSON for a FP32 tensor"),
+        (["TEXT=a", "X=@nowhere.npy"], "nowhere.npy cannot be read: No such file"),
+        (["TEXT=a", "X=[[1],[2,3]]"], "is no JSON for a FP32 tensor"),
+    ],
+)
+def test_a_wrong_input_says_what_was_wanted(words: list[str], text: str) -> None:
+    with pytest.raises(Invalid, match=text):
+        read_inputs(words, TENSORS)
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_every_type_survives_the_wire(dtype: DType) -> None:
+    array = np.array([[b"a", b""]], np.object_) if dtype is DType.BYTES else np.array([[1, 0]]).astype(dtype.numpy)
+    body, headers = infer_body({"T": array}, ["T"])
+    length = {"inference-header-content-length": headers["Inference-Header-Content-Length"]}
+    header, arrays = read_answer(length, _as_answer(body, headers))
+    assert header["model_name"] == "m"
+    assert arrays["T"].dtype == array.dtype
+    assert plain(arrays["T"]) == plain(array)
+
+
+def _as_answer(body: bytes, headers: dict[str, str]) -> bytes:
+    """The request's own tensors as a server would answer them, the header padded to its old length."""
+    length = int(headers["Inference-Header-Content-Length"])
+    text = json.dumps({"model_name": "m", "outputs": json.loads(body[:length])["inputs"]}).encode()
+    return text.ljust(length) + body[length:]
+
+
+def test_levels_double_or_are_listed() -> None:
+    assert levels("1:32") == (1, 2, 4, 8, 16, 32)
+    assert levels("3:10") == (3, 6, 10)
+    assert levels("1,8") == (1, 8)
+    for wrong in ("", "0", "8:1", "x", "1:2:3", "5000"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            levels(wrong)
+
+
+def test_a_server_is_named_by_url_or_by_host_and_port() -> None:
+    assert Address.of("localhost:8000") == Address("localhost", 8000)
+    assert Address.of("https://host/behind/") == Address("host", 443, True, "/behind")
+    assert str(Address.of("[::1]:80")) == "http://[::1]:80"
+    for wrong in ("ftp://host", "host:port", ""):
+        with pytest.raises(Invalid, match="is no server's URL"):
+            Address.of(wrong)
+
+
+def test_of_equals_the_plainest_configuration_is_recommended_and_the_bound_is_kept() -> None:
+    def tried(instances: int, rate: float, p99: float) -> Tried:
+        return Tried(Variant(instances, 0, 0), Measured(8, rate, 1, 1, p99, 0))
+
+    rows = [tried(1, 100, 5), tried(2, 101, 6), tried(4, 200, 30)]
+    assert recommended(rows, None) is rows[2]
+    assert recommended(rows, 10) is rows[0]
+    assert recommended(rows, 1) is None
+
+
+@pytest.mark.server
+def test_infer_prints_arrays_for_people_and_json_for_programs(
+    served: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ask = ["infer", served.address, "songs", "--input", "TEXT=aria"]
+    assert main(ask) == 0
+    assert capsys.readouterr().out == "WORD  BYTES [1, 1]\n[[b'sung']]\n"
+    assert main([*ask, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["outputs"] == [{"name": "WORD", "datatype": "BYTES", "shape": [1, 1], "data": [["sung"]]}]
+    assert main([*ask, "--output", f"WORD={tmp_path}/word.txt"]) == 0
+    assert (tmp_path / "word.txt").read_bytes() == b"sung"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["songs", "--input", "TXT=a"], "the model has no input 'TXT' (did you mean \"TEXT\"?)"),
+        (["sings", "--input", "TEXT=a"], "answered 404"),
+        (["songs", "--input", 'TEXT=[[["deep"]]]'], "answered 400"),
+        (["songs", "--input", "TEXT=a", "--output", "WORT"], "answered 400"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence_and_status_1(
+    served: Served, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    assert main(["infer", served.address, *words]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("flowserve: ")
+    assert text in printed.err
+
+
+def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["infer", "127.0.0.1:9", "songs"]) == 1
+    assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_bench_measures_every_level_and_is_quiet_off_a_terminal(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", served.address, "songs", "--concurrency", "1,3", "--seconds", "0.2", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    rows = json.loads(printed.out)["levels"]
+    assert [row["concurrency"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["requests_per_s"] > 0
+        assert row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"]
+        assert row["failed"] == 0
+    assert main(["bench", served.address, "songs", "--concurrency", "1", "--seconds", "0.2"]) == 0
+    assert "requests/s" in capsys.readouterr().out
+
+
+@pytest.mark.server
+def test_bench_says_why_nothing_is_answered(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--input", 'TEXT=[[["deep"]]]', "--concurrency", "1", "--seconds", "0.1"]
+    assert main(["bench", served.address, "songs", *wrong]) == 1
+    assert "the server answered 400: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sweep_recommends_a_configuration_that_the_repository_can_have(
+    songs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["bench", "--sweep", str(songs), "songs_count", "--concurrency", "4", "--seconds", "0.02", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["tried"]) == 21
+    assert found["recommended"]["instances"] in (1, 2, 4)
+    assert (songs / "songs_count" / "config.pbtxt").read_text().startswith("# Counts the letters")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "songs"],
+        ["bench", "a", "b", "c"],
+        ["bench", "--sweep", "r", "u", "m"],
+        ["bench", "u", "m", "--p99-ms", "1"],
+    ],
+)
+def test_bench_says_what_it_wants_to_be_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("flowserve bench: ")
+
+
+def test_a_new_repository_passes_its_own_test_and_is_not_written_over(songs: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(songs), str(songs)]
+    done = subprocess.run(command, cwd=songs, capture_output=True, text=True, timeout=120, check=False)
+    assert "2 passed" in done.stdout, done.stdout
+    err = io.StringIO()
+    assert new(songs, io.StringIO(), err) == 1
+    assert "exists already" in err.getvalue()
+    assert new(songs.parent / "Not a name", io.StringIO(), err) == 1
