@@ -117,7 +117,7 @@ INSTEAD: Final[Mapping[str, str]] = {
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything `flowserve run` takes. The repository is optional here, so that a misspelt option is named first."""
     parser.add_argument(
-        "repository",
+        "repositories",
         metavar="REPO",
         nargs="*",
         type=Path,
