@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
+from weakref import ref
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Unsupported
@@ -21,7 +23,7 @@ from flowserve.runtime.gate import Gate
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.router import Flow
 from flowserve.scheduling.streams import Slots, StreamFlow
-from flowserve.values import TensorSpec
+from flowserve.values import Request, TensorSpec
 
 _PLANS_MAX: Final = 64
 # Triton's text, as its HTTP endpoint begins it.
@@ -56,6 +58,8 @@ class Deployment:
         self.is_decoupled = graph.is_decoupled
         # How a request becomes a flow, by what its graph needs. `make_flow` is for one answer, `make_stream` for any.
         self.make_flow, self.make_stream = _flow_makers(graph, self.plan)
+        self.sequences = tuple(queue.bound for queue in route if queue.bound is not None)
+        self.elder: Deployment | None = None  # that it replaced, while sequences that began there go on
         self.gate: Gate | None = None  # where something keeps requests from its graph; set before the first comes
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
@@ -72,6 +76,26 @@ class Deployment:
             for edge in graph.edges
             if edge.consumer == GRAPH and edge.conversion is not None
         }
+
+    def place_of(self, request: Request) -> Deployment:
+        """Where a request runs: a sequence goes on where it began, everything else runs here."""
+        if request.sequence_id and not request.sequence_start:
+            place: Deployment | None = self
+            while place is not None:
+                if any(sequences.is_live(request.sequence_id) for sequences in place.sequences):
+                    return place
+                place = place.elder
+        return self
+
+    def replaces(self, elder: Deployment | None) -> None:
+        """From now on requests come here; sequences that have begun there, or in what that replaced, go on until the
+        last of them has ended.
+        """
+        while elder is not None and (elder.route == self.route or not any(one.live for one in elder.sequences)):
+            elder = elder.elder
+        self.elder = elder
+        for sequences in () if elder is None else elder.sequences:
+            sequences.on_quiet.append(partial(_look_again, ref(self)))  # which may be replaced itself by then
 
     def plan_for(self, outputs: tuple[str, ...]) -> Plan:
         """The plan that runs no step whose outputs nobody wants. `outputs` are names of this deployment's outputs."""
@@ -98,6 +122,13 @@ def _flow_makers(graph: Graph, plan: Plan) -> tuple[MakeFlow, MakeFlow]:
         raise Unsupported(f"{ONE_ANSWER}: '{graph.name}' may answer any number of times")
 
     return (refuse if graph.is_decoupled else stream), stream
+
+
+def _look_again(place: ref[Deployment]) -> None:
+    """Sequences that a deployment kept its elder for have ended."""
+    deployment = place()
+    if deployment is not None:
+        deployment.replaces(deployment.elder)
 
 
 @dataclass(slots=True)

@@ -146,6 +146,7 @@ class Sequences:
         self._again: dict[Any, deque[list[Ticket]]] = {}  # parts of batches that raised
         self._orphans: list[tuple[Ticket, FlowserveError]] = []
         self._endings: dict[SequenceId, str] = {}
+        self.on_quiet: list[Callable[[], None]] = []  # called once, when no sequence is live any more
         self._count = 0
         self._now_ns = 0  # the latest moment that was heard of
 
@@ -175,8 +176,8 @@ class Sequences:
         self._count += 1
         line.last_ns = self._now_ns = ticket.queued_ns
         if is_end:
-            del self._live[sequence_id]
             line.is_closed = True
+            self._not_live(line)
         if line.slot is None:
             self._wait_in_backlog(line, ticket)
         elif len(waiting) == 1:
@@ -400,7 +401,7 @@ class Sequences:
             self._orphans += [(ticket, error) for ticket in line.waiting if not ticket.flow.done]
         self._drop_waiting(line)
         if self._live.get(line.id) is line:
-            del self._live[line.id]
+            self._not_live(line)
             if why:
                 self._endings.pop(line.id, None)
                 self._endings[line.id] = why
@@ -411,6 +412,13 @@ class Sequences:
         self._due.discard(line)
         self._lines.pop(line, None)
         self._release(line)
+
+    def _not_live(self, line: Line) -> None:
+        del self._live[line.id]
+        if self.on_quiet and not self._live:
+            told, self.on_quiet = self.on_quiet, []
+            for tell in told:
+                tell()
 
     def _drop_waiting(self, line: Line) -> None:
         if line.waiting:

@@ -76,6 +76,8 @@ class TritonPythonModel:
             os._exit(3)
         if number == 13:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError("thirteen is not for me"))
+        if number < 0:
+            open("GATE.busy", "w").close()
         while number < 0 and not os.path.exists("GATE"):
             time.sleep(0.002)
         which = request.correlation_id()
@@ -509,6 +511,7 @@ def test_whoever_leaves_while_its_sequence_waits_ends_it_and_its_slot_is_free_on
     with serving(folder) as served:
         wire = wire_to(served)
         holds = Later(served, "sums", -1, 1, start=True)
+        wire.until((tmp_path / "gate.busy").exists, "a batch runs")
         waits = Later(served, "sums", 5, 1)  # behind it, in the slot
         wire.until(lambda: wire.waiting("sums") == 1, "one waits in the slot")
         body = (
@@ -530,6 +533,42 @@ def test_whoever_leaves_while_its_sequence_waits_ends_it_and_its_slot_is_free_on
         later = Later(served, "sums", 4, 4, start=True, end=True)  # in the backlog until 3 is idle for too long
         assert later.result() == [4]
         assert "must specify the START flag" in refused(served, "sums", 1, 1)[1]
+
+
+def test_a_sequence_goes_on_where_it_began_when_its_model_is_loaded_anew(
+    tmp_path: Path, add_model: Add, wire_to: Any
+) -> None:
+    gone = tmp_path / "gone"
+    code = (
+        SUMS.rstrip()
+        + f"""
+
+    def finalize(self):
+        with open({str(gone)!r}, "a") as file:
+            file.write("x")
+"""
+    )
+    config = IN_OUT % (2, "1", 1, f"oldest {{ }} {FOREVER}")
+    folder = add_model(tmp_path / "models", "sums", config, {"1/model.py": code})
+    with serving(tmp_path / "models", "--model-control-mode=explicit", "--load-model=*") as served:
+        wire = wire_to(served)
+        assert ask(served, "sums", 1, 1, start=True) == [1]
+        assert ask(served, "sums", 5, 2, start=True) == [5]
+        (folder / "config.pbtxt").write_text(config.replace("max_batch_size: 2", "max_batch_size: 3"))
+        with triton.InferenceServerClient(served.address) as client:
+            client.load_model("sums")
+            assert client.get_model_config("sums")["max_batch_size"] == 3
+            (folder / "config.pbtxt").write_text(config.replace("max_batch_size: 2", "max_batch_size: 4"))
+            client.load_model("sums")  # and once more: nobody is in the one between
+        assert ask(served, "sums", 100, 3, start=True) == [100]
+        assert ask(served, "sums", 2, 1) == [3]
+        assert ask(served, "sums", 5, 2, end=True) == [10]
+        wire.until(gone.exists, "the instance between is closed, since nobody needs it")
+        assert ask(served, "sums", 100, 3) == [200]
+        assert gone.read_text() == "x"
+        assert ask(served, "sums", 3, 1, end=True) == [6]
+        wire.until(lambda: gone.read_text() == "xx", "the first instance is closed when its last sequence has ended")
+        assert ask(served, "sums", 100, 3, end=True) == [300]
 
 
 # -------------------------------------------------------------------------------------------------------- in a graph
