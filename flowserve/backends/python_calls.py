@@ -122,6 +122,11 @@ class ModelCalls:
         version = request.model_version()
         flags = request.flags()
         inputs = {tensor.name(): self._array(name, tensor) for tensor in request.inputs()}
+        if len(inputs) < len(request.inputs()):
+            raise TritonModelException(f"model '{self._model}': a request for model '{name}' gives an input twice")
+        if request.timeout() < 0 or request.priority() < 0:
+            raise TritonModelException(f"model '{self._model}': timeout and priority of a request are 0 or more")
+        sequence = request.correlation_id()
         parameters = request._facts()["parameters"]
         if not isinstance(parameters, dict) or not all(
             isinstance(key, str) and isinstance(value, (str, int, float)) for key, value in parameters.items()
@@ -139,7 +144,7 @@ class ModelCalls:
                 id=request.request_id(),
                 priority=request.priority(),
                 timeout_us=request.timeout(),
-                sequence_id=request.correlation_id(),
+                sequence_id=sequence if isinstance(sequence, str) else int(sequence),
                 sequence_start=bool(flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
                 sequence_end=bool(flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
                 parameters=parameters,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 import trio
 
 from flowserve.backends import registry
-from flowserve.config.types import InstanceGroup
+from flowserve.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.runtime.batchers import batcher_for
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.hosts import host_maker
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.scheduling.limiter import Needs
 from flowserve.testing.backends import Repository, config_of, spec
 from flowserve.testing.engine import add_chain
@@ -78,6 +79,7 @@ class Served:
         needs: Sequence[Needs] = (),
         text: str = "",
         decoupled: bool = False,
+        may_time_out: bool = False,
     ) -> None:
         is_async = "await " in body
         body = "\n".join(" " * 8 + line for line in body.splitlines())
@@ -85,6 +87,8 @@ class Served:
         self.repository.write(name, "1/model.py", text)
         given, made = spec("IN", (-1,)), spec("OUT", (-1,))
         config = config_of(name=name, inputs=[given], outputs=[made], max_batch_size=4, decoupled=decoupled)
+        policy = QueuePolicy(default_timeout_us=may_time_out * 10_000_000, allow_timeout_override=may_time_out)
+        config = replace(config, dynamic_batching=DynamicBatching((4,), default_queue_policy=policy))
         place = place or self.place
         model = registry.find("python").load(config, self.repository.files(name), {"execution": place})
         engine = self.engine
@@ -93,7 +97,7 @@ class Served:
         for host in hosts:
             await trio.to_thread.run_sync(host.open, engine.completions)
         key = ModelKey(name, 1)
-        engine.add_model(key, DynamicBatcher(BatchPolicy.simple(4)), hosts, model, needs=needs)
+        engine.add_model(key, batcher_for(config), hosts, model, needs=needs)
         node = Node(0, name, key, (given,), (made,), 4, decoupled=decoupled)
         edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
         engine.announce(config, Graph(name, 1, (given,), (made,), 4, (node,), edges))
@@ -278,6 +282,15 @@ async def test_whoever_leaves_takes_his_models_calls_with_him(served: Served) ->
     assert await served.ask("caller", 3) == [4]
 
 
+async def test_a_call_that_waits_longer_than_it_may_is_told_so(served: Served) -> None:
+    await served.add("slow", "time.sleep(0.4)\nreturn given", may_time_out=True)
+    await served.add("caller", "return value(request('slow', given, timeout=50_000).exec())")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(served.ask, "slow", 1)
+        await until(lambda: served.is_busy("slow"))
+        await fails(served, "caller", "4 Request timeout expired: it waited .* in the queue of model 'slow'")
+
+
 async def test_a_model_that_is_unloaded_is_missed_until_it_is_back(served: Served) -> None:
     await served.add("twice", TWICE)
     await served.add("caller", CALL.format("twice"))
@@ -425,3 +438,107 @@ async def test_the_responses_of_a_decoupled_model_come_one_after_the_other(serve
     assert await served.ask("awaiting", 40) == [*range(40)]
     assert await served.ask("impatient", 40) == [40]
     await fails(served, "one", "5 .*'count' may answer any number of times")
+
+
+CALLS_LATER = """
+import threading
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            array = request.inputs()[0].as_numpy()
+            work = threading.Thread(target=self.answer, args=(request.get_response_sender(), array))
+            work.start()
+            self.kept = work
+
+    def answer(self, sender, array):
+        call = pb_utils.InferenceRequest(
+            model_name="twice", requested_output_names=["OUT"], inputs=[pb_utils.Tensor("IN", array)])
+        for _ in range(3):
+            response = call.exec()
+            sender.send(pb_utils.InferenceResponse(response.output_tensors()))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def finalize(self):
+        self.kept.join()
+"""
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_a_decoupled_model_calls_from_a_thread_after_execute_has_returned(tmp_path: Path) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add("twice", TWICE)
+        await served.add("later", "", text=CALLS_LATER, decoupled=True)
+        for _ in range(3):
+            request = Request({"IN": np.ones((1, 2), np.float32)}, stamp=engine.next_stamp())
+            with trio.fail_after(60):
+                answers = [answer.outputs["OUT"] async for answer in engine.stream(engine.find("later"), request)]
+            assert [answer.tolist() for answer in answers] == [[[2, 2]]] * 3
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        ("request('twice', given, timeout=-1)", "timeout and priority of a request are 0 or more"),
+        ("request('twice', given, parameters={'x': [1]})", "parameters of a request are a JSON object of strings"),
+        ("request('twice', given.astype(complex))", "has data type complex128, which no model takes"),
+        ("pb_utils.InferenceRequest(model_name='twice', inputs=[pb_utils.Tensor('IN', given)] * 2)", "an input twice"),
+    ],
+)
+async def test_a_request_that_cannot_be_one_is_raised(served: Served, made: str, text: str) -> None:
+    await served.add("twice", TWICE)
+    await served.add("caller", f"return value({made}.exec())")
+    await fails(served, "caller", text)
+
+
+async def test_what_a_request_says_of_itself_arrives(served: Served) -> None:
+    facts = (
+        "import json\n"
+        "import triton_python_backend_utils as pb_utils\n"
+        "class TritonPythonModel:\n"
+        "    def execute(self, requests):\n"
+        "        said = [(r.request_id(), r.correlation_id(), r.flags(), r.priority(), json.loads(r.parameters()),\n"
+        "                 r.requested_output_names()) for r in requests]\n"
+        "        error = pb_utils.TritonError(repr(said), pb_utils.TritonError.INVALID_ARG)\n"
+        "        return [pb_utils.InferenceResponse(error=error)]\n"
+    )
+    await served.add("facts", "", text=facts)
+    await served.add(
+        "caller",
+        "return value(request('facts', given, request_id='x', correlation_id=7, flags=3, priority=2,"
+        " parameters={'a': 1.5, 'b': 'c'}).exec())",
+    )
+    await fails(served, "caller", r"3 \[\('x', 7, 3, 2, {'a': 1.5, 'b': 'c'}, \['OUT'\]\)\]")
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "b'x'",
+        "pack(CALL, [1, 0, 99, 0, 8, 0], [])",
+        "pack(CALL, [9, 0, 99, 0, 8, 0], ['m', '', [], None, '', 0, 0, 0, False, False, {}])",
+        "pack(CALL, [9, 0, 1 << 60, 1, 1 << 60, 1 << 60], ['m', '', [], None, '', 0, 0, 0, False, False, {'a': []}])",
+        "pack(READ, [12345])",
+        "pack(77, [1])",
+    ],
+)
+async def test_a_process_that_says_what_cannot_be_of_its_calls_is_ended(tmp_path: Path, said: str) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add("twice", TWICE)
+        await served.add(
+            "liar",
+            "from flowserve.backends.child.protocol import CALL, READ, pack\n"
+            "from flowserve.backends.python_import import scope\n"
+            "value(request('twice', given).exec())\n"
+            f"scope.owner.calls._caller._socket.send({said})\n"
+            "time.sleep(30)\n"
+            "return given",
+        )
+        with pytest.raises(InstanceDied, match="what its process said cannot be"):
+            await served.ask("liar", 1)
+        assert await served.ask("twice", 1) == [2]
