@@ -186,8 +186,15 @@ class _Deployments(Collector):
             "Bytes laid side by side when a model's answers, one for each request, were taken",
             labels=_TENSOR_LABELS,
         )
+        most = GaugeMetricFamily(
+            "flowserve_node_inflight_most",
+            "The most steps of the node that were under way at once where max_inflight_requests limits them",
+            labels=_NODE_LABELS,
+        )
         for one in self._statistics:
             for node in one.nodes:
+                if node.most_inflight:
+                    most.add_metric([*_labels(one), node.name], node.most_inflight)
                 batches.add_metric([*_labels(one), node.name], node.batches)
                 rows.add_metric([*_labels(one), node.name], node.rows)
                 for tensor, nbytes in zip(node.tensors, node.placed, strict=True):
@@ -196,6 +203,7 @@ class _Deployments(Collector):
         yield batches
         yield rows
         yield placed
+        yield most
 
     def _edges(self) -> Iterator[Metric]:
         for name, text, read in _EDGES:

@@ -63,16 +63,18 @@ class EdgeTraffic:
 class NodeTraffic:
     """One node of one graph. `rows` are those of its batches, other nodes' among them; `whole_rows` those of batches
     that were all its own and of which nothing was copied. `tensors[j]` names what the model's j-th output becomes, ""
-    where nobody reads it.
+    where nobody reads it. `most_inflight`: the most steps that were under way at once, of a request or of all that
+    share a limit, where there is one.
     """
 
-    __slots__ = ("batches", "edges", "is_fixed", "name", "placed", "rows", "tensors", "whole_rows")
+    __slots__ = ("batches", "edges", "is_fixed", "most_inflight", "name", "placed", "rows", "tensors", "whole_rows")
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.name = node.name
         self.batches = 0
         self.rows = 0
         self.whole_rows = 0
+        self.most_inflight = 0
         self.edges = tuple(EdgeTraffic(graph, edge) for edge in graph.edges if edge.consumer == node.index)
         made = {edge.output: edge.tensor for edge in graph.edges if edge.producer == node.index}
         self.tensors = tuple(made.get(j, "") for j in range(len(node.outputs)))

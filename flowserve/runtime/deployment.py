@@ -56,13 +56,13 @@ class Deployment:
         self.pins = pins  # keeps what those queues run on (lifecycle.py) for as long as somebody has this deployment
         self.admission = Admission(graph)
         self.is_decoupled = graph.is_decoupled
-        # How a request becomes a flow, by what its graph needs. `make_flow` is for one answer, `make_stream` for any.
-        self.make_flow, self.make_stream = _flow_makers(graph, self.plan)
         self.sequences = tuple(queue.bound for queue in route if queue.bound is not None)
         self.elder: Deployment | None = None  # that it replaced, while sequences that began there go on
         self.gate: Gate | None = None  # where something keeps requests from its graph; set before the first comes
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
+        # How a request becomes a flow, by what its graph needs. `make_flow` is for one answer, `make_stream` for any.
+        self.make_flow, self.make_stream = _flow_makers(graph, self.plan, self.traffic)
         statistics.nodes = self.traffic  # of the newest graph; requests on an older one finish on that one's
         self.platform = config.platform or config.backend
         self.versions = versions  # all ready versions of the name, shared between its deployments
@@ -109,14 +109,16 @@ class Deployment:
         return plan
 
 
-def _flow_makers(graph: Graph, plan: Plan) -> tuple[MakeFlow, MakeFlow]:
+def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:
     nesting = plan.nesting
     if nesting is None:
         return Flow, Flow
-    shared = Slots(nesting.limits) if nesting.is_shared else None
+    shared = Slots(nesting.limits, gauges) if nesting.is_shared else None
 
     def stream(plan: Plan, *arguments: Any) -> Flow:
-        return Flow(plan, *arguments) if plan.nesting is None else StreamFlow(plan, *arguments, shared=shared)
+        if plan.nesting is None:
+            return Flow(plan, *arguments)
+        return StreamFlow(plan, *arguments, shared=shared, gauges=gauges)
 
     def refuse(*_: Any) -> Flow:
         raise Unsupported(f"{ONE_ANSWER}: '{graph.name}' may answer any number of times")

@@ -61,18 +61,25 @@ class Source(Ticket):
         self.started_ns = 0
 
 
+class Gauge(Protocol):
+    """Who is shown how full a node was."""
+
+    most_inflight: int
+
+
 class Slots:
     """How many steps of each node are under way, of one request or of all that share them. `promised[n]` are behind
     credits. Who finds no room stands in `parked`, and keeps `hold`, the slot of the step that made it ready.
+    `gauges[n]` is shown the most that node n ever had.
     """
 
-    __slots__ = ("limits", "most", "parked", "promised", "taken")
+    __slots__ = ("gauges", "limits", "parked", "promised", "taken")
 
-    def __init__(self, limits: Sequence[int]) -> None:
+    def __init__(self, limits: Sequence[int], gauges: Sequence[Gauge] = ()) -> None:
         self.limits = limits
+        self.gauges = gauges
         self.taken = [0] * len(limits)
         self.promised = [0] * len(limits)
-        self.most = [0] * len(limits)
         self.parked: list[deque[tuple[Iteration, PlanNode, Hold | None]]] = [deque() for _ in limits]
 
     def has_room(self, n: int) -> bool:
@@ -80,8 +87,8 @@ class Slots:
 
     def take(self, n: int) -> None:
         self.taken[n] += 1
-        if self.taken[n] > self.most[n]:
-            self.most[n] = self.taken[n]
+        if self.gauges and self.taken[n] > self.gauges[n].most_inflight:
+            self.gauges[n].most_inflight = self.taken[n]
 
     def check(self) -> None:
         for n, limit in enumerate(self.limits):
@@ -300,13 +307,17 @@ class StreamFlow(Iteration):
 
     __slots__ = ("answers", "changed", "held", "is_over", "late", "live", "nesting", "slots")
 
-    def __init__(self, plan: Plan, *arguments: Any, shared: Slots | None = None, **options: Any) -> None:
-        """As `Flow`. `shared`: the slots of the graph, where all of its requests share them."""
+    def __init__(
+        self, plan: Plan, *arguments: Any, shared: Slots | None = None, gauges: Sequence[Gauge] = (), **options: Any
+    ) -> None:
+        """As `Flow`. `shared`: the slots of the graph, where all of its requests share them; else its own show
+        `gauges` how full they are.
+        """
         Flow.__init__(self, plan, *arguments, **options)
         assert plan.nesting is not None
         self.nesting = plan.nesting
         self._begin_at(None, 0, plan.nesting)
-        self.slots = shared or (Slots(plan.nesting.limits) if any(plan.nesting.limits) else None)
+        self.slots = shared or (Slots(plan.nesting.limits, gauges) if any(plan.nesting.limits) else None)
         self.answers: deque[Iteration] = deque()
         self.live: dict[Iteration, None] = {}
         self.late: list[tuple[Iteration, PlanNode]] = []

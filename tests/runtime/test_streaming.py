@@ -20,7 +20,7 @@ from flowserve.values import Request
 
 # Answers IN times with IN, IN+1, ...; what is special about it is in its parameters.
 REPEAT = """
-import json, threading, time
+import json, os, threading, time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -57,6 +57,9 @@ class TritonPythonModel:
             if n == how.get("fails_at", -1):
                 sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("no more")), FINAL)
                 return
+            if n == how.get("dies_at", -1):
+                time.sleep(0.1)
+                os._exit(3)
             if n == how.get("raises_at", -1):
                 raise ValueError("out of numbers")
             log(f"sends {n}")
@@ -226,6 +229,8 @@ async def test_with_a_limit_the_rest_waits_in_send_and_slots_come_home(
                 async with engine.stream(engine.find(f"limited_{limit}"), ask(100)) as some:
                     await anext(some)
             assert await answers(engine, f"limited_{limit}", ask(30)) == [(30 + n) ** 2 for n in range(30)]
+            traffic = engine.find(f"limited_{limit}").traffic
+            assert [node.most_inflight for node in traffic] == [0, limit]
 
 
 @pytest.mark.fault("P10")
@@ -269,3 +274,32 @@ async def test_unloading_waits_for_whoever_still_answers(repository: Path, execu
                 assert len([response async for response in some]) == 39
             del some
             assert engine.dispatcher.in_flight == 0
+
+
+async def test_a_process_that_ends_in_the_middle_of_a_stream_fails_it(repository: Path) -> None:
+    async with served(repository, "process") as engine:
+        some = engine.stream(engine.find("repeat"), ask(9, dies_at=2, thread=True))
+        assert [(await anext(some)).outputs["OUT"].item() for _ in range(2)] == [9, 10]
+        with pytest.raises(FlowserveError, match="repeat_0"):
+            await anext(some)
+        assert engine.dispatcher.in_flight == 0
+
+
+async def test_what_the_operator_wants_inline_runs_on_a_thread_where_it_is_decoupled(repository: Path) -> None:
+    async with served(repository, "inline") as engine:
+        assert await answers(engine, "repeat_square", ask(20)) == [(20 + n) ** 2 for n in range(20)]
+
+
+async def test_a_shared_limit_holds_for_all_requests_together(repository: Path, execution: str) -> None:
+    write(repository, "shared", ensemble(("square", "IN", "mid"), ("repeat", "mid", "OUT"), limit=1, shared=True))
+    got: dict[int, list[int]] = {}
+
+    async def one(number: int) -> None:
+        got[number] = await answers(engine, "shared", ask(2, thread=True))
+
+    async with served(repository, execution) as engine:
+        async with trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(one, number)
+        assert [node.most_inflight for node in engine.find("shared").traffic] == [1, 1]
+    assert got == {number: [4, 5, 6, 7] for number in range(8)}
