@@ -298,9 +298,8 @@ class Engine:
 
     def response(self, flow: Flow) -> Response:
         """What a flow that is done came to. Raises what its steps failed with."""
-        deployment: Deployment = flow.owner
         if flow.error is not None:
-            raise _own(flow.error, deployment)
+            raise _own(flow.error, flow.owner)
         return self.response_from(flow, flow.tensors)
 
     def response_from(self, flow: Flow, slots: Sequence[Any]) -> Response:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.graph.types import GRAPH, ModelKey
+from flowserve.scheduling.dispatcher import Batch
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.streams import (
     Content,
@@ -159,3 +160,18 @@ def test_a_stream_that_is_over_is_held_by_no_circle_of_references() -> None:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+
+
+def test_nobody_is_the_last_reader_of_what_other_iterations_read_too() -> None:
+    models = [Model(ModelKey("p", 1), answers=lambda _: 2), Model(ModelKey("m", 1))]
+    graph = make_graph(models, [(0, [GRAPH]), (1, [GRAPH, 0]), (1, [1])], [2], 0)
+    seen: dict[str, list[bool]] = {}
+
+    class Sim(StreamSim):
+        def _run(self, batch: Batch) -> None:
+            for ticket in batch.tickets:
+                seen[ticket.node.name] = [ticket.flow.is_last_reader(slot) for slot in ticket.node.inputs]
+            super()._run(batch)
+
+    Sim(graph, models, [StreamRequest(0)]).run()
+    assert seen == {"n0": [False], "n1": [False, True], "n2": [True]}
