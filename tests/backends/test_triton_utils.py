@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from flowserve.backends import triton_python_backend_utils as pb_utils
-from flowserve.backends.shapes import fits, reshaped, shown
+from flowserve.backends.shapes import fits, shown
+from flowserve.graph.conversion import reshaped
 from flowserve.values import DType
 
 
