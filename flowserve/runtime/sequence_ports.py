@@ -162,6 +162,7 @@ class SequencePorts:
         if len(real) != members:
             results.outputs = [[column[m] for m in real] for column in results.outputs]
             results.errors = {n: results.errors[m] for n, m in enumerate(real) if m in results.errors}
+            results.parameters = {n: results.parameters[m] for n, m in enumerate(real) if m in results.parameters}
 
 
 def sequence_of(flow: Flow) -> tuple[int | str, bool, bool]:

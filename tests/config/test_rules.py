@@ -752,6 +752,23 @@ def test_rule_M73_growing_memory_is_one_buffer(said: Said) -> None:
     ]
 
 
+def test_rule_M74_controls_and_states_are_no_inputs(said: Said) -> None:
+    inside = 'control_input { name: "X" }\nstate { input_name: "Y" }' + 2 * '\nstate { input_name: "Z" }'
+    assert said("M74", sequence(inside) + '\ninput [ { name: "X" }, { name: "Y" } ]') == [
+        "3:17: sequence batching control input 'X' must not be listed as input for m",
+        "4:9: sequence batching state input 'Y' must not be listed as input for m",
+        "6:9: sequence batching state input 'Z' is specified twice for m",
+    ]
+
+
+def test_rule_M75_states_are_whole(said: Said) -> None:
+    assert said("M75", sequence('state { input_name: "S" data_type: TYPE_FP32 }')) == [
+        "3:1: sequence batching state must have output_name for m",
+        "3:1: sequence batching state must have dims for m",
+    ]
+    assert said("M75", sequence('state { input_name: "S" output_name: "T" data_type: TYPE_FP32 dims: [ 1 ] }')) == []
+
+
 # Ensembles
 
 

@@ -17,19 +17,19 @@ from flowserve.errors import Problems
 
 # File -> the features (config/unsupported.py) that still stand between it and being served.
 SEEDS = {
-    "control_inputs": {"N1"},
-    "direct_stateful_model": {"N1", "N22"},
-    "direct_stateful_model_in_one_line": {"N1", "N22"},
+    "control_inputs": set(),
+    "direct_stateful_model": {"N22"},
+    "direct_stateful_model_in_one_line": {"N22"},
     "ensemble_model": set(),
     "ensemble_model_unindented": set(),
-    "implicit_state": {"N1"},
+    "implicit_state": set(),
     "max_inflight_requests": {"N11"},
-    "oldest_stateful_model": {"N1", "N22"},
+    "oldest_stateful_model": {"N22"},
     "padded_input": set(),
     "ragged_batch_input": set(),
     "ragged_input": set(),
-    "state_from_file": {"N1"},
-    "state_from_zero": {"N1"},
+    "state_from_file": set(),
+    "state_from_zero": set(),
 }
 
 

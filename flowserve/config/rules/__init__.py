@@ -81,6 +81,8 @@ RULES: Final[Mapping[str, Rule]] = {
     "M71": sequences.initial_states_have_data,
     "M72": sequences.initial_files_are_inside,
     "M73": sequences.growing_memory_is_one_buffer,
+    "M74": sequences.controls_and_states_are_no_inputs,
+    "M75": sequences.states_are_whole,
     "M80": ensembles.no_instances,
     "M81": ensembles.no_optimization,
     "M82": ensembles.no_warmup,

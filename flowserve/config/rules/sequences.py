@@ -163,6 +163,30 @@ def initial_files_are_inside(s: Subject) -> Iterator[Problem]:
             yield s.problem(f"{path}.data_file", text)
 
 
+def controls_and_states_are_no_inputs(s: Subject) -> Iterator[Problem]:
+    """Clients would have to send what the server makes."""
+    batching = s.message.sequence_batching
+    listed = {tensor.name for tensor in s.message.input}
+    taken: set[str] = set()
+    made = [(f"control_input[{n}].name", "control input", one.name) for n, one in enumerate(batching.control_input)]
+    made += [(f"state[{n}].input_name", "state input", one.input_name) for n, one in enumerate(batching.state)]
+    for path, kind, name in made:
+        text = f"sequence batching {kind} '{name}'"
+        if name in listed:
+            yield s.problem(f"{BATCHING}.{path}", f"{text} must not be listed as input for {s.message.name}")
+        elif name in taken and kind == "state input":
+            yield s.problem(f"{BATCHING}.{path}", f"{text} is specified twice for {s.message.name}")
+        taken.add(name)
+
+
+def states_are_whole(s: Subject) -> Iterator[Problem]:
+    for index, state in enumerate(s.message.sequence_batching.state):
+        path = f"{BATCHING}.state[{index}]"
+        for field in ("input_name", "output_name", "data_type", "dims"):
+            if not getattr(state, field):
+                yield s.problem(path, f"sequence batching state must have {field} for {s.message.name}")
+
+
 def growing_memory_is_one_buffer(s: Subject) -> Iterator[Problem]:
     for index, state in enumerate(s.message.sequence_batching.state):
         if state.use_growable_memory and not state.use_same_buffer_for_input_output:
