@@ -35,12 +35,12 @@ def listen(
         raise Invalid(f"cannot listen on {address} port {port}: {_reason(error, option, address_option)}") from error
 
 
-def url(listener: socket.socket, address: str) -> str:
+def url(listener: socket.socket, address: str, scheme: str = "http") -> str:
     """Where a client on this machine finds the server."""
     if address.startswith(UNIX):
         return address
     host = f"[{address}]" if ":" in address else address
-    return f"http://{host}:{listener.getsockname()[1]}"
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
 def _reason(error: OSError | UnicodeError, option: str, address_option: str) -> str:

@@ -37,14 +37,16 @@ ControlMode = Literal["none", "poll", "explicit"]
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """What the operator asked for. Sizes in bytes, times in seconds. A resource is its name, how many there are, and
-    the device, None for each. `python_execution` None: what this system is best at. `metrics_port` None: metrics are on
-    the HTTP port only. `http_address` may be unix:PATH.
+    the device, None for each. `python_execution` None: what this system is best at. `http_certificate`: the server's,
+    its key, and the authority of clients' certificates; None is plain HTTP. `metrics_port` None: metrics are on the
+    HTTP port only. `http_address` may be unix:PATH.
     """
 
     repositories: tuple[Path, ...]
     http_address: str = "127.0.0.1"
     http_port: int = 8000
     http_max_input_size: int = 64 * MEBIBYTE
+    http_certificate: tuple[Path, Path, Path | None] | None = None
     http_restrictions: tuple[Restriction, ...] = ()
     http_header_forward_pattern: re.Pattern[str] | None = None
     metrics_port: int | None = None
@@ -144,6 +146,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=64 * MEBIBYTE,
         help="largest request body, after decompression; default %(default)s",
+    )
+    http.add_argument("--http-server-cert", metavar="FILE", type=Path, help="serve HTTPS with this certificate (PEM)")
+    http.add_argument("--http-server-key", metavar="FILE", type=Path, help="its key")
+    http.add_argument(
+        "--http-root-cert", metavar="FILE", type=Path, help="clients must have a certificate of this authority"
     )
     http.add_argument(
         "--http-restricted-api",
@@ -291,9 +298,19 @@ def contradiction(arguments: argparse.Namespace) -> str:
     for group, count in Counter(group for one in arguments.http_restricted_api for group in one.groups).items():
         if count > 1:
             return f"--http-restricted-api: restricted api '{group}' can not be specified in multiple config groups"
+    if (arguments.http_server_cert is None) != (arguments.http_server_key is None):
+        return "--http-server-cert and --http-server-key go together"
+    if arguments.http_root_cert and not arguments.http_server_cert:
+        return "--http-root-cert says nothing without --http-server-cert"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:
         return "Wildcard model name '*' must be the ONLY startup model if specified at all."
     return ""
+
+
+def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path, Path | None] | None:
+    if arguments.http_server_cert is None:
+        return None
+    return arguments.http_server_cert, arguments.http_server_key, arguments.http_root_cert
 
 
 def _by_backend(settings: Sequence[tuple[str, str, str]]) -> dict[str, dict[str, str]]:
@@ -311,6 +328,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         http_address=arguments.http_address,
         http_port=arguments.http_port,
         http_max_input_size=arguments.http_max_input_size,
+        http_certificate=_certificate(arguments),
         http_restrictions=tuple(arguments.http_restricted_api),
         http_header_forward_pattern=arguments.http_header_forward_pattern,
         metrics_port=arguments.metrics_port,

@@ -29,6 +29,7 @@ from flowserve.errors import FlowserveError
 from flowserve.http.app import AppOptions, make_app, make_metrics_app
 from flowserve.http.limits import Limits
 from flowserve.http.server import Server
+from flowserve.http.tls import tls_context
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.pool import HOST, tune_malloc
 from flowserve.observe.log_settings import LogSettings
@@ -80,12 +81,13 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             return _failed(f"model repository '{repository}' {what}")
     with Shutdown(options.exit_timeout_s, options.repositories) as shutdown:
         try:
+            tls = tls_context(*options.http_certificate) if options.http_certificate else None
             listeners = listen(options.http_address, options.http_port)
             metrics_listeners = _metrics_listeners(options)
             grpc_server = open_grpc(options.grpc)
         except FlowserveError as error:
             return _failed(str(error))
-        where = url(listeners[0], options.http_address)
+        where = url(listeners[0], options.http_address, "https" if tls else "http")
         engine_options = EngineOptions(
             python_execution=options.python_execution or PYTHON_EXECUTION,
             gpu=options.gpu,
@@ -105,7 +107,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
         ):
             app_options = _app_options(options, log_settings)
             app = make_app(engine, app_options, control)
-            server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST)
+            server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST, tls)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
                 metrics = Server(make_metrics_app(engine))

@@ -17,6 +17,7 @@ import math
 import os
 import select
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from flowserve.http.head import HeadCache
 from flowserve.http.limits import Limits
 from flowserve.http.line import Phase
 from flowserve.http.outbox import Outbox
+from flowserve.http.tls import Terminator
 from flowserve.memory.pool import Pool
 
 _BACKLOG: Final = 2048
@@ -53,13 +55,22 @@ class ServerStatistics:
 
 
 class Server:
-    """Serves `app` on any number of listeners. Large bodies are received into buffers of `pool`."""
+    """Serves `app` on any number of listeners. Large bodies are received into buffers of `pool`. `tls`: what the server
+    shows to clients, None for plain HTTP.
+    """
 
-    def __init__(self, app: ASGIApp, limits: Limits | None = None, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits | None = None,
+        pool: Pool | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.app = app
         self.limits = limits or Limits()
         self.pool = pool or Pool()
         self.heads = HeadCache(self.limits)
+        self._tls = Terminator(tls, self.limits) if tls is not None else None
         self.is_draining = False
         self._connections: dict[int, Connection] = {}  # by file descriptor
         self._accepting = trio.CancelScope()
@@ -139,6 +150,8 @@ class Server:
                 if sock.family in (socket.AF_INET, socket.AF_INET6):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 client = address[:2] if isinstance(address, tuple) else None
+                if self._tls is not None:
+                    sock = self._tls.plain(sock, connections)
                 connections.start_soon(self._run, Connection(self, sock, client), name="http connection")
 
     async def _run(self, connection: Connection) -> None:

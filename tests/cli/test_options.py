@@ -61,6 +61,8 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             ["--http-restricted-api=health,trace:k=v", "--http-restricted-api=trace:k=v"],
             "restricted api 'trace' can not be specified in multiple config groups",
         ),
+        (["--http-server-cert", "c.pem"], "--http-server-cert and --http-server-key go together"),
+        (["--http-root-cert", "c.pem"], "--http-root-cert says nothing without --http-server-cert"),
         (["--http-header-forward-pattern", "("], "--http-header-forward-pattern: expected a regular expression"),
         (["--metrics-port", "x"], "--metrics-port: expected a whole number from 0 to 65535, got 'x'"),
         (["--allow-client-shm", "maybe"], "--allow-client-shm: expected true, false, 1 or 0, got 'maybe'"),

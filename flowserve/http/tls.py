@@ -1,0 +1,82 @@
+"""TLS in front of the server: a relay between the client's encrypted stream and a plain socket pair.
+
+Decided here: which protocols and certificates are taken (those of Python's ssl module: TLS 1.2 and later), and that
+encryption costs plain connections nothing: behind the relay a connection is one like any other, with its deadlines and
+its notice of a client that leaves. What is said on it is decided in connection.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from flowserve.errors import Invalid
+from flowserve.http.limits import Limits
+
+_PIECE_BYTES: Final = 65536
+
+_log = logging.getLogger("flowserve.http")
+
+
+def tls_context(certificate: Path, key: Path, clients: Path | None) -> ssl.SSLContext:
+    """What the server shows, and (`clients`) the authority whose certificates clients must have. Raises `Invalid`."""
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, key)
+        if clients is not None:
+            context.load_verify_locations(clients)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:  # ssl.SSLError among them
+        names = ", ".join(str(path) for path in (certificate, key, clients) if path)
+        raise Invalid(f"TLS cannot be set up from {names}: {error.strerror or error}") from None
+    return context
+
+
+class Terminator:
+    """Puts plain sockets in the place of encrypted ones."""
+
+    def __init__(self, context: ssl.SSLContext, limits: Limits) -> None:
+        self._context = context
+        self._limits = limits
+
+    def plain(self, sock: socket.socket, nursery: trio.Nursery) -> socket.socket:
+        """The plain end for a connection that was just accepted; what goes between the two runs in `nursery`."""
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        nursery.start_soon(self._relay, sock, far, name="http tls")
+        return near
+
+    async def _relay(self, sock: socket.socket, far: socket.socket) -> None:
+        plain = trio.SocketStream(trio.socket.from_stdlib_socket(far))
+        transport = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+        stream = trio.SSLStream(transport, self._context, server_side=True, https_compatible=True)
+        try:
+            with trio.fail_after(self._limits.header_timeout_s):
+                await stream.do_handshake()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._inwards, stream, plain)
+                await self._outwards(plain, stream)
+                nursery.cancel_scope.cancel()
+        except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError) as errors:
+            _log.debug("TLS connection ended: %s", errors.exceptions[0].__cause__ or errors.exceptions[0])
+        finally:
+            # Not by aclose(), which is a checkpoint: where this task is cancelled the second would not be reached.
+            transport.socket.close()
+            plain.socket.close()
+
+    async def _inwards(self, stream: trio.SSLStream[trio.SocketStream], plain: trio.SocketStream) -> None:
+        while data := await stream.receive_some(_PIECE_BYTES):
+            await plain.send_all(data)
+        await plain.send_eof()
+
+    async def _outwards(self, plain: trio.SocketStream, stream: trio.SSLStream[trio.SocketStream]) -> None:
+        while data := await plain.receive_some(_PIECE_BYTES):
+            with trio.fail_after(self._limits.write_timeout_s):
+                await stream.send_all(data)
+        with trio.move_on_after(self._limits.write_timeout_s):
+            await stream.aclose()

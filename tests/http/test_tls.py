@@ -1,0 +1,145 @@
+"""HTTPS: the same answers behind a certificate, and who is turned away at the door."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from flowserve.errors import Invalid
+from flowserve.http.app import make_app
+from flowserve.http.limits import Limits
+from flowserve.http.server import Server, open_listeners
+from flowserve.http.tls import tls_context
+from flowserve.runtime.engine import Engine
+from flowserve.testing.engine import add_function
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """server.pem and client.pem with their keys, each its own authority."""
+    folder = tmp_path_factory.mktemp("papers")
+    for name in ("server", "client"):
+        command = (
+            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+        )
+        extra = ["-addext", "subjectAltName=DNS:localhost", "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run([*command.split(), *extra], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def client_context(papers: Path, *, shows: bool = False) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(papers / "server.pem"))
+    if shows:
+        context.load_cert_chain(papers / "client.pem", papers / "client.key")
+    return context
+
+
+async def secure(server_task: Any, engine: Engine, context: ssl.SSLContext, limits: Limits | None = None) -> int:
+    listeners = open_listeners("127.0.0.1", 0)
+    port: int = listeners[0].getsockname()[1]
+    await server_task.start(Server(make_app(engine), limits, tls=context).serve, listeners)
+    return port
+
+
+async def ask(port: int, context: ssl.SSLContext, request: bytes) -> bytes:
+    """Everything the server says until it closes."""
+    tcp = await trio.open_tcp_stream("127.0.0.1", port)
+    stream = trio.SSLStream(tcp, context, server_hostname="localhost", https_compatible=True)
+    try:
+        await stream.send_all(request)
+        received = b""
+        while data := await stream.receive_some(65536):
+            received += data
+        return received
+    finally:
+        await trio.aclose_forcefully(stream)
+
+
+def post(model: str, width: int) -> bytes:
+    one = {"name": "IN", "datatype": "FP32", "shape": [1, width], "data": [0.5] * width}
+    body = json.dumps({"inputs": [one]}).encode()
+    head = (
+        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("width", [4, 300_000])
+async def test_requests_of_any_size_are_answered_behind_a_certificate(
+    engine: Engine, nursery: trio.Nursery, papers: Path, width: int
+) -> None:
+    add_function(engine, "wide", [lambda array: array + array], dims=(width,))
+    port = await secure(nursery, engine, tls_context(papers / "server.pem", papers / "server.key", None))
+    received = await ask(port, client_context(papers), post("wide", width))
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert json.loads(body)["outputs"][0]["data"] == [1.0] * width
+
+
+@pytest.mark.fault("Z9")
+async def test_old_versions_plain_words_and_clients_without_a_certificate_are_refused(
+    engine: Engine, nursery: trio.Nursery, papers: Path
+) -> None:
+    context = tls_context(papers / "server.pem", papers / "server.key", papers / "client.pem")
+    assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+    port = await secure(nursery, engine, context)
+    request = b"GET /v2/health/ready HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+    old = client_context(papers, shows=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that they are old is the point
+        old.minimum_version = ssl.TLSVersion.TLSv1
+        old.maximum_version = ssl.TLSVersion.TLSv1_1
+    for context in (client_context(papers), old):
+        said = b""
+        with suppress(trio.BrokenResourceError):  # reset, or closed: which of the two is the kernel's matter
+            said = await ask(port, context, request)
+        assert said == b""
+    plain = await trio.open_tcp_stream("127.0.0.1", port)
+    await plain.send_all(request)
+    said = b""
+    with suppress(trio.BrokenResourceError):
+        while data := await plain.receive_some(1000):
+            said += data
+    assert b"HTTP" not in said  # an alert at most
+    await plain.aclose()
+    assert (await ask(port, client_context(papers, shows=True), request)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_client_that_leaves_or_says_nothing_leaves_nothing_behind(
+    engine: Engine, nursery: trio.Nursery, papers: Path
+) -> None:
+    listeners = open_listeners("127.0.0.1", 0)
+    context = tls_context(papers / "server.pem", papers / "server.key", None)
+    server = Server(make_app(engine), Limits(header_timeout_s=0.2), tls=context)
+    await nursery.start(server.serve, listeners)
+    port = listeners[0].getsockname()[1]
+    silent = await trio.open_tcp_stream("127.0.0.1", port)
+    tcp = await trio.open_tcp_stream("127.0.0.1", port)
+    stream = trio.SSLStream(tcp, client_context(papers), server_hostname="localhost")
+    await stream.send_all(b"GET /v2/health/ready HTTP/1.1\r\nHost: h\r\n\r\n")
+    assert (await stream.receive_some(1000)).startswith(b"HTTP/1.1 200")
+    await trio.aclose_forcefully(stream)
+    with trio.fail_after(30):
+        assert await silent.receive_some(1) == b""  # no handshake in time
+        while server.statistics().connections:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    await silent.aclose()
+
+
+def test_papers_that_cannot_be_read_are_a_mistake_of_the_operator(papers: Path, tmp_path: Path) -> None:
+    for certificate, key in [("server.pem", "client.key"), ("nothing.pem", "server.key"), ("server.key", "server.key")]:
+        with pytest.raises(Invalid, match="TLS cannot be set up from"):
+            tls_context(papers / certificate, papers / key, None)
+    with pytest.raises(Invalid, match="TLS cannot be set up from"):
+        tls_context(papers / "server.pem", papers / "server.key", tmp_path / "none")
