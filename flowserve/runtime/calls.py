@@ -86,7 +86,9 @@ class Calls:
         """Somebody's request is over before its time: calls on behalf of such alone are over too."""
         for pending in [*self._pending.values()]:
             batch = pending.batch
-            if batch is not None and all(ticket.flow.whole.done for ticket in batch.tickets):
+            if batch is None or batch.instance.running is not batch:
+                continue  # it did not wait for it, so that it is nobody's
+            if all(ticket.flow.whole.done for ticket in batch.tickets):
                 self.leave(pending)
                 pending.answered(
                     Cancelled(f"the call of model '{pending.call.model}' was withdrawn: nobody waits for it")

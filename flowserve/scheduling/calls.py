@@ -119,7 +119,8 @@ class _Hopeless:
     def words(self, flow: Called, caller: Batch) -> str:
         """Why nobody can ever answer a call that is hopeless."""
         path = self._path(flow, caller)
-        queue = next(queue for queue, blockers in self._blocked(flow) if path[0] in blockers)
+        blocked = [*self._blocked(flow)]
+        queue = next((queue for queue, blockers in blocked if path[0] in blockers), blocked[0][0])
         names = [*(batch.queue.key.name for batch in path), queue.key.name]
         circle = " -> ".join(f"'{name}'" for name in names)
         why = "whoever could answer it waits for it"
@@ -131,18 +132,18 @@ class _Hopeless:
 
     def _path(self, flow: Called, caller: Batch) -> list[Batch]:
         """The shortest chain of executions from one that could have served `flow` to its caller, each of which waits
-        for the next.
+        for the next; the caller alone where others were stuck already (a resource became scarcer meanwhile).
         """
         came_from: dict[Batch, Batch | None] = {}
         edge: deque[tuple[Batch | None, Called]] = deque([(None, flow)])
-        while caller not in came_from:
+        while caller not in came_from and edge:
             batch, called = edge.popleft()
             for blocker in chain.from_iterable(blockers for _, blockers in self._blocked(called)):
                 if blocker not in came_from:
                     came_from[blocker] = batch
                     edge.extend((blocker, each) for each in self._made[blocker])
         path = [caller]
-        while (before := came_from[path[0]]) is not None:
+        while (before := came_from.get(path[0])) is not None:
             path.insert(0, before)
         return path
 

@@ -542,3 +542,54 @@ async def test_a_process_that_says_what_cannot_be_of_its_calls_is_ended(tmp_path
         with pytest.raises(InstanceDied, match="what its process said cannot be"):
             await served.ask("liar", 1)
         assert await served.ask("twice", 1) == [2]
+
+
+async def test_a_call_that_nobody_waits_for_is_made_whoever_leaves(served: Served) -> None:
+    await served.add("slow", "time.sleep(0.2)\nreturn given")
+    await served.add("caller", "request('slow', given).async_exec().close()\nawait asyncio.sleep(0)\nreturn given")
+    assert await served.ask("caller", 1) == [1]
+    with trio.move_on_after(0.05):
+        await served.ask("slow", 2)  # withdrawn
+    await until(lambda: not served.engine.calls)
+    assert served.counted("slow")[0] >= 1
+    assert await served.ask("caller", 1) == [1]
+    await until(lambda: not served.engine.calls)
+
+
+async def test_what_was_accepted_may_call_while_the_server_drains(served: Served) -> None:
+    await served.add("twice", TWICE)
+    await served.add("caller", "time.sleep(0.3)\n" + CALL.format("twice"))
+    answers: list[list[float]] = []
+
+    async def ask() -> None:
+        answers.append(await served.ask("caller", 1))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await until(lambda: served.is_busy("caller"))
+        assert await served.engine.drain(trio.current_time() + 30) == []
+    assert answers == [[3]]
+
+
+async def test_a_server_that_ends_answers_what_waits_for_calls(tmp_path: Path) -> None:
+    """Nobody hangs in a call that will not be made any more."""
+    failed: list[str] = []
+    async with trio.open_nursery() as nursery:
+        async with open_engine(EngineOptions(), exit_timeout_s=20) as engine:
+            served = Served(engine, tmp_path, PLACES[-1])
+            await served.add("slow", "time.sleep(0.3)\nreturn given")
+            await served.add(
+                "caller", "value(request('slow', given).exec())\nreturn value(request('slow', given).exec())"
+            )
+
+            async def ask() -> None:
+                try:
+                    await served.ask("caller", 1)
+                except FlowserveError as error:
+                    failed.append(str(error))
+
+            nursery.start_soon(ask)
+            await until(lambda: served.is_busy("slow"))
+            began = trio.current_time()
+        assert trio.current_time() - began < 15
+    assert len(failed) == 1
