@@ -127,6 +127,7 @@ def _ensemble_config(work: Work) -> str:
             _tensor("input", "X", work.dims),
             _tensor("output", "Y", work.steps[-1].dims_out),
             "ensemble_scheduling {",
+            *([f"  max_inflight_requests: {work.limit}"] if work.limit else []),
             *(_step(step) for step in work.steps),
             "}",
             "",

@@ -59,7 +59,7 @@ class Work:
 
     `environment` is given to every server measured on it, ours and the peer's alike. `slowest` names the step that is
     measured by itself besides, where the work is about that. With `echo` an echo of the same body is measured too: what
-    it costs a server to be sent such a request at all.
+    it costs a server to be sent such a request at all. `limit` is the ensemble's `max_inflight_requests`.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Work:
     environment: Mapping[str, str] = field(default_factory=dict)
     slowest: str = ""
     echo: bool = False
+    limit: int = 0
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -177,6 +178,7 @@ WORKS: Final[Mapping[str, Work]] = {
         Work("identity", "one Python model, 64 floats", _line("identity", _SMALL, ("only", Python("X"), _SMALL))),
         Work("chain", "three Python steps, 64 floats", _chain("chain", _SMALL)),
         Work("diamond", "four Python steps, a branch that joins, 64 floats", _diamond(_SMALL)),
+        Work("chain_limited", "the same with max_inflight_requests 64", _chain("chain_limited", _SMALL), limit=64),
         Work("chain_big", "three Python steps, 600 KB", _chain("chain_big", networks.IMAGE), _MALLOC_TUNED),
         Work(
             "mlp",

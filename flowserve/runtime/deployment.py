@@ -7,7 +7,7 @@ Decided here: what belongs to a deployment, and what state a name is in. It does
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 from weakref import ref
@@ -47,7 +47,7 @@ class Deployment:
     ) -> None:
         self.name = graph.name
         self.version = graph.version
-        self.config = config
+        self.config = _as_it_answers(config, graph)
         self.graph = graph
         self.plan: Plan = make_plan(graph)
         self._plans: dict[tuple[str, ...], Plan] = {}
@@ -107,6 +107,13 @@ class Deployment:
                 self._plans.clear()
             plan = self._plans[outputs] = make_plan(self.graph, outputs)
         return plan
+
+
+def _as_it_answers(config: ModelConfig, graph: Graph) -> ModelConfig:
+    """An ensemble is decoupled where a step of it is, whatever its file says: clients are told so."""
+    if not (graph.is_ensemble and graph.is_decoupled):
+        return config
+    return replace(config, json={**config.json, "model_transaction_policy": {"decoupled": True}})
 
 
 def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:

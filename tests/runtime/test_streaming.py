@@ -253,6 +253,7 @@ async def test_what_may_answer_any_number_of_times_is_not_inferred(repository: P
         for name in ("repeat", "repeat_square"):
             with pytest.raises(Unsupported, match="decoupled transaction policy"):
                 await engine.infer(engine.find(name), ask(1))
+            assert engine.find(name).config.json["model_transaction_policy"] == {"decoupled": True}
         (response,) = [one async for one in engine.stream(engine.find("square"), ask(3))]
         assert response.outputs["OUT"].item() == 9
 

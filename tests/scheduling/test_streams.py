@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.graph.types import GRAPH, ModelKey
-from flowserve.scheduling.dispatcher import Batch
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.streams import (
     Content,
