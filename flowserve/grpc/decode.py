@@ -155,7 +155,7 @@ def _typed(
         flat[:] = list(values)
     else:
         try:
-            flat = np.array(values, dtype.numpy)
+            flat = np.array(list(values), dtype.numpy)  # of a list: numbers that do not fit raise
         except OverflowError:
             raise Invalid(f"input '{name}' for model '{model}' holds a number outside {dtype}") from None
     return raw.shaped(flat, name, shape)

@@ -40,7 +40,7 @@ def details_of(error: FlowserveError) -> str:
     text = text_of(error)
     room = _DETAILS_MAX
     for place, character in enumerate(text):
-        room -= 1 if " " <= character <= "~" else 3 * len(character.encode())
+        room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
         if room < 0:
             return f"{text[:place]} ..."
     return text

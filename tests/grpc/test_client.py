@@ -1,0 +1,324 @@
+"""Triton's own gRPC client against a real server: every call it has, every data type.
+
+docs/compatibility.md is the table of these calls; the last test here keeps it complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.utils.shared_memory as shm
+from tritonclient.grpc import aio
+from tritonclient.grpc.auth import BasicAuth
+from tritonclient.utils import InferenceServerException
+
+from flowserve.testing.serve import Served
+from flowserve.values import BY_WIRE, DType
+from flowserve.version import __version__
+
+pytestmark = pytest.mark.server
+
+Client = triton.InferenceServerClient
+
+VALUES: dict[str, list[Any]] = {
+    "BOOL": [True, False, True],
+    **{one.wire: [np.iinfo(one.numpy).min, np.iinfo(one.numpy).max, 7] for one in DType if "INT" in one.wire},
+    "FP16": [0.5, -65504.0, 6e-8],
+    "BF16": [1.5, -3.0e38, 1e-30],
+    "FP32": [0.1, -3.4e38, np.nan],
+    "FP64": [0.1, -1.7e308, 5e-324],
+    "BYTES": [b"", "ünïcode".encode(), b"a\nb\x00c"],
+}
+
+
+def tensor(name: str, array: np.ndarray[Any, Any], datatype: str = "FP32") -> triton.InferInput:
+    made = triton.InferInput(name, list(array.shape), datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def numbers(*values: float) -> triton.InferInput:
+    return tensor("IN", np.array(values, np.float32))
+
+
+def batch(*values: float) -> triton.InferInput:
+    return tensor("IN", np.array([values], np.float32))
+
+
+def refused(code: str, text: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    with pytest.raises(InferenceServerException, match=re.escape(text)) as raised:
+        call(*arguments, **named)
+    assert raised.value.status() == f"StatusCode.{code}"
+
+
+# ------------------------------------------------------------------------------------------------------- questions
+
+
+def test_the_server_is_live_and_ready(client: Client) -> None:
+    assert client.is_server_live() is True
+    assert client.is_server_ready() is True
+
+
+def test_a_model_is_ready_by_name_and_by_version(client: Client) -> None:
+    assert client.is_model_ready("echo")
+    assert client.is_model_ready("echo", "1")
+    assert not client.is_model_ready("echo", "2")
+    assert not client.is_model_ready("nobody")
+    refused("INVALID_ARGUMENT", "failed to get model version", client.is_model_ready, "echo", "one")
+
+
+def test_the_server_says_what_it_is(client: Client) -> None:
+    told = client.get_server_metadata()
+    assert (told.name, told.version) == ("flowserve", __version__)
+    assert "classification" in told.extensions
+
+
+def test_a_models_metadata_lists_its_versions_and_tensors(client: Client) -> None:
+    told = client.get_model_metadata("echo", as_json=True)
+    assert told["versions"] == ["1"]
+    assert told["inputs"] == [{"name": "IN", "datatype": "FP32", "shape": ["-1", "-1"]}]
+    refused("NOT_FOUND", "Request for unknown model: 'nobody' is not found", client.get_model_metadata, "nobody")
+    refused("NOT_FOUND", "'echo' version 9 is not found", client.get_model_metadata, "echo", "9")
+
+
+def test_a_models_configuration_is_the_completed_one(client: Client) -> None:
+    told = client.get_model_config("repeats").config
+    assert (told.name, told.backend, told.model_transaction_policy.decoupled) == ("repeats", "python", True)
+    assert client.get_model_config("echo").config.max_batch_size == 8
+
+
+def test_statistics_count_what_was_asked(client: Client) -> None:
+    def count() -> int:
+        (row,) = client.get_inference_statistics("echo", "1").model_stats
+        return int(row.inference_stats.success.count)
+
+    before = count()
+    client.infer("echo", [batch(1)])
+    assert count() == before + 1
+    assert {row.name for row in client.get_inference_statistics().model_stats} >= {"echo", "repeats"}
+    refused("INVALID_ARGUMENT", "requested model 'nobody' is not available", client.get_inference_statistics, "nobody")
+
+
+def test_models_are_listed_unloaded_and_loaded(client: Client) -> None:
+    def state() -> tuple[str, str]:
+        (row,) = [row for row in client.get_model_repository_index().models if row.name == "fails"]
+        return row.state, row.reason
+
+    assert state() == ("READY", "")
+    client.unload_model("fails")
+    assert state() == ("UNAVAILABLE", "unloaded")
+    refused("UNAVAILABLE", "is not at ready state", client.infer, "fails", [numbers(1)])
+    assert not client.is_model_ready("fails")
+    client.load_model("fails")
+    assert client.is_model_ready("fails")
+    refused("INVALID_ARGUMENT", "failed to load 'nobody'", client.load_model, "nobody")
+
+
+def test_a_model_is_loaded_with_a_configuration_and_files_of_the_call(client: Client, repository: Path) -> None:
+    model = (repository / "echo/1/model.py").read_bytes()
+    config = {
+        "backend": "python",
+        "input": [{"name": "IN", "data_type": "TYPE_FP32", "dims": [2]}],
+        "output": [{"name": "OUT", "data_type": "TYPE_FP32", "dims": [2]}],
+    }
+    client.load_model("brought", config=json.dumps(config), files={"file:1/model.py": model})
+    assert client.infer("brought", [numbers(1, 2)]).as_numpy("OUT").tolist() == [1, 2]
+    client.unload_model("brought", unload_dependents=True)
+
+
+def test_settings_are_told_and_changed(client: Client) -> None:
+    assert client.get_log_settings(as_json=True)["settings"]["log_info"] == {"bool_param": True}
+    told = client.update_log_settings({"log_verbose_level": 1}, as_json=True)
+    assert told["settings"]["log_verbose_level"] == {"uint32_param": 1}
+    client.update_log_settings({"log_verbose_level": 0})
+    refused("UNIMPLEMENTED", "log file location can not be updated", client.update_log_settings, {"log_file": "x"})
+    assert client.get_trace_settings(as_json=True)["settings"]["trace_level"] == {"value": ["OFF"]}
+    assert client.update_trace_settings(settings={"trace_rate": "1000"}).settings["trace_rate"].value == ["1000"]
+    refused("UNIMPLEMENTED", "tracing", client.update_trace_settings, settings={"trace_level": ["TIMESTAMPS"]})
+    refused("INVALID_ARGUMENT", "unknown model 'nobody'", client.get_trace_settings, "nobody")
+
+
+# ------------------------------------------------------------------------------------------------------- inference
+
+
+@pytest.mark.parametrize("kind", sorted(BY_WIRE))
+def test_every_data_type_comes_back_as_it_went(client: Client, kind: str) -> None:
+    array = np.array(VALUES[kind], BY_WIRE[kind].numpy)
+    back = client.infer("types", [tensor(f"IN_{kind}", array, kind)]).as_numpy(f"OUT_{kind}")
+    np.testing.assert_array_equal(back, array)
+
+
+def test_a_tensor_of_no_elements_comes_back_as_one(client: Client) -> None:
+    assert client.infer("types", [tensor("IN_INT64", np.zeros(0, np.int64), "INT64")]).as_numpy("OUT_INT64").size == 0
+
+
+def test_an_answer_says_whose_it_is(client: Client) -> None:
+    told = client.infer("echo", [batch(1, 2)], model_version="1", request_id="mine").get_response()
+    assert (told.model_name, told.model_version, told.id) == ("echo", "1", "mine")
+    assert list(told.outputs[0].shape) == [1, 2]
+
+
+def test_only_the_outputs_that_are_asked_for_come(client: Client) -> None:
+    inputs = [tensor("IN_FP32", np.ones(1, np.float32)), tensor("IN_INT8", np.ones(1, np.int8), "INT8")]
+    answer = client.infer("types", inputs, outputs=[triton.InferRequestedOutput("OUT_INT8")])
+    assert [output.name for output in answer.get_response().outputs] == ["OUT_INT8"]
+
+
+def test_classes_come_with_their_labels(client: Client) -> None:
+    outputs = [triton.InferRequestedOutput("OUT", class_count=2)]
+    answer = client.infer("score", [numbers(0.5, 2.0, 1.0)], outputs=outputs)
+    assert answer.as_numpy("OUT").tolist() == [b"2.000000:1:dog", b"1.000000:2:bird"]
+
+
+def test_parameters_reach_the_model(client: Client) -> None:
+    answer = client.infer("tells", [numbers(1)], parameters={"a": "b", "n": 3, "f": True}, priority=0, timeout=10**6)
+    assert json.loads(answer.as_numpy("OUT")[0]) == {"a": "b", "n": 3, "f": True}
+
+
+def test_thirty_two_requests_in_flight_come_back_to_their_senders(client: Client) -> None:
+    answers: queue.Queue[tuple[int, Any, Any]] = queue.Queue()
+    for n in range(32):
+        client.async_infer("echo", [batch(n)], lambda result, error, n=n: answers.put((n, result, error)))
+    for _ in range(32):
+        n, result, error = answers.get(timeout=30)
+        assert error is None
+        assert result.as_numpy("OUT").tolist() == [[n]]
+
+
+def test_eight_megabytes_travel_both_ways(client: Client) -> None:
+    array = np.arange(2**21, dtype=np.float32)
+    np.testing.assert_array_equal(client.infer("score", [tensor("IN", array)]).as_numpy("OUT"), array)
+
+
+def test_a_compressed_request_is_understood(client: Client) -> None:
+    for algorithm in ("gzip", "deflate"):
+        assert client.infer("echo", [batch(7)], compression_algorithm=algorithm).as_numpy("OUT").tolist() == [[7]]
+
+
+def test_what_is_wrong_is_said_with_its_status(client: Client) -> None:
+    refused("NOT_FOUND", "Request for unknown model: 'nobody' is not found", client.infer, "nobody", [batch(1)])
+    refused(
+        "INVALID_ARGUMENT",
+        "unexpected inference input 'X'",
+        client.infer,
+        "echo",
+        [tensor("X", np.ones((1, 1), np.float32))],
+    )
+    refused(
+        "INVALID_ARGUMENT", "batch-size must be <= 8", client.infer, "echo", [tensor("IN", np.ones((9, 1), np.float32))]
+    )
+    refused("INTERNAL", "no, thank you", client.infer, "fails", [numbers(1)])
+    refused(
+        "UNIMPLEMENTED",
+        "ModelInfer RPC doesn't support models with decoupled transaction policy",
+        client.infer,
+        "repeats",
+        [numbers(1)],
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- shared memory
+
+
+@pytest.fixture
+def region(client: Client) -> Iterator[Any]:
+    made = shm.create_shared_memory_region("region", "/flowserve_grpc_test", 64)
+    try:
+        client.register_system_shared_memory("region", "/flowserve_grpc_test", 64)
+        yield made
+    finally:
+        client.unregister_system_shared_memory("region")
+        shm.destroy_shared_memory_region(made)
+
+
+def test_tensors_are_read_from_shared_memory_and_written_to_it(client: Client, region: Any) -> None:
+    assert client.get_system_shared_memory_status("region").regions["region"].byte_size == 64
+    shm.set_shared_memory_region(region, [np.array([[1, 2]], np.float32)])
+    given = triton.InferInput("IN", [1, 2], "FP32")
+    given.set_shared_memory("region", 8)
+    wanted = triton.InferRequestedOutput("OUT")
+    wanted.set_shared_memory("region", 8, offset=32)
+    answer = client.infer("echo", [given], outputs=[wanted])
+    assert not answer.get_response().raw_output_contents
+    assert shm.get_contents_as_numpy(region, np.float32, [1, 2], offset=32).tolist() == [[1, 2]]
+    wanted.set_shared_memory("region", 4, offset=32)
+    refused("INVALID_ARGUMENT", "should be at least 8 bytes", client.infer, "echo", [given], outputs=[wanted])
+    given.set_shared_memory("nowhere", 8)
+    refused("NOT_FOUND", "Unable to find shared memory region: 'nowhere'", client.infer, "echo", [given])
+
+
+def test_cuda_memory_of_clients_is_refused_by_name(client: Client) -> None:
+    assert not client.get_cuda_shared_memory_status().regions
+    refused("UNIMPLEMENTED", "CUDA shared memory", client.register_cuda_shared_memory, "r", b"aGFuZGxl", 0, 64)
+    client.unregister_cuda_shared_memory("r")
+
+
+# --------------------------------------------------------------------------------------------------- the client's own
+
+
+def test_a_plugin_of_the_client_adds_its_header(client: Client) -> None:
+    plugin = BasicAuth("me", "secret")
+    client.register_plugin(plugin)
+    assert client.plugin() is plugin
+    assert client.is_server_live()
+    client.unregister_plugin()
+
+
+def test_a_closed_client_leaves_the_server_as_it_was(served: Served, client: Client) -> None:
+    other = Client(served.grpc_address)
+    other.start_stream(lambda result, error: None)
+    other.close()
+    assert client.is_server_live()
+
+
+def test_the_asyncio_client_works_too(served: Served) -> None:
+    async def ask() -> None:
+        async with aio.InferenceServerClient(served.grpc_address) as client:
+            assert await client.is_server_ready()
+            answers = await asyncio.gather(*(client.infer("echo", [batch(n)]) for n in range(16)))
+            assert [answer.as_numpy("OUT").tolist() for answer in answers] == [[[n]] for n in range(16)]
+            assert (await client.get_model_config("echo")).config.name == "echo"
+
+            async def requests() -> Any:
+                for count in (2, 0, 1):
+                    yield {"model_name": "repeats", "inputs": [numbers(count)], "request_id": f"r{count}"}
+
+            got = [result.get_response().id async for result, error in client.stream_infer(requests()) if error is None]
+            assert sorted(got) == ["r1", "r2", "r2"]
+
+    asyncio.run(ask())
+
+
+def test_grpcs_own_health_service_answers(served: Served) -> None:
+    from flowserve.grpc.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+    with grpc.insecure_channel(served.grpc_address) as channel:
+        kinds = (HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)
+        check = channel.unary_unary("/grpc.health.v1.Health/Check", *kinds)
+        for service in ("", "inference.GRPCInferenceService"):
+            assert check(HealthCheckRequest(service=service)).status == HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as refusal:
+            check(HealthCheckRequest(service="nobody"))
+        assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch", *kinds)(HealthCheckRequest())
+        assert next(watch).status == HealthCheckResponse.SERVING
+        watch.cancel()
+
+
+def test_the_table_of_calls_is_the_clients(root: Path) -> None:
+    page = (root / "docs/compatibility.md").read_text().partition("# The gRPC client")[2]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| `(test_\w+)` \|$", page, re.MULTILINE)
+    calls = {name for name in dir(Client) if not name.startswith("_") and callable(getattr(Client, name))}
+    assert {name for name, _ in rows} == calls
+    here = Path(__file__).read_text() + (Path(__file__).parent / "test_stream.py").read_text()
+    assert [test for _, test in rows if f"def {test}(" not in here] == []

@@ -1,0 +1,182 @@
+"""Messages become requests: what each field may hold, and what a client reads who got one wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowserve.errors import Invalid, ModelFailed
+from flowserve.grpc.decode import decode
+from flowserve.grpc.encode import encode
+from flowserve.grpc.service_pb2 import InferTensorContents, ModelInferRequest
+from flowserve.grpc.status import details_of
+from flowserve.memory import bytes_codec
+from flowserve.memory.client_memory import Portion
+from flowserve.values import DType, Response
+
+CONTENTS = {
+    "BOOL": ("bool_contents", [True, False, True]),
+    **{kind: ("int_contents", [-1, 2, 3]) for kind in ("INT8", "INT16", "INT32")},
+    "INT64": ("int64_contents", [-(2**63), 0, 2**63 - 1]),
+    **{kind: ("uint_contents", [0, 2, 255]) for kind in ("UINT8", "UINT16", "UINT32")},
+    "UINT64": ("uint64_contents", [0, 1, 2**64 - 1]),
+    "FP32": ("fp32_contents", [0.5, -1.0, 3.0]),
+    "FP64": ("fp64_contents", [0.1, -1.0, 1e300]),
+    "BYTES": ("bytes_contents", [b"", b"a\0b", "ü".encode()]),
+}
+
+
+def message(datatype: str = "FP32", shape: tuple[int, ...] = (2,), raw: bytes | None = b"\0" * 8) -> ModelInferRequest:
+    made = ModelInferRequest(model_name="m")
+    made.inputs.add(name="IN", datatype=datatype, shape=shape)
+    if raw is not None:
+        made.raw_input_contents.append(raw)
+    return made
+
+
+def refusal(made: ModelInferRequest) -> str:
+    with pytest.raises(Invalid) as refused:
+        decode(made)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_numbers_in_contents_become_the_array_that_they_are(kind: str) -> None:
+    field, values = CONTENTS[kind]
+    made = message(kind, (3,), None)
+    made.inputs[0].contents.CopyFrom(InferTensorContents(**{field: values}))
+    array = decode(made).request.inputs["IN"]
+    assert array.dtype == DType[kind].numpy
+    assert array.tolist() == values
+
+
+def test_raw_contents_are_views_of_the_message_and_keep_their_order() -> None:
+    made = message(raw=np.array([1, 2], np.float32).tobytes())
+    made.inputs.add(name="TEXT", datatype="BYTES", shape=[1])
+    made.raw_input_contents.append(bytes_codec.encode(np.array([b"x"], object)))
+    inputs = decode(made).request.inputs
+    assert [*inputs] == ["IN", "TEXT"]
+    assert inputs["IN"].tolist() == [1, 2]
+    assert not inputs["IN"].flags.writeable
+    assert inputs["TEXT"].tolist() == [b"x"]
+
+
+def test_a_tensor_of_no_elements_needs_no_contents() -> None:
+    assert decode(message(shape=(0, 3), raw=None)).request.inputs["IN"].shape == (0, 3)
+
+
+def test_what_does_not_fit_its_shape_is_refused() -> None:
+    assert refusal(message(raw=b"\0" * 7)) == "input byte size mismatch for input 'IN' for model 'm'. Expected 8, got 7"
+    assert "got 1 for 2" in refusal(_second(message()))
+    assert "element count" in refusal(message(shape=(2**62, 4)))
+    assert "no dimension is negative" in refusal(message(shape=(-1,)))
+    short = message("INT64", raw=None)
+    short.inputs[0].contents.int64_contents.append(1)
+    assert refusal(short).startswith("unexpected number of elements 1 in 'int64_contents' of input 'IN'")
+
+
+def _second(made: ModelInferRequest) -> ModelInferRequest:
+    made.inputs.add(name="IN2", datatype="FP32", shape=[2])
+    return made
+
+
+def test_contents_and_raw_contents_do_not_mix() -> None:
+    made = message()
+    made.inputs[0].contents.fp32_contents.extend([1, 2])
+    assert refusal(made).startswith("contents field must not be specified when using raw_input_contents for 'IN'")
+
+
+def test_contents_of_another_type_are_refused() -> None:
+    made = message("INT32", raw=None)
+    made.inputs[0].contents.fp32_contents.extend([1, 2])
+    assert "so 'int_contents' has it, not 'fp32_contents'" in refusal(made)
+    made = message("FP16", raw=None)
+    made.inputs[0].contents.fp32_contents.extend([1, 2])
+    assert "must be in raw_input_contents" in refusal(made)
+    made = message("INT8", (1,), None)
+    made.inputs[0].contents.int_contents.append(300)
+    assert "outside INT8" in refusal(made)
+
+
+def test_names_and_types_are_checked() -> None:
+    assert refusal(message("FP31")).startswith("invalid datatype 'FP31' for input 'IN'")
+    made = message()
+    made.inputs.add(name="IN", datatype="FP32", shape=[2])
+    assert refusal(made) == "input 'IN' already exists in request"
+    made = message()
+    made.outputs.add(name="OUT")
+    made.outputs.add(name="OUT")
+    assert refusal(made) == "output 'OUT' already exists in request"
+
+
+def test_parameters_mean_what_they_do_over_http() -> None:
+    made = message()
+    for key, kind, value in [
+        ("sequence_id", "string_param", "s"),
+        ("sequence_start", "bool_param", True),
+        ("sequence_end", "bool_param", True),
+        ("priority", "uint64_param", 3),
+        ("timeout", "int64_param", 4),
+        ("mine", "double_param", 0.5),
+        ("triton_enable_empty_final_response", "bool_param", True),
+    ]:
+        setattr(made.parameters[key], kind, value)
+    asked = decode(made)
+    request = asked.request
+    assert (request.sequence_id, request.sequence_start, request.sequence_end) == ("s", True, True)
+    assert (request.priority, request.timeout_us, request.parameters) == (3, 4, {"mine": 0.5})
+    assert asked.wants_final
+    made.parameters["sequence_id"].uint64_param = 2**64 - 1
+    assert decode(made).request.sequence_id == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value", "text"),
+    [
+        ("priority", "string_param", "1", "invalid value type for 'priority' parameter, expected int64_param"),
+        ("timeout", "int64_param", -1, "invalid value type for 'timeout' parameter, expected int64_param"),
+        ("sequence_start", "int64_param", 1, "invalid value type for 'sequence_start' parameter, expected bool_param"),
+        ("triton_x", "int64_param", 1, "parameter keys starting with 'triton_' are reserved for Triton usage"),
+    ],
+)
+def test_parameters_of_another_type_are_refused(key: str, kind: str, value: object, text: str) -> None:
+    made = message()
+    setattr(made.parameters[key], kind, value)
+    assert refusal(made).startswith(text)
+
+
+def test_a_parameter_without_a_value_is_refused() -> None:
+    made = message()
+    made.parameters["mine"].SetInParent()
+    assert "has no value" in refusal(made)
+
+
+def test_what_lies_in_shared_memory_is_read_later_and_keeps_its_place() -> None:
+    made = message(raw=None)
+    made.inputs[0].parameters["shared_memory_region"].string_param = "r"
+    assert "'shared_memory_byte_size' must be specified" in refusal(made)
+    made.inputs[0].parameters["shared_memory_byte_size"].int64_param = 8
+    (shared,) = decode(made).shared
+    assert shared.portion == Portion("r", 0, 8)
+    made.inputs[0].parameters["shared_memory_byte_size"].int64_param = 9
+    assert "input byte size mismatch" in refusal(made)
+
+
+def test_an_answer_of_no_type_is_the_models_fault() -> None:
+    with pytest.raises(Exception, match="which no datatype is"):
+        encode(Response("m", 1, {"OUT": np.zeros(1, np.complex64)}))
+
+
+def test_parameters_of_an_answer_travel_with_their_types() -> None:
+    given = {"a": True, "b": 2**64 - 1, "c": -1, "d": 0.5, "e": "x"}
+    told = encode(Response("m", 1, {}, parameters=given)).parameters
+    assert {key: getattr(value, value.WhichOneof("parameter_choice") or "") for key, value in told.items()} == given
+    assert told["a"].HasField("bool_param")
+
+
+def test_details_stay_below_what_clients_take() -> None:
+    assert details_of(Invalid("short, with ü")) == "short, with ü"
+    for character in ("x", "ü", "\n", "%", "\udcff"):
+        cut = details_of(ModelFailed(character * 20_000))
+        assert len(cut.encode()) < 8000
+        assert cut.endswith(" ...")

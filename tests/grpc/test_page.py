@@ -1,0 +1,34 @@
+"""docs/grpc.md does what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowserve.cli.grpc_options import DEFAULT_PORT
+from flowserve.grpc.status import STATUS
+from flowserve.testing.serve import serving
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_the_pages_example_prints_what_the_page_says(root: Path, options: tuple[str, ...]) -> None:
+    page = (root / "docs/grpc.md").read_text()
+    ((program, printed),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    with serving(root / "graphs", *options) as served:
+        program = program.replace(f"localhost:{DEFAULT_PORT}", served.grpc_address)
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True, timeout=120
+        )
+    assert done.stdout == printed
+
+
+def test_the_page_names_every_status(root: Path) -> None:
+    page = (root / "docs/grpc.md").read_text()
+    assert {status.name for status in STATUS.values()} - {"CANCELLED"} == set(
+        re.findall(r"^\|.*\| `(\w+)` \|", page, re.MULTILINE)
+    )

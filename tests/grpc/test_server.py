@@ -1,0 +1,186 @@
+"""The server around the calls: limits, clients who leave, ports, ends, and servers that have no gRPC."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from flowserve.testing.serve import DidNotServe, Served, serving
+
+pytestmark = pytest.mark.server
+
+
+def sleep_for(seconds: float) -> list[triton.InferInput]:
+    made = triton.InferInput("IN", [1], "FP32")
+    made.set_data_from_numpy(np.array([seconds], np.float32))
+    return [made]
+
+
+def metrics(served: Served) -> list[str]:
+    with urllib.request.urlopen(f"{served.base_url}/metrics", timeout=60) as answer:
+        lines: list[str] = answer.read().decode().splitlines()
+    return lines
+
+
+def canceled(served: Served, model: str) -> float:
+    for line in metrics(served):
+        if line.startswith("nv_inference_request_failure") and f'model="{model}"' in line and "CANCELED" in line:
+            return float(line.split()[-1])
+    raise AssertionError("no such counter")
+
+
+def until(condition: Any) -> None:
+    for _ in range(300):
+        if condition():
+            return
+        time.sleep(0.01)  # nothing tells us when another process has come that far
+    raise AssertionError("never")
+
+
+def test_a_client_who_cancels_is_withdrawn(served: Served, client: triton.InferenceServerClient) -> None:
+    before = canceled(served, "sleeps")
+    calls = [client.async_infer("sleeps", sleep_for(1.0), lambda result, error: None) for _ in range(2)]
+    until(lambda: _pending(served, "sleeps") == 1)
+    for call in calls:
+        call.cancel()
+    until(lambda: canceled(served, "sleeps") == before + 2)
+
+
+def test_a_deadline_of_the_client_withdraws_its_request(served: Served, client: triton.InferenceServerClient) -> None:
+    before = canceled(served, "sleeps")
+    with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
+        client.infer("sleeps", sleep_for(1.0), client_timeout=0.2)
+    until(lambda: canceled(served, "sleeps") == before + 1)
+
+
+def test_leaving_a_stream_withdraws_all_its_requests(served: Served, client: triton.InferenceServerClient) -> None:
+    before = canceled(served, "sleeps"), canceled(served, "repeats")
+    client.start_stream(lambda result, error: None)
+    for _ in range(3):
+        client.async_stream_infer("sleeps", sleep_for(0.4))
+    client.async_stream_infer("repeats", sleep_for(1e9))
+    until(lambda: _pending(served, "sleeps") == 2)
+    client.stop_stream(cancel_requests=True)
+    until(lambda: (canceled(served, "sleeps"), canceled(served, "repeats")) == (before[0] + 3, before[1] + 1))
+
+
+def _pending(served: Served, model: str) -> float:
+    for line in metrics(served):
+        if line.startswith(f'nv_inference_pending_request_count{{model="{model}"'):
+            return float(line.split()[-1])
+    return 0.0
+
+
+@pytest.fixture
+def folder(repository: Path, tmp_path: Path) -> Path:
+    """A repository of the one model that sleeps."""
+    made = tmp_path / "models"
+    made.mkdir()
+    (made / "sleeps").symlink_to(repository / "sleeps", target_is_directory=True)
+    return made
+
+
+def test_messages_beyond_the_operators_limit_are_refused(folder: Path, options: tuple[str, ...]) -> None:
+    more = ("--grpc-max-message-size", "1000", "--grpc-keepalive-time", "1000", "--grpc-max-connection-age", "3600000")
+    with serving(folder, *options, *more) as served, triton.InferenceServerClient(served.grpc_address) as client:
+        assert client.is_model_ready("sleeps")
+        large = triton.InferInput("IN", [1000], "FP32")
+        large.set_data_from_numpy(np.zeros(1000, np.float32))
+        with pytest.raises(InferenceServerException, match="larger than max") as refused:
+            client.infer("sleeps", [large])
+        assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+
+
+def test_requests_under_way_finish_and_streams_end_when_the_server_is_told_to_stop(
+    folder: Path, options: tuple[str, ...]
+) -> None:
+    with serving(folder, *options) as served, triton.InferenceServerClient(served.grpc_address) as client:
+        answers: list[Any] = []
+        done = threading.Event()
+
+        def told(result: Any, error: Any) -> None:
+            answers.append((result, error))
+            done.set()
+
+        ended: list[Any] = []
+        with triton.InferenceServerClient(served.grpc_address) as streaming:
+            streaming.start_stream(lambda result, error: ended.append((result, error)))
+            streaming.async_stream_infer("sleeps", sleep_for(1.5))
+            client.async_infer("sleeps", sleep_for(0.1), told)
+            until(lambda: _pending(served, "sleeps") == 1)
+            assert served.stop(signal.SIGTERM) == 0
+            assert done.wait(30)
+            until(lambda: len(ended) == 2)
+        (result, error) = answers[0]
+        assert error is None
+        assert result.as_numpy("OUT").tolist() == [np.float32(0.1)]
+        assert ended[0][1] is None
+        assert "Server is stopping" in str(ended[1][1])
+        assert "Traceback" not in served.log
+
+
+def test_every_address_of_a_name_is_served_on_one_port(folder: Path, options: tuple[str, ...]) -> None:
+    with serving(folder, *options, "--grpc-address", "localhost") as served:
+        port = served.grpc_address.rpartition(":")[2]
+        addresses = {place[0] for _, _, _, _, place in socket.getaddrinfo("localhost", None, type=socket.SOCK_STREAM)}
+        for address in addresses:
+            target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+            with triton.InferenceServerClient(target) as client:
+                assert client.is_server_live()
+
+
+def test_a_socket_in_the_file_system_serves_too(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    where = f"unix:{tmp_path}/grpc"
+    with serving(folder, *options, "--grpc-address", where) as served:
+        assert served.grpc_address == where
+        with triton.InferenceServerClient(where) as client:
+            assert client.is_server_live()
+
+
+def test_a_port_that_was_asked_for_must_be_free(folder: Path, options: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(DidNotServe) as ended, serving(folder, *options, "--grpc-port", str(port)):
+            pass
+    assert f"cannot listen on 127.0.0.1 port {port}: address already in use" in ended.value.log
+    assert "choose another --grpc-port" in ended.value.log
+
+
+def test_without_an_order_a_taken_port_only_costs_a_line(folder: Path) -> None:
+    try:
+        taken = socket.create_server(("127.0.0.1", 8001))
+    except OSError:  # somebody else has it, which is as good
+        taken = socket.socket()
+    with taken, serving(folder, "--allow-grpc", "true", "--python-execution", "thread") as served:
+        assert "gRPC is not served: cannot listen on 127.0.0.1 port 8001: address already in use" in served.log
+        assert metrics(served)
+
+
+def test_without_grpcio_http_is_served_and_a_line_says_what_brings_it(folder: Path, tmp_path: Path) -> None:
+    # As an interpreter that has no grpcio sees it.
+    (tmp_path / "sitecustomize.py").write_text('import sys\nsys.modules["grpc"] = None\n')
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with serving(folder, "--allow-grpc", "true", environment=environment) as served:
+        assert "gRPC is not served: grpcio is not installed; `pip install 'flowserve[grpc]'` brings it" in served.log
+    asked = ("--allow-grpc", "true", "--grpc-port", "0")
+    with pytest.raises(DidNotServe) as ended, serving(folder, *asked, environment=environment):
+        pass
+    assert "flowserve: grpcio is not installed" in ended.value.log
+
+
+def test_a_call_that_there_is_not_is_unimplemented(served: Served) -> None:
+    with grpc.insecure_channel(served.grpc_address) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary("/inference.GRPCInferenceService/Nothing")(b"", timeout=60)
+        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
