@@ -110,8 +110,8 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST, tls)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
-                metrics = Server(make_metrics_app(engine))
-                if metrics_listeners:
+                metrics = Server(make_metrics_app(engine)) if metrics_listeners else None
+                if metrics is not None:
                     await nursery.start(metrics.serve, metrics_listeners)
                 if grpc_server is not None:
                     await nursery.start(grpc_server.serve, engine, control, app_options.client_memory, log_settings)
@@ -120,7 +120,8 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
                     await shutdown.asked.wait()
                 control.stop()
                 await _drain(engine, [front for front in (server, grpc_server) if front is not None], shutdown)
-                metrics.drain(0)
+                if metrics is not None:
+                    metrics.drain(0)
     return status
 
 

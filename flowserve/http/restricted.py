@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
 
@@ -73,6 +74,7 @@ def parse_restriction(text: str) -> Restriction:
     return Restriction(groups, name.strip().lower(), value)
 
 
+@lru_cache(maxsize=1024)
 def groups_of(path: str) -> frozenset[str]:
     """Every group that a path could belong to, however it is spelled; none for a path that is no endpoint's."""
     parts = [part for part in _decoded(path).lower().split("/") if part not in ("", ".")]

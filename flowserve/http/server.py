@@ -18,6 +18,7 @@ import os
 import select
 import socket
 import ssl
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -232,17 +233,14 @@ def open_unix_listener(path: str) -> socket.socket:
 
 
 def _take_away_stale(path: str) -> None:
-    """Remove a socket that nobody listens on any more."""
+    """Remove a socket that nobody listens on any more. Anything else stays, and is what binding will complain about."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if error.errno != errno.EPROTOTYPE and error.errno != errno.ENOTSOCK:
-                raise
 
 
 def _sweep_interval(limits: Limits) -> float:

@@ -12,6 +12,8 @@ from flowserve.values import TensorSpec
 from flowserve.version import __version__
 
 EXTENSIONS: Final = (
+    "sequence",
+    "schedule_policy",
     "model_repository",
     "model_repository(unload_dependents)",
     "model_configuration",

@@ -7,6 +7,7 @@ import json
 import resource
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from trio.testing import MockClock
 from flowserve.http import server as server_module
 from flowserve.http.limits import Limits
 from flowserve.http.line import Line
-from flowserve.http.server import open_listeners
+from flowserve.http.server import open_listeners, open_unix_listener
 from flowserve.memory.pool import Pool
 
 GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -56,6 +57,22 @@ class Counted:
 
 
 # ---------------------------------------------------------------------------------------------- the conversation
+
+
+async def test_a_socket_that_was_left_behind_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))
+    left.close()
+    with open_unix_listener(str(path)) as listener:
+        assert listener.getsockname() == str(path)
+        with pytest.raises(OSError, match="in use"):  # somebody listens there
+            open_unix_listener(str(path))
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(OSError, match="in use"):
+        open_unix_listener(str(file))
+    assert file.read_text() == "precious"
 
 
 async def test_requests_follow_each_other_on_one_connection(start: Start) -> None:
