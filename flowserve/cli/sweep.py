@@ -41,7 +41,7 @@ class Variant:
 
     def fields(self) -> dict[str, Any]:
         """What a config.pbtxt says for it."""
-        made: dict[str, Any] = {"instance_group": [{"count": self.instances, "kind": "KIND_CPU"}]}
+        made: dict[str, Any] = {"instance_group": [{"count": self.instances}]}
         if self.batch:
             delay = {"max_queue_delay_microseconds": self.delay_us} if self.delay_us else {}
             made["dynamic_batching"] = {"preferred_batch_size": [self.batch], **delay}
@@ -97,8 +97,12 @@ class Subject:
                     (home / entry.name).symlink_to(entry.resolve())
             text = (folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).is_file() else ""
             fields, _ = fields_of(text, folder.name)
-            fields.pop("dynamic_batching", None)
-            fields |= self._fitted(variant, folder.name).fields()
+            wanted = self._fitted(variant, folder.name).fields()
+            group = (fields.get("instance_group") or [{}])[0]  # on which device, and with which resources
+            fields["instance_group"] = [{**group, **wanted.pop("instance_group")[0]}]
+            if "sequence_batching" not in fields:
+                fields.pop("dynamic_batching", None)
+                fields |= wanted
             (home / CONFIG_FILE).write_text(text_of(fields, folder.name))
         return private
 

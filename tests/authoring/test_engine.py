@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -112,6 +113,29 @@ async def test_an_engine_whose_whole_block_is_cancelled_closes() -> None:
             await engine.infer("doubled", {"X": ROWS})
             await trio.sleep_forever()
     assert scope.cancelled_caught
+
+
+async def test_the_processes_of_an_engine_that_is_cancelled_from_outside_are_gone(tmp_path: Path) -> None:
+    write_python_model(tmp_path)
+    model_file = tmp_path / "twice" / "1" / "model.py"
+    model_file.write_text(
+        model_file.read_text().replace("array *= 2", "array[:] = os.getpid()").replace("import", "import os\nimport", 1)
+    )
+    pids: list[int] = []
+    with trio.CancelScope() as scope:
+        async with Engine(tmp_path) as engine:
+            pids.append(int((await engine.infer("twice", {"X": ROWS}))["Y"][0, 0]))
+            scope.cancel()
+            await trio.sleep_forever()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_an_engine_may_be_opened_again() -> None:
+    engine = Engine(one_step(double, "doubled"))
+    for _ in range(2):
+        with engine as opened:
+            np.testing.assert_array_equal(opened.infer("doubled", {"X": ROWS})["Y"], ROWS * 2)
 
 
 def test_from_blocking_code_arrays_go_in_and_come_out(engine: BlockingEngine) -> None:

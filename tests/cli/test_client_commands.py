@@ -19,7 +19,7 @@ from flowserve.cli.commands import levels
 from flowserve.cli.load import Measured
 from flowserve.cli.main import main
 from flowserve.cli.new import new
-from flowserve.cli.sweep import Tried, Variant, recommended
+from flowserve.cli.sweep import Subject, Tried, Variant, recommended
 from flowserve.cli.tensors import infer_body, plain, read_answer, read_inputs
 from flowserve.errors import Invalid
 from flowserve.testing.serve import Served, serving
@@ -193,6 +193,14 @@ def test_bench_says_why_nothing_is_answered(served: Served, capsys: pytest.Captu
     wrong = ["--input", 'TEXT=[[["deep"]]]', "--concurrency", "1", "--seconds", "0.1"]
     assert main(["bench", served.address, "songs", *wrong]) == 1
     assert "the server answered 400: " in capsys.readouterr().err
+
+
+def test_a_variant_keeps_what_it_does_not_vary(songs: Path) -> None:
+    private = Subject(songs, "songs").write(Variant(3, 128, 500))
+    judge = (private.path / "songs_judge" / "config.pbtxt").read_text()
+    for words in ("count: 3", "KIND_CPU", "preferred_batch_size: 32", "delay_microseconds: 500"):
+        assert words in judge
+    assert (private.path / "songs").is_symlink()
 
 
 @pytest.mark.slow

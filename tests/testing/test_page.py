@@ -48,3 +48,11 @@ def test_the_fixtures_serve_a_session_of_somebody_elses(root: Path, tmp_path: Pa
         check=False,
     )
     assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_kit_needs_none_of_the_tools_that_flowserves_own_tests_need() -> None:
+    names = "Arrival, Faked, FakeModel, Served, Simulation, serving, simulate"
+    loaded = "print(sorted({'hypothesis', 'onnx', 'pytest'} & sys.modules.keys()))"
+    code = f"import sys; from flowserve.testing import {names}; {loaded}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
