@@ -10,9 +10,9 @@ from flowserve.config.types import DynamicBatching, ModelConfig, QueuePolicy, Se
 from flowserve.runtime.sequence_ports import nobody, sequence_of
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.direct import Direct
+from flowserve.scheduling.lines import SequencePolicy
 from flowserve.scheduling.oldest import Oldest
 from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
-from flowserve.scheduling.sequences import SequencePolicy
 
 
 def batcher_for(config: ModelConfig) -> Batcher:

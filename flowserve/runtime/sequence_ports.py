@@ -28,8 +28,8 @@ from flowserve.memory.tensor import Tensor
 from flowserve.runtime.instance import Outcome
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.direct import Nobody
+from flowserve.scheduling.lines import Line
 from flowserve.scheduling.router import Flow, Ticket
-from flowserve.scheduling.sequences import Line
 from flowserve.values import Array, DType, Request, TensorSpec
 
 FOLDER: Final = "initial_state"

@@ -108,6 +108,7 @@ class Supervisor:
             return
         charge.is_away = True
         self._dispatcher.take_away(charge.queue, charge.host)
+        self._poke()  # sequences that were its own are told
         delay_ns = self._wait_for_next(charge, charge.host.ended, self._clock() - charge.since_ns)
         self._start(charge, partial(self._restart, charge, delay_ns))
 

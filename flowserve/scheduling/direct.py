@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowserve.scheduling.lines import SequencePolicy, Slot
 from flowserve.scheduling.router import Flow, Ticket
-from flowserve.scheduling.sequences import Identify, SequencePolicy, Sequences, Slot
+from flowserve.scheduling.sequences import Identify, Sequences
 
 
 class Nobody(Flow):

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowserve.scheduling.batcher import BatchPolicy
+from flowserve.scheduling.lines import Line, SequencePolicy
 from flowserve.scheduling.router import Ticket
-from flowserve.scheduling.sequences import Identify, Line, SequencePolicy, Sequences
+from flowserve.scheduling.sequences import Identify, Sequences
 
 
 class Oldest(Sequences):

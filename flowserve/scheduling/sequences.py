@@ -3,7 +3,7 @@
 Decided here: what a correlation id means (it is live from its START until its END is queued), which slot of which
 instance a sequence gets, the backlog of those that got none, and every way a sequence ends: END, idleness, a timeout
 in the backlog, a request that was withdrawn, an instance that died. Which of the requests in slots make a batch is
-decided in direct.py and oldest.py. State is nobody's business here: a `Line` carries what the runtime remembers.
+decided in direct.py and oldest.py, who may begin a sequence in lines.py. State is nobody's business here.
 
 Tickets of sequences are bound to an instance, so this queue is asked for each free instance (`take_for`), and what it
 gave for one is back before it is asked for that one again. `take` is for whoever refuses them all.
@@ -18,111 +18,20 @@ Always true after every call (see `check`):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from typing import Any, Final
 
-from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
+from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
 from flowserve.scheduling.deadlines import Deadlines
+from flowserve.scheduling.lines import Line, SequenceId, SequencePolicy, Shaped, Slot, check_first
 from flowserve.scheduling.router import Flow, Ticket
 
-SequenceId = int | str
 # What a request says of itself: its correlation id (0 or "" for none), START, END.
 Identify = Callable[[Flow], tuple[SequenceId, bool, bool]]
 
-ID_CHARACTERS_MAX: Final = 128
 # So many ended sequences are remembered, so that a request that comes too late can be told what became of its own.
 ENDINGS_MAX: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SequencePolicy:
-    """`slots`: of each instance. `idle_ns`: after so long without a request a sequence is over. `id_control` is the
-    input that takes the correlation id and `id_type` its data type ("UINT64", "BYTES"); "" where there is none.
-    `has_shapes`: sequences whose `Line.shapes` differ do not share a batch.
-    """
-
-    model: str
-    slots: int
-    idle_ns: int
-    id_control: str = ""
-    id_type: str = ""
-    has_shapes: bool = False
-
-
-class Line:
-    """One sequence: its waiting requests, first come first. It holds its slot for as long as the slot says so, too.
-
-    `memory` is the runtime's, what the model remembers of it; nothing here reads it. It goes when the line goes.
-    `shapes`: of what is remembered.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "id",
-        "is_closed",
-        "is_running",
-        "last_ns",
-        "memory",
-        "patience_ns",
-        "shapes",
-        "slot",
-        "waiting",
-    )
-
-    def __init__(self, sequence_id: SequenceId) -> None:
-        self.id = sequence_id
-        self.slot: Slot | None = None
-        self.waiting: deque[Ticket] = deque()
-        self.is_closed = False  # nobody joins it any more
-        self.is_running = False  # one of its requests is in the batch that its instance runs
-        self.last_ns = 0  # when it was last known not to be idle
-        self.patience_ns: int | None = None  # when it is given up in the backlog
-        self.memory: Any = None
-        self.shapes: Hashable = None
-
-    def __repr__(self) -> str:
-        return f"Line({self.id!r}, {len(self.waiting)} waiting, {self.slot})"
-
-
-class Slot:
-    """A place for one sequence in an instance. Slot 0 of every instance is taken before slot 1 of any."""
-
-    __slots__ = ("instance", "is_away", "line", "number", "rank")
-
-    def __init__(self, instance: Any, number: int, rank: int) -> None:
-        self.instance = instance
-        self.number = number
-        self.rank = rank
-        self.line: Line | None = None
-        self.is_away = False  # its instance is
-
-    def __lt__(self, other: Slot) -> bool:
-        return (self.number, self.rank) < (other.number, other.rank)
-
-    def __repr__(self) -> str:
-        return f"slot {self.number} of {self.instance}"
-
-
-class _Shaped:
-    """A ticket's key where the shape of a sequence's state counts too. That is known when a batch is made."""
-
-    __slots__ = ("_is_start", "_key", "_line")
-
-    def __init__(self, key: Hashable, line: Line, *, is_start: bool) -> None:
-        self._key = key
-        self._line = line
-        self._is_start = is_start
-
-    def _now(self) -> Hashable:
-        return self._key, None if self._is_start else self._line.shapes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shaped) and self._now() == other._now()
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
 
 class Sequences:
@@ -163,18 +72,18 @@ class Sequences:
 
     def put(self, ticket: Ticket) -> None:
         """Queue a ticket; its `queued_ns` is set. Raises Invalid where it belongs to no sequence."""
-        flow = ticket.flow
-        sequence_id, is_start, is_end = self._identify(flow)
+        self._now_ns = ticket.queued_ns
+        sequence_id, is_start, is_end = self._identify(ticket.flow)
         line = self._live.get(sequence_id)
         if line is None or ticket.rows != 1:
             line = self._begin(ticket, sequence_id, is_start=is_start)
         ticket.line = line
         if self.policy.has_shapes:
-            ticket.key = _Shaped(ticket.key, line, is_start=is_start)
+            ticket.key = Shaped(ticket.key, line, is_start=is_start)
         waiting = line.waiting
         waiting.append(ticket)
         self._count += 1
-        line.last_ns = self._now_ns = ticket.queued_ns
+        line.last_ns = ticket.queued_ns
         if is_end:
             line.is_closed = True
             self._not_live(line)
@@ -184,7 +93,8 @@ class Sequences:
             self._leads(line)
 
     def _begin(self, ticket: Ticket, sequence_id: SequenceId, *, is_start: bool) -> Line:
-        self._check(ticket, sequence_id, is_start=is_start)
+        ending = self._endings.get(sequence_id, "")
+        check_first(self.policy, ticket, sequence_id, is_start=is_start, ending=ending)
         line = self._live[sequence_id] = Line(sequence_id)
         self._lines[line] = None
         self._endings.pop(sequence_id, None)
@@ -192,37 +102,6 @@ class Sequences:
         if slot is not None:
             self._seat(line, slot)
         return line
-
-    def _check(self, ticket: Ticket, sequence_id: SequenceId, *, is_start: bool) -> None:
-        """Triton's rules, in its order."""
-        model = self.policy.model
-        if ticket.rows != 1:
-            raise Invalid(
-                f"inference request to model '{model}' must specify batch-size 1 due to requirements of sequence "
-                f"batcher: it has {ticket.rows} rows"
-            )
-        if not sequence_id:
-            raise Invalid(
-                f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID: give each "
-                f"sequence a sequence_id of its own, and sequence_start with its first request"
-            )
-        if isinstance(sequence_id, str) and len(sequence_id) > ID_CHARACTERS_MAX:
-            raise Invalid(
-                f"string correlation ID cannot be longer than {ID_CHARACTERS_MAX} characters: model '{model}' got one "
-                f"of {len(sequence_id)}"
-            )
-        kind = "BYTES" if isinstance(sequence_id, str) else "UINT64"
-        if self.policy.id_type and (kind == "BYTES") != (self.policy.id_type == "BYTES"):
-            raise Invalid(
-                f"sequence batching control '{self.policy.id_control}' data-type is '{kind}', but model '{model}' "
-                f"expects '{self.policy.id_type}'"
-            )
-        if not is_start:
-            ending = self._endings.get(sequence_id)
-            raise Invalid(
-                f"inference request for sequence {sequence_id} to model '{model}' must specify the START flag on the "
-                "first request of the sequence" + (f": {ending}" if ending else "")
-            )
 
     def _wait_in_backlog(self, line: Line, ticket: Ticket) -> None:
         self._backlog[line] = None

@@ -21,9 +21,10 @@ from flowserve.scheduling.direct import Direct, Nobody
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter
+from flowserve.scheduling.lines import Line, SequencePolicy
 from flowserve.scheduling.oldest import Oldest
 from flowserve.scheduling.router import Flow
-from flowserve.scheduling.sequences import Line, SequencePolicy, Sequences
+from flowserve.scheduling.sequences import Sequences
 from flowserve.testing.recorder import rows_of, simple_model
 from flowserve.testing.strategies import plain_graph
 

@@ -10,9 +10,10 @@ from flowserve.errors import Cancelled, InstanceDied, Invalid, ModelFailed, Unav
 from flowserve.scheduling.batcher import BatchPolicy
 from flowserve.scheduling.direct import Direct, Nobody
 from flowserve.scheduling.limiter import Limiter, Needs, Resource
+from flowserve.scheduling.lines import SequencePolicy
 from flowserve.scheduling.oldest import Oldest
 from flowserve.scheduling.router import Flow
-from flowserve.scheduling.sequences import ENDINGS_MAX, SequencePolicy, Sequences
+from flowserve.scheduling.sequences import ENDINGS_MAX, Sequences
 from flowserve.testing.recorder import Recorder, rows_of, simple_model
 from flowserve.testing.strategies import plain_graph
 

@@ -13,9 +13,10 @@ from flowserve.errors import Invalid
 from flowserve.graph.plan import make_plan
 from flowserve.scheduling.batcher import BatchPolicy
 from flowserve.scheduling.direct import Direct, Nobody
+from flowserve.scheduling.lines import Line, SequencePolicy
 from flowserve.scheduling.oldest import Oldest
 from flowserve.scheduling.router import Flow, Ticket
-from flowserve.scheduling.sequences import Line, SequencePolicy, Sequences
+from flowserve.scheduling.sequences import Sequences
 from flowserve.testing.recorder import simple_model
 from flowserve.testing.sequences import SequenceSim
 from flowserve.testing.strategies import plain_graph

@@ -162,7 +162,9 @@ def states(tmp_path_factory: pytest.TempPathFactory, add_model: Add) -> Iterator
     gathers = "direct { minimum_slot_utilization: 0.75 max_queue_delay_microseconds: 20000000 }"
     adding = {"1/model.onnx": adding_file()}
     plain, state = f"direct {{ }} {FOREVER}", STATE % ("1", "")
-    add_model(folder, "direct", IN_OUT % (4, "1", 1, f"{plain} {state}"), adding)
+    warm_up = """model_warmup { name: "w" batch_size: 3
+      inputs { key: "IN" value { data_type: TYPE_INT32 dims: [ 1 ] random_data: true } } }"""
+    add_model(folder, "direct", IN_OUT % (4, "1", 1, f"{plain} {state}") + warm_up, adding)
     add_model(folder, "oldest", IN_OUT % (4, "1", 2, f"oldest {{ }} {FOREVER} {state}"), adding)
     alone = IN_OUT % (0, "1", 1, f"{plain} {state}")
     add_model(folder, "alone", alone, {"1/model.onnx": adding_file([1])})
