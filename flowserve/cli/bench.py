@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Final, TextIO
 
 import trio
 from rich.box import SIMPLE
@@ -25,7 +25,8 @@ from flowserve.cli.tensors import infer_body, made_up, read_inputs
 from flowserve.config.write import text_of
 from flowserve.errors import FlowserveError
 
-BAR = 24  # characters of the longest bar
+INTERRUPTED: Final = 130  # as shells say it
+BAR: Final = 24  # characters of the longest bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,18 @@ class BenchOptions:
 
 
 def bench(options: BenchOptions, err: TextIO) -> int:
-    """Measure and print. Returns the exit status: 0, or 1 with a sentence on `err` (also where requests failed)."""
+    """Measure and print. Returns the exit status: 0, 1 with a sentence on `err` (also where requests failed), or 130
+    after Ctrl-C.
+    """
     try:
         return _sweep(options, err) if options.sweep is not None else _bench(options, err)
     except FlowserveError as error:
         print(f"flowserve: {error}", file=err)
         return 1
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # which trio puts into a group
+        if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
+            raise
+        return INTERRUPTED
 
 
 def _bench(options: BenchOptions, err: TextIO) -> int:

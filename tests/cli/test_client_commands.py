@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -193,6 +195,24 @@ def test_bench_says_why_nothing_is_answered(served: Served, capsys: pytest.Captu
     wrong = ["--input", 'TEXT=[[["deep"]]]', "--concurrency", "1", "--seconds", "0.1"]
     assert main(["bench", served.address, "songs", *wrong]) == 1
     assert "the server answered 400: " in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_ctrl_c_ends_a_measurement_without_a_traceback(served: Served) -> None:
+    statistics = f"{served.base_url}/v2/models/songs_judge/stats"
+
+    def asked() -> int:
+        counted: int = httpx.get(statistics).json()["model_stats"][0]["inference_count"]
+        return counted
+
+    before = asked()
+    command = [sys.executable, "-m", "flowserve", "bench", served.address, "songs", "--seconds", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+        while bench.poll() is None and asked() == before:
+            pass
+        bench.send_signal(signal.SIGINT)
+        printed = bench.communicate(timeout=60)
+    assert (bench.returncode, printed) == (130, ("", ""))
 
 
 def test_a_variant_keeps_what_it_does_not_vary(songs: Path) -> None:
