@@ -20,7 +20,8 @@ from flowserve.observe.statistics import Statistics
 from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.gate import Gate
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
-from flowserve.scheduling.dispatcher import Batch, Dispatcher, Late, ModelQueue
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher, Late
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import simple_model
 from flowserve.testing.strategies import plain_graph
