@@ -22,7 +22,8 @@ from flowserve.runtime.admission import Admission
 from flowserve.runtime.gate import Gate
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.router import Flow
-from flowserve.scheduling.streams import Slots, StreamFlow
+from flowserve.scheduling.slots import Slots
+from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import Request, TensorSpec
 
 _PLANS_MAX: Final = 64

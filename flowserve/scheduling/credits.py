@@ -16,7 +16,8 @@ from typing import Any
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.plan import PlanNode
 from flowserve.scheduling.router import Facts, Flow, Ticket
-from flowserve.scheduling.streams import UNREAD_MAX, Iteration, Sender, Slots, Source, StreamFlow
+from flowserve.scheduling.slots import Slots
+from flowserve.scheduling.streams import UNREAD_MAX, Iteration, Sender, Source, StreamFlow
 
 
 class Streams:

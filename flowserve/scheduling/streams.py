@@ -29,6 +29,7 @@ from typing import Any, Final, Protocol
 from flowserve.graph.nesting import Nesting
 from flowserve.graph.plan import Plan, PlanNode
 from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.slots import Gauge, Hold, Slots
 
 # So many answers of one decoupled step are ready and not yet taken by whoever reads them, and it may not answer again.
 UNREAD_MAX: Final = 16
@@ -61,52 +62,6 @@ class Source(Ticket):
         self.started_ns = 0
 
 
-class Gauge(Protocol):
-    """Who is shown how full a node was."""
-
-    most_inflight: int
-
-
-class Slots:
-    """How many steps of each node are under way, of one request or of all that share them. `promised[n]` are behind
-    credits. Who finds no room stands in `parked`, and keeps `hold`, the slot of the step that made it ready.
-    `gauges[n]` is shown the most that node n ever had.
-    """
-
-    __slots__ = ("gauges", "limits", "parked", "promised", "taken")
-
-    def __init__(self, limits: Sequence[int], gauges: Sequence[Gauge] = ()) -> None:
-        self.limits = limits
-        self.gauges = gauges
-        self.taken = [0] * len(limits)
-        self.promised = [0] * len(limits)
-        self.parked: list[deque[tuple[Iteration, PlanNode, Hold | None]]] = [deque() for _ in limits]
-
-    def has_room(self, n: int) -> bool:
-        return not self.limits[n] or self.taken[n] + self.promised[n] < self.limits[n]
-
-    def take(self, n: int) -> None:
-        self.taken[n] += 1
-        if self.gauges and self.taken[n] > self.gauges[n].most_inflight:
-            self.gauges[n].most_inflight = self.taken[n]
-
-    def check(self) -> None:
-        for n, limit in enumerate(self.limits):
-            assert not limit or 0 <= self.taken[n] + self.promised[n] <= limit, f"(1) node {n} is over its limit"
-            assert not self.parked[n] or not self.has_room(n), f"(1) a step of node {n} waits beside a free slot"
-
-
-class Hold:
-    """The slot of a step that is over, kept until `count` steps that it made ready have slots of their own."""
-
-    __slots__ = ("count", "n", "stream")
-
-    def __init__(self, stream: StreamFlow, n: int) -> None:
-        self.stream = stream
-        self.n = n
-        self.count = 0
-
-
 class Iteration(Flow):
     """One run through the nodes of one level. `open` says nothing here: the stream as a whole ends, not a flow in it.
 
@@ -128,8 +83,7 @@ class Iteration(Flow):
         self.timeout_ns = stream.timeout_ns
         self.arrived_ns = stream.arrived_ns
         self.stamp = stream.stamp
-        self.waiter = None
-        self.error = None
+        self.waiter = self.parameters = self.error = None
         self.queue_ns = self.compute_input_ns = self.compute_infer_ns = self.compute_output_ns = 0
         self.tensors = [*parent.tensors]
         self._begin_at(parent, parent.depth + 1, stream.nesting)
@@ -179,7 +133,7 @@ class Iteration(Flow):
             child.steps += 1
             stream.take_slot(n)
             child._enter(stream.plan.nodes[n], tickets)
-        child._count_down(node, tickets, but=stream.nesting.firsts[self.depth])
+        child._count_down(node)
         if not child.steps:
             child._is_complete()
         return tickets
@@ -206,13 +160,11 @@ class Iteration(Flow):
                 if not self.missing[n]:
                     self._arrive(self.plan.nodes[n], hold, tickets)
 
-    def _count_down(self, node: PlanNode, tickets: list[Ticket], but: Sequence[int]) -> None:
-        """The same for what an answer begins with; those of `but` have been let in."""
-        nesting = self.stream.nesting
+    def _count_down(self, node: PlanNode) -> None:
+        """The answer that this iteration begins with is there; whoever waited for nothing else has been let in."""
         for _, slot, _ in node.writes:
-            for n in nesting.consumers[slot]:
+            for n in self.stream.nesting.consumers[slot]:
                 self.missing[n] -= 1
-                assert self.missing[n] or n in but, "what waits for nothing but the answer is among the first"
 
     def _arrive(self, node: PlanNode, hold: Hold | None, tickets: list[Ticket]) -> None:
         """A step could run: let it in where there is a slot for it."""

@@ -24,7 +24,8 @@ from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, O
 from flowserve.scheduling.credits import Streams
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.router import Facts, Flow, Ticket
-from flowserve.scheduling.streams import Iteration, Slots, Source, StreamFlow
+from flowserve.scheduling.slots import Slots
+from flowserve.scheduling.streams import Iteration, Source, StreamFlow
 from flowserve.values import DType, TensorSpec
 
 PORT = TensorSpec("X", DType.FP32, (-1,))

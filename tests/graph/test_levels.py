@@ -117,5 +117,5 @@ def test_rule_G21_a_step_may_not_need_the_only_instance_that_the_waiting_one_kee
         "[G21] in ensemble e, max_inflight_requests 2 can never be kept: step 'many' keeps the only instance of model "
         "'many' while it waits in its send until step 'many#2' is over, which needs that instance"
     )
-    assert compiled(*steps, limit=0)
-    assert compiled(*steps, limit=2, instances=2)
+    assert compiled(*steps, limit=0).is_decoupled
+    assert compiled(*steps, limit=2, instances=2).is_decoupled

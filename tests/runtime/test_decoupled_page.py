@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,7 @@ def test_the_page_does_what_it_says(root: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall((root / "docs/decoupled.md").read_text())
     (model, ensemble), (code,) = ([text for kind, text in blocks if kind == one] for one in ("pbtxt", "python"))
     ((command, printed),) = [
-        (text, following)
-        for (kind, text), (_, following) in zip(blocks, blocks[1:], strict=False)
-        if text.startswith("curl")
+        (text, following) for (kind, text), (_, following) in pairwise(blocks) if text.startswith("curl")
     ]
     for name, config, source in (("words", model, code), ("lookup", PORTS, LOOKUP), ("known", ensemble, "")):
         (tmp_path / name / "1").mkdir(parents=True)

@@ -262,9 +262,7 @@ async def test_a_model_that_cannot_be_opened_says_why_and_leaves_no_process(serv
         served.repository.write("broken", "1/model.py", broken.format(body=OUT.format("given")))
         config = config_of(name="broken", inputs=[spec("IN")], outputs=[spec("OUT")], max_batch_size=4)
         model = registry.find("python").load(config, served.repository.files("broken"), {})
-        make = host_maker(
-            config, model, PROCESS, served.engine.processes, served.engine.streaming, served.engine.clock
-        )
+        make = host_maker(config, model, PROCESS, served.engine.processes, served.engine.streaming, served.engine.clock)
         host = make("broken_0", InstanceGroup("broken", "KIND_CPU"))
         with pytest.raises(ModelFailed, match=why):
             await trio.to_thread.run_sync(host.open, served.engine.completions)

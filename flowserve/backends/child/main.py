@@ -132,6 +132,7 @@ class Server:
         self._inputs = Inputs(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
         self._outputs = Outputs(job.outputs)
         self._is_idle = False
+        self._clock = perf_counter_ns
 
     def run(self) -> None:
         """Until END, or until nobody is there any more."""
@@ -213,7 +214,7 @@ class Server:
             wanted,
             may_write,
         )
-        results = self._instance.run(work, perf_counter_ns)
+        results = self._instance.run(work, self._clock)
         words += (results.gathered_ns, results.computed_ns)
         words += self._outputs.place(results.outputs)
         if not results.errors and not results.parameters:

@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Sequence
 from functools import partial
-from time import perf_counter_ns
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -106,7 +105,7 @@ class StreamServer(Server):
         self._early.clear()
         may_write = [[True] * count] * len(columns)
         work = Work(self._inputs.take(run, columns, count), rows, Told(requests), wanted, may_write, senders)
-        results = self._instance.run(work, perf_counter_ns)
+        results = self._instance.run(work, self._clock)
         words += (results.gathered_ns, results.computed_ns, 0, 0, 0, *[NOTHING] * len(self._job.outputs))
         return None
 
