@@ -19,8 +19,8 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.gate import Gate
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.scheduling.dispatcher import Dispatcher, Late
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import simple_model
