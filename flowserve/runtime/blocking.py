@@ -7,7 +7,7 @@ embedded.py says.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar, Unpack
@@ -53,7 +53,7 @@ class BlockingEngine:
 
     def stream(
         self, name: str, inputs: Mapping[str, Array], *, version: int = 0, **options: Unpack[RequestOptions]
-    ) -> Iterator[dict[str, Array]]:
+    ) -> Generator[dict[str, Array], None, None]:
         """As `AsyncEngine.stream`: an iterator over answers. What is not answered is withdrawn when it is closed, which
         a `for` that ends early does as soon as nobody holds the iterator.
         """
@@ -64,15 +64,14 @@ class BlockingEngine:
         async def following() -> dict[str, Array] | None:
             return await anext(stream, None)
 
-        async def leave() -> None:
-            stream.leave()
-
         stream = self._call(begin)
         try:
             while (answer := self._call(following)) is not None:
                 yield answer
         finally:
-            self._call(leave)
+            # Not waited for: an iterator may be collected anywhere, on the loop itself and after its end.
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(stream.leave)
 
     def load(self, name: str) -> None:
         """As `AsyncEngine.load`."""

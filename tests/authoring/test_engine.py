@@ -359,6 +359,15 @@ def test_who_takes_no_more_answers_leaves(counting: Path) -> None:
         assert len(list(engine.stream("count", to(2)))) == 2  # its one instance is free again
 
 
+def test_an_iterator_may_outlive_its_engine(counting: Path) -> None:
+    with Engine(counting, python_execution="thread") as engine:
+        answers = engine.stream("count", to(100_000))
+        next(answers)
+    with pytest.raises(Unavailable, match=r"the engine is closed|Server is stopping"):
+        list(answers)
+    answers.close()
+
+
 async def test_a_stream_under_trio_is_left_with_its_block(counting: Path) -> None:
     async with Engine(counting, python_execution="thread") as engine:
         async with engine.stream("count", to(100_000)) as answers:
