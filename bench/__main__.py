@@ -114,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
         help="how long a server of N Python models takes to be ready and what it holds, in processes, instead",
     )
     parser.add_argument(
+        "--grpc",
+        action="store_true",
+        help="measure ModelInfer over gRPC, beside handlers of grpcio that do nothing, instead",
+    )
+    parser.add_argument(
         "--in-process",
         action="store_true",
         help="measure the engine inside a program, beside direct calls of the same model, instead",
@@ -173,6 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif options.sequences:
             for concurrency in options.sequences:
                 print(measure_sequences(concurrency, rounds, options.seconds, _say))
+        elif options.grpc:
+            from bench.grpc_front import measure_grpc  # needs grpcio, which the rest does not
+
+            print(measure_grpc(plan, _say))
         elif options.in_process:
             print(measure_in_process(rounds, options.seconds, _say))
         elif options.echo:
