@@ -1,7 +1,8 @@
 """One request from grpcio's thread to the engine and back.
 
 Decided here: what happens to it on which thread. It is decoded on grpcio's, begun on the engine's (where inputs are
-read from clients' memory, because regions belong to that thread), encoded on grpcio's. A caller who leaves withdraws it.
+read from clients' memory, because regions belong to that thread), encoded on grpcio's. A caller who leaves withdraws
+it.
 """
 
 from __future__ import annotations
