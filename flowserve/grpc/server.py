@@ -144,21 +144,23 @@ class GrpcServer:
 
     def _handlers(self, served: service.Service) -> tuple[Any, ...]:
         calls = {
-            name: grpc.unary_unary_rpc_method_handler(_answering(partial(method, served)), _reader(kind), _written)
+            name: grpc.unary_unary_rpc_method_handler(
+                _answering(_alone(partial(method, served))), _reader(kind), _written
+            )
             for name, (kind, method) in service.CALLS.items()
         }
         calls[service.STREAM_CALL] = grpc.stream_stream_rpc_method_handler(
-            _ending_well(lambda _, context: served.stream(context, self._stopping)),
+            _answering(lambda _, context: served.stream(context, self._stopping)),
             _reader(ModelInferRequest),
             _written,
         )
         healthy = health.Health(served.is_ready, (service.SERVICE,))
         probes = {
             "Check": grpc.unary_unary_rpc_method_handler(
-                _answering(healthy.check), _reader(HealthCheckRequest), _written
+                _answering(_alone(healthy.check)), _reader(HealthCheckRequest), _written
             ),
             "Watch": grpc.unary_stream_rpc_method_handler(
-                _ending_well(lambda request, context: healthy.watch(request, context, self._stopping)),
+                _answering(lambda request, context: healthy.watch(request, context, self._stopping)),
                 _reader(HealthCheckRequest),
                 _written,
             ),
@@ -169,32 +171,19 @@ class GrpcServer:
         )
 
 
-def _answering(method: Callable[[Any], Awaitable[Message]]) -> Callable[[Any, Any], Awaitable[Message]]:
-    """A handler of a call with one answer."""
+def _alone(method: Callable[[Any], Awaitable[Message]]) -> Callable[[Any, Any], Awaitable[Message]]:
+    """A method that needs nothing but the request, as a handler is called."""
+    return lambda request, _: method(request)
 
-    async def answer(request: Message | FlowserveError, context: Any) -> Message:
+
+def _answering(method: Callable[[Any, Any], Awaitable[Message | None]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A handler that ends with a status whatever `method` raises. What has many answers writes them itself."""
+
+    async def answer(request: Any, context: Any) -> Message | None:
         try:
             if isinstance(request, FlowserveError):
                 raise request
-            return await method(request)
-        except FlowserveError as error:
-            failure = error
-        except Exception as error:
-            failure = broken(error)
-        raise await _refused(context, failure)
-
-    return answer
-
-
-def _ending_well(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
-    """A handler of a call with many answers, which it writes itself."""
-
-    async def answer(request: Any, context: Any) -> None:
-        try:
-            if isinstance(request, FlowserveError):
-                raise request
-            await method(request, context)
-            return
+            return await method(request, context)
         except FlowserveError as error:
             failure = error
         except Exception as error:
