@@ -86,11 +86,12 @@ def add_grpc_arguments(
 
 
 def grpc_choice(arguments: argparse.Namespace) -> GrpcChoice:
-    """The parsed arguments."""
+    """The parsed arguments. What is restricted over HTTP must not stand open beside it: there is no gRPC then."""
     channel = []
     for option, (name, _, _) in _CHANNEL.items():
         value = getattr(arguments, option.removeprefix("--").replace("-", "_"))
         if value or name not in _NO_LIMIT:
             channel.append((name, value))
     options = GrpcOptions(arguments.grpc_max_message_size, tuple(channel))
-    return GrpcChoice(arguments.allow_grpc, arguments.grpc_address, arguments.grpc_port, options)
+    is_allowed = arguments.allow_grpc and not arguments.http_restricted_api
+    return GrpcChoice(is_allowed, arguments.grpc_address, arguments.grpc_port, options)

@@ -298,6 +298,8 @@ def contradiction(arguments: argparse.Namespace) -> str:
     for group, count in Counter(group for one in arguments.http_restricted_api for group in one.groups).items():
         if count > 1:
             return f"--http-restricted-api: restricted api '{group}' can not be specified in multiple config groups"
+    if arguments.http_restricted_api and arguments.allow_grpc and arguments.grpc_port is not None:
+        return "--http-restricted-api does not cover gRPC yet, which would answer everybody: leave --grpc-port out"
     if (arguments.http_server_cert is None) != (arguments.http_server_key is None):
         return "--http-server-cert and --http-server-key go together"
     if arguments.http_root_cert and not arguments.http_server_cert:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from flowserve.cli.grpc_options import grpc_choice
 from flowserve.cli.main import main
-from flowserve.cli.options import NOT_YET
+from flowserve.cli.options import NOT_YET, add_run_arguments
 from flowserve.version import __version__
 
 
@@ -55,6 +57,10 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--model-repository=/models"], "--model-repository: the repository is named without an option"),
         (["--http-port"], "--http-port: expected one argument"),
         (["--http-restricted-api", "inference"], "expected GROUP[,GROUP...]:HEADER=VALUE, got 'inference'"),
+        (
+            ["--http-restricted-api=inference:key=value", "--grpc-port", "0"],
+            "--http-restricted-api does not cover gRPC yet, which would answer everybody: leave --grpc-port out",
+        ),
         (["--http-restricted-api", "inference:=x"], "expected GROUP[,GROUP...]:HEADER=VALUE"),
         (["--http-restricted-api", "infer:k=v"], "unknown restricted api 'infer'; use health, metadata, inference"),
         (
@@ -127,3 +133,10 @@ def test_the_defaults_are_safe(tmp_path: Path) -> None:
     assert options.exit_on_error
     assert options.strict_readiness
     assert not options.allow_client_shm
+
+
+def test_what_is_restricted_over_http_is_not_served_over_grpc() -> None:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    assert not grpc_choice(parser.parse_args(["graphs", "--http-restricted-api=inference:key=value"])).is_allowed
+    assert grpc_choice(parser.parse_args(["graphs"])).is_allowed
