@@ -73,6 +73,8 @@ REPEATS = """
             count, *more = given(request, "IN").ravel()
             sender = request.get_response_sender()
             for place in range(int(count)):
+                if sender.is_cancelled():
+                    break
                 sender.send(answer(OUT=np.array([place], np.float32)))
             if more:
                 sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("enough")))  # which is the end
