@@ -96,10 +96,20 @@ class Streams:
         where none is.
         """
         if not source.flow.done and not source.is_over and not source.credit:  # else it is about to hear of its credit
+            if self.ending:
+                self._fail(source.flow, Unavailable(self.ending))
+                return
             source.is_waiting = True
             source.holder = holder
             self._waiting[source] = None
             self.note(_stream(source))
+
+    def stop(self, reason: str) -> None:
+        """The server is going away: whoever stands in a send, or comes to, is sent home, for nobody will read on."""
+        self.ending = reason
+        for source in [*self._waiting]:
+            if not source.flow.done:
+                self._fail(source.flow, Unavailable(reason))
 
     def returned(self, batch: Any) -> None:
         """A batch keeps its instance no longer, whoever still waits in it."""

@@ -285,7 +285,8 @@ class Dispatcher:
         """The server is going away: answer every flow that waits, and those that run when their batch is done and they
         would have to go on.
         """
-        self._ending = self.streams.ending = reason
+        self._ending = reason
+        self.streams.stop(reason)
         arrivals, self._arrivals = self._arrivals, []
         for flow in [*arrivals, *self._held]:
             if not flow.done:
