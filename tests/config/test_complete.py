@@ -173,6 +173,6 @@ def test_a_python_model_may_not_lower_the_batch_size(complete: Complete) -> None
     ]
 
 
-def test_a_python_model_that_declares_itself_decoupled_is_refused_by_name(complete: Complete) -> None:
-    with pytest.raises(Problems, match="a decoupled model_transaction_policy is not supported yet"):
-        complete(None, Completion((X,), (Y,), decoupled=True), "1/model.py")
+def test_a_python_model_may_declare_itself_decoupled(complete: Complete) -> None:
+    config = complete(None, Completion((X,), (Y,), decoupled=True), "1/model.py")
+    assert config.json["model_transaction_policy"] == {"decoupled": True}

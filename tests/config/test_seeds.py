@@ -23,7 +23,7 @@ SEEDS = {
     "ensemble_model": set(),
     "ensemble_model_unindented": set(),
     "implicit_state": set(),
-    "max_inflight_requests": {"N11"},
+    "max_inflight_requests": set(),
     "oldest_stateful_model": {"N22"},
     "padded_input": set(),
     "ragged_batch_input": set(),
