@@ -154,6 +154,6 @@ async def test_loading_that_is_given_up_leaves_a_warmup_behind_without_harm(
             loading.cancel()
             await warm_up(engine, host, model, 1, read_samples(model, Path()))
         await trio.sleep(1)
-        assert instance.batches == []
+        assert instance.batches in ([], [[1, 1, 1]])  # it may have begun before it was given up
         assert engine.dispatcher.in_flight == 0
         await trio.to_thread.run_sync(host.close)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import marshal
+import os
 import pickle
 import socket
 from collections.abc import Sequence
@@ -132,6 +133,7 @@ class Server:
         self._inputs = Inputs(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
         self._outputs = Outputs(job.outputs)
         self._is_idle = False
+        self._pid = os.getpid()
         self._clock = perf_counter_ns
 
     def run(self) -> None:
@@ -215,6 +217,8 @@ class Server:
             may_write,
         )
         results = self._instance.run(work, self._clock)
+        if os.getpid() != self._pid:
+            os._exit(0)  # the model forked and both went on: only one answers, and the memory for answers is shared
         words += (results.gathered_ns, results.computed_ns)
         words += self._outputs.place(results.outputs)
         if not results.errors and not results.parameters:
