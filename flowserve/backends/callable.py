@@ -147,7 +147,8 @@ class FunctionInstance:
         for number, spec in enumerate(self._outputs):
             array = self._own(made, number, spec)
             self._judge(array, spec, total)
-            outputs.append([*scatter(array, rows)] if self._batches else [Tensor(array)])
+            tensors = scatter(array, rows) if self._batches else [Tensor(array)]
+            outputs.append([one if spec.name in work.wanted[m] else None for m, one in enumerate(tensors)])
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
     def close(self) -> None:

@@ -46,7 +46,8 @@ def run(declared: FunctionModel, *members: list[Array]) -> Results:
     inputs: list[list[Tensor | None]] = [
         [Tensor(one, a, b) if batches else Tensor(one) for a, b in pairwise(stops)] for one in block
     ]
-    work = Work(inputs, [max(count, 1) for count in rows], [Request({})] * len(rows), [()] * len(rows))
+    names = tuple(spec.name for spec in declared.outputs)
+    work = Work(inputs, [max(count, 1) for count in rows], [Request({})] * len(rows), [names] * len(rows))
     results = instance.run(work, lambda: 0)
     instance.close()
     return results
