@@ -198,6 +198,16 @@ class RunsInProcess(Protocol):
 
 
 @runtime_checkable
+class UsesGpus(Protocol):
+    """What a `Backend` has besides whose instances may be on GPUs: they find theirs as the only one in the `gpus` of
+    their group, whose kind is KIND_GPU.
+    """
+
+    # How many instances a group gets on each GPU when the configuration does not say.
+    gpu_instance_count: int
+
+
+@runtime_checkable
 class CompletesInProcess(Protocol):
     """What a `Backend` has besides that runs a model's own code to complete its configuration."""
 

@@ -55,6 +55,7 @@ class PythonBackend:
     name = "python"
     default_filename = "model.py"
     default_instance_count = 1
+    gpu_instance_count = 1
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
         """What the model's `auto_complete_config` adds. The model is imported only where it has one."""

@@ -261,10 +261,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     models.add_argument(
         "--gpu",
-        metavar="on|off",
-        type=one_of("on", "off"),
-        default="on",
-        help="off: models that ask for a GPU run on the CPU; default on",
+        metavar="auto|off",
+        type=one_of("auto", "off"),
+        default="auto",
+        help="auto (default): the GPUs of this machine; off: models that ask for one run on the CPU",
     )
 
     process = parser.add_argument_group("how it logs and ends")
@@ -341,7 +341,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         exit_on_error=arguments.exit_on_error,
         strict_readiness=arguments.strict_readiness,
         python_execution=arguments.python_execution,
-        gpu=arguments.gpu == "on",
+        gpu=arguments.gpu == "auto",
         model_control_mode=arguments.model_control_mode,
         load_models=tuple(dict.fromkeys(arguments.load_model)),
         repository_poll_s=arguments.repository_poll_secs,

@@ -25,12 +25,14 @@ from flowserve.cli.listen import UNIX, listen, url
 from flowserve.cli.options import RunOptions
 from flowserve.cli.progress import Progress, output, served_table
 from flowserve.cli.shutdown import Shutdown, end_now
+from flowserve.config.instances import OFF
 from flowserve.errors import FlowserveError
 from flowserve.http.app import AppOptions, make_app, make_metrics_app
 from flowserve.http.limits import Limits
 from flowserve.http.server import Server
 from flowserve.http.tls import tls_context
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.memory.inventory import find_gpus
 from flowserve.memory.pool import HOST, tune_malloc
 from flowserve.observe.log_settings import LogSettings
 from flowserve.runtime.control import Control, ControlOptions, open_control
@@ -90,7 +92,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
         where = url(listeners[0], options.http_address, "https" if tls else "http")
         engine_options = EngineOptions(
             python_execution=options.python_execution or PYTHON_EXECUTION,
-            gpu=options.gpu,
+            gpus=find_gpus() if options.gpu else OFF,
             strict_readiness=options.strict_readiness,
             rate_limit=tuple(Available(*given) for given in options.rate_limit_resources)
             if options.rate_limit

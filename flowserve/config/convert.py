@@ -258,4 +258,5 @@ def _instance_group(group: ModelInstanceGroup) -> InstanceGroup:
             ),
             priority=group.rate_limiter.priority or 1,
         ),
+        profiles=tuple(int(profile) for profile in group.profile if profile.isascii() and profile.isdigit()),
     )

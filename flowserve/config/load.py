@@ -17,6 +17,7 @@ from flowserve.config.backends import fill_backend
 from flowserve.config.complete import merge
 from flowserve.config.convert import to_config
 from flowserve.config.ignored import ignored_fields
+from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.normalise import fill_defaults, gpus_to_cpu
 from flowserve.config.parse import parse_model_config, read_text
@@ -81,18 +82,19 @@ def draft_of(message: ModelConfigProto, source: SourceMap, folder: Path, default
     )
 
 
-def finish(draft: Draft, completion: Completion | None, *, gpu: bool = True) -> ModelConfig:
+def finish(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> ModelConfig:
     """The configuration to serve with.
 
-    `completion` is what the model's own files say, None where nobody asked (ensembles). `gpu` False is `--gpu=off`:
-    what asks for a GPU runs on the CPU instead. Raises `Problems` with every violation of every rule, sorted by place.
+    `completion` is what the model's own files say, None where nobody asked (ensembles). `gpus` are those that the
+    model's instances may be on. Raises `Problems` with every violation of every rule, sorted by place.
     """
     message = ModelConfigProto()
     message.CopyFrom(draft.message)
-    if not gpu:
+    if gpus.is_off:
         for group in gpus_to_cpu(message):
             log.warning("%s: instance group %s runs on the CPU instead of a GPU (--gpu=off)", draft.source.file, group)
-    subject = Subject(message, draft.source, draft.name, draft.folder)
+    uses_gpus = completion is None or completion.gpu_instance_count > 0
+    subject = Subject(message, draft.source, draft.name, draft.folder, gpus, uses_gpus)
     problems = merge(message, completion, draft.source) if completion else []
     problems += find_problems(subject)
     problems += find_problems(subject, UNSUPPORTED)
@@ -101,7 +103,7 @@ def finish(draft: Draft, completion: Completion | None, *, gpu: bool = True) -> 
         raise Problems(_in_order(problems))
     for path in ignored_fields(draft.source, len(message.instance_group)):
         log.info("%s: %s is read and ignored", draft.source.place(path), path)
-    fill_defaults(message, completion.instance_count if completion else 1)
+    fill_defaults(message, completion, gpus)
     return to_config(message, draft.source)
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from typing import Final
 
+from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.model_config_pb2 import ModelInstanceGroup
+from flowserve.config.types import Completion
 
 SEQUENCE_IDLE_DEFAULT_US: Final = 1_000_000
 
 
-def fill_defaults(message: ModelConfigProto, instance_count: int = 1) -> None:
-    """Apply all defaults in place; `instance_count` is that of a group which gives none. Applying them twice changes
-    nothing.
+def fill_defaults(message: ModelConfigProto, completion: Completion | None = None, gpus: Gpus = NO_GPUS) -> None:
+    """Apply all defaults in place. `completion` says how many instances the backend wants where a group does not say.
+    Applying them twice changes nothing.
     """
     if message.version_policy.WhichOneof("policy_choice") is None:
         message.version_policy.latest.num_versions = 1
@@ -32,7 +34,7 @@ def fill_defaults(message: ModelConfigProto, instance_count: int = 1) -> None:
         message.model_transaction_policy.decoupled = False  # what its steps are decides, and none of them is
     else:
         _fill_pinned_memory(message)
-        _fill_instance_groups(message, instance_count)
+        _fill_instance_groups(message, completion or Completion(), gpus)
 
 
 def _prefer_the_largest(sizes: MutableSequence[int], max_batch_size: int) -> None:
@@ -46,19 +48,24 @@ def _fill_pinned_memory(message: ModelConfigProto) -> None:
             getattr(message.optimization, name).enable = True
 
 
-def _fill_instance_groups(message: ModelConfigProto, instance_count: int) -> None:
-    """A model without any group has one of its own name; one of several groups is numbered. Without GPUs, a group that
-    leaves its kind open is on the CPU, whatever GPUs it lists for where there are some.
+def _fill_instance_groups(message: ModelConfigProto, completion: Completion, gpus: Gpus) -> None:
+    """A model without any group has one of its own name; one of several groups is numbered. A group that leaves its
+    kind open is on the GPUs it lists, or on all, where these are there and its backend uses them; else on the CPU.
     """
     if not message.instance_group:
         message.instance_group.add(name=message.name)
     for index, group in enumerate(message.instance_group):
         group.name = group.name or f"{message.name}_{index}"
         if group.kind == ModelInstanceGroup.KIND_AUTO:
-            group.kind = ModelInstanceGroup.KIND_CPU
-            del group.gpus[:]
+            can_use = gpus.ids and completion.gpu_instance_count and set(group.gpus) <= set(gpus.ids)
+            group.kind = ModelInstanceGroup.KIND_GPU if can_use else ModelInstanceGroup.KIND_CPU
+            if not can_use:
+                del group.gpus[:]
+        is_on_gpus = group.kind == ModelInstanceGroup.KIND_GPU
+        if is_on_gpus and not group.gpus:
+            group.gpus.extend(gpus.ids)
         if group.count < 1:
-            group.count = instance_count
+            group.count = completion.gpu_instance_count if is_on_gpus else completion.instance_count
 
 
 def gpus_to_cpu(message: ModelConfigProto) -> list[str]:

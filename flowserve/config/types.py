@@ -97,8 +97,9 @@ class RateLimiter:
 
 @dataclass(frozen=True, slots=True)
 class InstanceGroup:
-    """`kind` is one of "KIND_CPU", "KIND_GPU", "KIND_MODEL". Instances of a `passive` group are loaded and initialised,
-    and never given work.
+    """`kind` is one of "KIND_CPU", "KIND_GPU", "KIND_MODEL"; of the second, there are `count` instances on each of
+    `gpus`. Instances of a `passive` group are loaded and initialised, and never given work. `profiles` are the numbers
+    of the optimisation profiles that TensorRT may use.
     """
 
     name: str
@@ -107,6 +108,7 @@ class InstanceGroup:
     gpus: tuple[int, ...] = ()
     passive: bool = False
     rate_limiter: RateLimiter = RateLimiter()
+    profiles: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,8 @@ class Completion:
 
     `max_batch_size` None: nothing to say. `inputs`/`outputs` leave out the batch dimension where `max_batch_size` > 0.
     `dynamic_batching`: switch the dynamic batcher on (Triton does for ONNX files whose first dims are all dynamic).
-    `decoupled` None: nothing to say. `instance_count`: how many instances a group gets that does not say.
+    `decoupled` None: nothing to say. `instance_count`: how many instances a group gets that does not say;
+    `gpu_instance_count`: how many on each GPU, 0 where the backend can do nothing with one.
     """
 
     inputs: tuple[TensorSpec, ...] | None = None
@@ -254,3 +257,4 @@ class Completion:
     dynamic_batching: bool = False
     decoupled: bool | None = None
     instance_count: int = 1
+    gpu_instance_count: int = 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from flowserve.config.model_config_pb2 import ModelInstanceGroup
 from flowserve.config.rules.subject import Rule, Subject
 from flowserve.errors import Problem
 
@@ -55,15 +54,6 @@ def non_linear_formats(s: Subject) -> Iterator[Problem]:
             yield _not_yet(s, f"{path}.is_non_linear_format_io", f"is_non_linear_format_io of {text}")
 
 
-def gpus(s: Subject) -> Iterator[Problem]:
-    for index, group in enumerate(s.message.instance_group):
-        if group.kind == ModelInstanceGroup.KIND_GPU:
-            name = group.name or f"{s.message.name}_{index}"
-            text = f"instance group {name} of model {s.message.name} has kind KIND_GPU but server does not support GPUs"
-            hint = "write kind: KIND_CPU, or start with --gpu=off, which runs such models on the CPU"
-            yield s.problem(f"instance_group[{index}]", f"{text} yet", hint)
-
-
 def namespaces(s: Subject) -> Iterator[Problem]:
     for index, step in enumerate(s.message.ensemble_scheduling.step):
         if step.model_namespace:
@@ -93,7 +83,6 @@ UNSUPPORTED: Final[Mapping[str, Rule]] = {
     "N2": decoupled,
     "N13": shape_tensors,
     "N14": non_linear_formats,
-    "N15": gpus,
     "N17": namespaces,
     "N18": operations,
     "N19": agents,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, draft_of, finish, parse_model_config, read_draft
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Place, Problem, Problems
@@ -38,13 +39,13 @@ def read_model(
     default_files: Mapping[str, str],
     complete: Complete,
     *,
-    gpu: bool = True,
+    gpus: Gpus = NO_GPUS,
     config_json: str = "",
 ) -> ReadModel:
     """Read one folder; its files are opened once, so that a change meanwhile gives the old or the new state, never a
     mixture.
 
-    `default_files`: what a version folder holds, by backend. `gpu` False puts on the CPU what asks for a GPU.
+    `default_files`: what a version folder holds, by backend. `gpus`: those that instances may be on.
     `config_json`: a configuration in the place of the folder's own. Blocks.
     Raises Problems with every mistake of the folder.
     """
@@ -60,7 +61,7 @@ def read_model(
         except Problems as refused:
             problems += refused.problems
     try:
-        config = finish(draft, completion, gpu=gpu)
+        config = finish(draft, completion, gpus)
     except Problems as broken:
         # Whoever could not be asked might have filled in what is not written, so only what is written counts against
         # it.

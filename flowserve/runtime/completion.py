@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flowserve.backends import registry
-from flowserve.backends.base import CompletesInProcess, ModelFiles, Remote
+from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus
 from flowserve.backends.child import task
 from flowserve.backends.child.protocol import MESSAGE_BYTES_MAX
 from flowserve.config.types import Completion, ModelConfig
@@ -30,7 +30,7 @@ DEFAULT_BATCH: Final = "default-max-batch-size"
 def complete(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
     """Blocks while files are read. Raises Invalid or Unsupported where the backend cannot make sense of them."""
     backend = registry.find(config.backend)
-    return replace(backend.complete(config, _files(folder, version)), instance_count=backend.default_instance_count)
+    return _with_counts(backend, backend.complete(config, _files(folder, version)))
 
 
 class Completer:
@@ -59,7 +59,7 @@ class Completer:
         completion = backend.complete_by(
             config, _files(folder, version), lambda remote: _ask(processes.children, config.name, remote)
         )
-        return replace(completion, instance_count=backend.default_instance_count)
+        return _with_counts(backend, completion)
 
     def _with_default_batch(self, config: ModelConfig, completion: Completion) -> Completion:
         """Where onnxruntime's backend chose a batch size for want of one, the operator's is taken."""
@@ -67,6 +67,11 @@ class Completer:
         if chosen is None or config.backend != "onnxruntime" or completion.max_batch_size is None:
             return completion
         return replace(completion, max_batch_size=int(chosen))
+
+
+def _with_counts(backend: Backend, completion: Completion) -> Completion:
+    on_gpus = backend.gpu_instance_count if isinstance(backend, UsesGpus) else 0
+    return replace(completion, instance_count=backend.default_instance_count, gpu_instance_count=on_gpus)
 
 
 def _files(folder: ModelFolder, version: int) -> ModelFiles:

@@ -19,6 +19,7 @@ from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_ta
 
 from flowserve.backends.base import LoadedModel, Results
 from flowserve.config.gate import gate_options
+from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
 from flowserve.graph.types import Graph, ModelKey
@@ -55,8 +56,8 @@ log = logging.getLogger("flowserve.runtime")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the operator chose. `python_execution`: "process", "thread" or "inline". `gpu` False maps KIND_GPU to the
-    CPU.
+    """What the operator chose. `python_execution`: "process", "thread" or "inline". `gpus` are those that
+    instances may be on.
     `rate_limit`: None is off; else the resources that were given, none of them meaning that models' own needs decide.
     `backend_settings`: by backend, what the operator says for all its models ("default-max-batch-size", and what the
     backend knows); of whole numbers where the backend is onnxruntime.
@@ -64,7 +65,7 @@ class EngineOptions:
     """
 
     python_execution: str = PYTHON_EXECUTION
-    gpu: bool = True
+    gpus: Gpus = NO_GPUS
     strict_readiness: bool = True
     rate_limit: tuple[Available, ...] | None = None
     restarts: Delays = DELAYS

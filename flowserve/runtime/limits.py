@@ -6,7 +6,7 @@ resources are counted is scheduling/limiter.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flowserve.config.types import InstanceGroup, ModelConfig
@@ -15,7 +15,7 @@ from flowserve.scheduling.limiter import Limiter, Needs
 
 
 def needs_of(group: InstanceGroup) -> Needs:
-    """What each instance of a group holds while it runs. Those on the CPU count on device 0, as on Triton."""
+    """What an instance of a group holds while it runs. Those on the CPU count on device 0, as on Triton."""
     return Needs.of(group.rate_limiter, group.gpus[0] if group.gpus else 0)
 
 
@@ -39,13 +39,18 @@ def _judge(limiter: Limiter, config: ModelConfig, beside: Sequence[Needs]) -> tu
     """What is wrong with a model's groups, and what the others of them need."""
     problems: list[Problem] = []
     accepted: list[Needs] = []
-    for index, group in enumerate(config.instance_groups):
-        if group.passive:
-            continue
-        needs = needs_of(group)
+    for index, needs in _needs_by_group(config):
         problem = limiter.refusal(needs, [*beside, *accepted])
         if problem is None:
             accepted.append(needs)
         else:
             problems.append(replace(problem, place=config.source.place(f"instance_group[{index}].rate_limiter")))
     return problems, accepted
+
+
+def _needs_by_group(config: ModelConfig) -> Iterator[tuple[int, Needs]]:
+    """What the instances of each group that serves need, by the group's number: once for each device it is on."""
+    for index, group in enumerate(config.instance_groups):
+        if not group.passive:
+            for gpu in group.gpus or (0,):
+                yield index, needs_of(replace(group, gpus=(gpu,)))

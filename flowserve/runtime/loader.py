@@ -17,7 +17,7 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
-from flowserve.config.types import InstanceGroup, ModelConfig
+from flowserve.config.instances import instances_of
 from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
@@ -50,7 +50,11 @@ class Loader:
         """What a model's folder says. Raises FlowserveError."""
         read = await self._in_thread(
             lambda: read_model(
-                folder, registry.default_files(), self._complete, gpu=self._engine.options.gpu, config_json=config_json
+                folder,
+                registry.default_files(),
+                self._complete,
+                gpus=self._engine.options.gpus,
+                config_json=config_json,
             )
         )
         for warning in read.warnings:
@@ -83,7 +87,7 @@ class Loader:
     def give(self, read: ReadModel, loaded: Mapping[int, Loaded], files: object) -> None:
         """From here on the engine owns what was loaded; graphs that are announced from now on run on it."""
         for version, one in loaded.items():
-            needs = [needs_of(group) for _, group in _instances(read.config) if not group.passive]
+            needs = [needs_of(group) for _, group in instances_of(read.config) if not group.passive]
             self._engine.add_model(
                 ModelKey(read.config.name, version),
                 batcher_for(read.config),
@@ -119,7 +123,7 @@ class Loader:
             else:
                 make_host = sequence_host_maker(ports, loaded.model, execution, engine.processes, engine.clock)
             samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
-            for name, group in _instances(config):
+            for name, group in instances_of(config):
                 host = make_host(name, group)
                 await self._in_thread(partial(host.open, self._engine.completions))
                 (loaded.passive if group.passive else loaded.hosts).append(host)
@@ -158,11 +162,6 @@ class Loaded:
         self.model.close()
 
 
-def _instances(config: ModelConfig) -> list[tuple[str, InstanceGroup]]:
-    """The names of all instances, and the group each belongs to."""
-    return [(f"{group.name}_{number}", group) for group in config.instance_groups for number in range(group.count)]
-
-
 def _runs_at_once(backend: str, models: Iterable[ReadModel]) -> int:
     """How many instances of a backend these models have together."""
-    return sum(len(_instances(read.config)) * len(read.versions) for read in models if read.config.backend == backend)
+    return sum(len(instances_of(read.config)) * len(read.versions) for read in models if read.config.backend == backend)

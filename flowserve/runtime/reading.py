@@ -1,6 +1,7 @@
 """A repository read without serving it, for those who only look.
 
-Decided here: that reading goes as far as it can: what is wrong with one deployment says nothing about the others.
+Decided here: that reading goes as far as it can: what is wrong with one deployment says nothing about the others; and
+that it says nothing about the GPUs of the machine it is read on, which need not be the one it is served on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowserve.backends import registry
+from flowserve.config.instances import ASSUMED
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError
 from flowserve.render.facts import Facts, gather_facts
@@ -39,7 +41,7 @@ def read_repositories(repositories: Sequence[Path]) -> Reading:
     failed: dict[str, FlowserveError] = dict(found.duplicates)
     for folder in found.folders:
         try:
-            model = read_model(folder, registry.default_files(), complete)
+            model = read_model(folder, registry.default_files(), complete, gpus=ASSUMED)
             if not model.config.is_ensemble:
                 registry.find(model.config.backend)  # which says what is wrong where there is none
             read[folder.name] = model

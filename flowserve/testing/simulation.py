@@ -15,6 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Final
 
+from flowserve.config.instances import instances_of
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
@@ -229,10 +230,10 @@ def _queue(key: ModelKey, config: ModelConfig) -> ModelQueue:
         raise Unsupported(f"model '{key.name}' {what}; only models that answer each request once are simulated")
     instances: list[_Instance] = []
     needs: list[Needs] = []
-    for group in config.instance_groups:
+    for name, group in instances_of(config):
         if not group.passive:
-            instances += [_Instance(f"{group.name}_{number}") for number in range(group.count)]
-            needs += [needs_of(group)] * group.count
+            instances.append(_Instance(name))
+            needs.append(needs_of(group))
     return ModelQueue(key, batcher_for(config), instances, needs=needs, keeps_order=keeps_order(config))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, read_draft
 from flowserve.config.rules import find_problems
 from flowserve.config.rules.subject import Subject
@@ -36,8 +37,10 @@ def draft(tmp_path: Path) -> Callable[..., Draft]:
 def judge(draft: Callable[..., Draft]) -> Callable[..., list[Problem]]:
     """`judge(text)`: what the numbered rules say about a configuration, features left aside."""
 
-    def problems(text: str | None, *files: str, name: str = "m") -> list[Problem]:
+    def problems(
+        text: str | None, *files: str, name: str = "m", gpus: Gpus = NO_GPUS, uses_gpus: bool = True
+    ) -> list[Problem]:
         read = draft(text, *files, name=name)
-        return find_problems(Subject(read.message, read.source, read.name, read.folder))
+        return find_problems(Subject(read.message, read.source, read.name, read.folder, gpus, uses_gpus))
 
     return problems

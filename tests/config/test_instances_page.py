@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -13,6 +14,8 @@ from flowserve.backends.registry import find
 from flowserve.cli.options import add_run_arguments, run_options
 from flowserve.config.load import Draft, finish
 from flowserve.config.types import LimitedResource, ModelConfig, RateLimiter
+from flowserve.errors import Problem
+from flowserve.memory.inventory import find_gpus
 from flowserve.scheduling.limited import OVERTAKEN_MAX
 from flowserve.scheduling.limiter import EVERYWHERE, Available, Limiter, Needs, Resource
 
@@ -42,6 +45,17 @@ def test_its_configurations_mean_what_it_says(configs: list[ModelConfig]) -> Non
     (group,) = limits.instance_groups
     wanted = (LimitedResource("memory", 4), LimitedResource("licence", 1, is_global=True))
     assert group.rate_limiter == RateLimiter(wanted, priority=2)
+
+
+def test_what_it_shows_as_refused_is_refused_in_these_words(page: str, judge: Callable[..., list[Problem]]) -> None:
+    (shown,) = re.findall(r"^```text\n(m/config.*)\n```", page, re.MULTILINE)
+    tensor = "[ { name: 'X' data_type: TYPE_FP32 dims: 4 } ]"
+    text = f'backend: "python"\ninput {tensor}\noutput {tensor}\ninstance_group {{ kind: KIND_GPU }}'
+    assert [str(problem) for problem in judge(text, gpus=find_gpus(no_driver))] == [shown]
+
+
+def no_driver(name: str) -> NoReturn:
+    raise OSError(name)
 
 
 def test_its_command_gives_its_table(page: str) -> None:

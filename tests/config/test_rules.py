@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flowserve.config.instances import ASSUMED, Gpus
 from flowserve.config.rules import RULES
 from flowserve.errors import Problem
 
@@ -31,8 +33,8 @@ STEP = 'step { model_name: "m" model_version: -1 input_map { key: "X" value: "A"
 def said(judge: Judge) -> Callable[..., list[str]]:
     """`said("M8", text)`: that rule's problems without their number, places shortened to line:column."""
 
-    def problems(rule: str, text: str | None, *files: str, name: str = "m") -> list[str]:
-        found = [problem for problem in judge(text, *files, name=name) if problem.rule == rule]
+    def problems(rule: str, text: str | None, *files: str, name: str = "m", **machine: Any) -> list[str]:
+        found = [problem for problem in judge(text, *files, name=name, **machine) if problem.rule == rule]
         return [
             str(problem).removesuffix(f" [{rule}]").replace(f"{name}/config.pbtxt:", "").strip() for problem in found
         ]
@@ -159,6 +161,44 @@ def test_rule_M11_only_groups_on_gpus_list_them(said: Said) -> None:
     ]
     assert said("M11", "instance_group { gpus: -1 }") == [
         "1:18: instance group m_0 of model m specifies invalid or unsupported gpu id -1"
+    ]
+
+
+def test_rule_M44_no_gpu_is_listed_twice(said: Said) -> None:
+    assert said("M44", "instance_group { gpus: [ 1, 0, 1 ] }") == [
+        "1:18: instance group m_0 of model m lists gpu id 1 twice (for several instances on each GPU, write `count`)"
+    ]
+
+
+@pytest.mark.fault("C11")
+def test_rule_M45_gpus_that_are_asked_for_are_there(said: Said) -> None:
+    text = 'backend: "python"\ninstance_group [ { }, { kind: KIND_GPU } ]'
+    assert said("M45", text, gpus=Gpus(absence="this machine has no NVIDIA driver")) == [
+        (
+            "2:23: instance group m_1 of model m has kind KIND_GPU but no GPUs are available: this machine has no"
+            " NVIDIA driver (write kind: KIND_CPU or leave `kind` out, or start with --gpu=off, which runs such models"
+            " on the CPU)"
+        )
+    ]
+    two = Gpus((0, 1))
+    assert said("M45", text, gpus=two) == []
+    assert said("M45", "instance_group { kind: KIND_GPU gpus: [ 1, 2 ] }", gpus=two) == [
+        (
+            "1:33: instance group m_0 of model m specifies invalid or unsupported gpu id 2. GPUs that can be used are:"
+            " 0, 1"
+        )
+    ]
+    assert said("M45", "instance_group { gpus: [ 1, 2 ] }", gpus=two) == [], "then it is on the CPU"
+    assert said("M45", "instance_group { kind: KIND_GPU gpus: [ 7 ] }", gpus=ASSUMED) == []
+
+
+def test_rule_M46_groups_on_gpus_are_for_backends_that_use_gpus(said: Said) -> None:
+    text = 'backend: "callable" instance_group { kind: KIND_GPU }'
+    assert said("M46", text, gpus=Gpus((0,)), uses_gpus=False) == [
+        (
+            "1:21: instance group m_0 of model m has kind KIND_GPU but backend 'callable' computes on the CPU only"
+            " (write kind: KIND_CPU, or leave `kind` out)"
+        )
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flowserve.config.instances import OFF
 from flowserve.config.load import Draft, finish
 from flowserve.config.unsupported import BACKEND_RULE, UNSUPPORTED
 from flowserve.errors import Problems
@@ -104,21 +105,11 @@ def test_refusal_N14_non_linear_formats(refused: Refused) -> None:
 
 
 @pytest.mark.fault("C11")
-def test_refusal_N15_gpus(refused: Refused) -> None:
-    assert refused(MODEL % "" + "instance_group { kind: KIND_GPU }") == [
-        (
-            "4:1: instance group m_0 of model m has kind KIND_GPU but server does not support GPUs yet (write kind:"
-            " KIND_CPU, or start with --gpu=off, which runs such models on the CPU) [N15]"
-        ),
-    ]
-
-
-@pytest.mark.fault("C11")
 def test_without_gpus_groups_that_ask_for_one_run_on_the_cpu_with_a_warning(
     draft: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = MODEL % "" + "instance_group [ { kind: KIND_GPU gpus: [ 0, 1 ] count: 3 }, { kind: KIND_MODEL } ]"
-    config = finish(draft(text), None, gpu=False)
+    config = finish(draft(text), None, OFF)
     assert [(group.kind, group.count, group.gpus) for group in config.instance_groups] == [
         ("KIND_CPU", 3, ()),
         ("KIND_MODEL", 1, ()),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from flowserve.config.rules import batching, ensembles, gates, model, ragged, sequences, tensors, warmup
+from flowserve.config.rules import batching, ensembles, gates, gpus, model, ragged, sequences, tensors, warmup
 from flowserve.config.rules.subject import Rule, Subject
 from flowserve.errors import Problem
 
@@ -25,7 +25,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "M8": model.max_batch_size_is_not_negative,
     "M9": model.version_policy_names_versions,
     "M10": model.instance_counts_are_sane,
-    "M11": model.only_gpu_groups_list_gpus,
+    "M11": gpus.only_gpu_groups_list_gpus,
     "M12": model.profiles_are_for_tensorrt,
     "M13": model.execution_is_known,
     "M14": model.model_files_are_inside,
@@ -58,6 +58,9 @@ RULES: Final[Mapping[str, Rule]] = {
     "M41": ragged.batch_input_targets_are_their_own,
     "M42": ragged.batch_output_shapes_can_be_told,
     "M43": ragged.batch_tensors_are_for_whole_batches,
+    "M44": gpus.no_gpu_is_listed_twice,
+    "M45": gpus.gpus_that_are_asked_for_are_there,
+    "M46": gpus.gpu_groups_are_for_backends_that_use_gpus,
     "M50": batching.preferred_sizes_fit,
     "M51": batching.default_priority_exists,
     "M52": batching.policies_have_a_priority,

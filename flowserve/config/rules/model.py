@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Final
 
 from flowserve.config.backends import BACKEND_OF_PLATFORM, BACKENDS_WITH_PLATFORMS, PLATFORM_OF_BACKEND
-from flowserve.config.model_config_pb2 import ModelInstanceGroup
 from flowserve.config.rules.subject import ENSEMBLE, Subject
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import Problem
@@ -121,18 +120,6 @@ def some_instance_serves(s: Subject) -> Iterator[Problem]:
     if groups and all(group.passive for group in groups):
         text = f"model '{s.message.name}' has passive instance groups only, so that nothing would ever serve a request"
         yield s.problem("instance_group[0].passive", text, "leave `passive` out of one of them")
-
-
-def only_gpu_groups_list_gpus(s: Subject) -> Iterator[Problem]:
-    for index, group in enumerate(s.message.instance_group):
-        name = f"instance group {_group_name(s, index)} of model {s.message.name}"
-        path = f"instance_group[{index}].gpus"
-        if group.gpus and group.kind in (ModelInstanceGroup.KIND_CPU, ModelInstanceGroup.KIND_MODEL):
-            kind = ModelInstanceGroup.Kind.Name(group.kind)
-            yield s.problem(path, f"{name} has kind {kind} but specifies one or more GPUs")
-        for gpu in group.gpus:
-            if gpu < 0:
-                yield s.problem(path, f"{name} specifies invalid or unsupported gpu id {gpu}")
 
 
 def profiles_are_for_tensorrt(s: Subject) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.model_config_pb2 import ModelInput, ModelOutput
 from flowserve.config.types import SourceMap
@@ -16,13 +17,16 @@ from flowserve.errors import Problem
 class Subject:
     """One configuration under test: names filled in, completed from the model's files, defaults not yet applied.
 
-    `name` is the model's folder's name, `message.name` what the file calls it.
+    `name` is the model's folder's name, `message.name` what the file calls it. `gpus` are those that there are;
+    `uses_gpus`: the model's backend can do something with one.
     """
 
     message: ModelConfigProto
     source: SourceMap
     name: str
     folder: Path
+    gpus: Gpus = NO_GPUS
+    uses_gpus: bool = True
 
     @property
     def is_ensemble(self) -> bool:
