@@ -26,6 +26,7 @@ from flowserve.scheduling.calls import Called, Calls
 from flowserve.scheduling.closed import Closed
 from flowserve.scheduling.credits import Streams
 from flowserve.scheduling.deadlines import Deadlines
+from flowserve.scheduling.iterative import Iterative
 from flowserve.scheduling.lineage import located, steps_under_way, traced
 from flowserve.scheduling.ordering import Order
 from flowserve.scheduling.router import Facts, Flow, Ticket
@@ -174,6 +175,18 @@ class Dispatcher:
             if not flow.open:
                 self._end(flow)
                 self._answered(flow)
+
+    def reschedule(self, batch: Batch, tickets: Iterable[Ticket], now_ns: int) -> None:
+        """These steps of a batch that is about to be back are to run again, in the same instance, instead of going on.
+        Theirs is a queue of iterative sequences.
+        """
+        bound = batch.queue.bound
+        assert isinstance(bound, Iterative)
+        for ticket in tickets:
+            if self._ending and not ticket.flow.done:
+                self._fail(ticket.flow, Unavailable(self._ending))
+            else:
+                bound.reschedule(ticket, now_ns)
 
     def execute_returned(self, batch: Batch) -> None:
         """A batch of a decoupled model keeps its instance no longer; its steps may go on answering (`streams`)."""

@@ -37,11 +37,12 @@ class Line:
     """One sequence: its waiting requests, first come first. It holds its slot for as long as the slot says so, too.
 
     `memory` is the runtime's, what the model remembers of it; nothing here reads it. It goes when the line goes.
-    `shapes`: of what is remembered.
+    `shapes`: of what is remembered. `going_on`: a request that has run and will again (iterative.py).
     """
 
     __slots__ = (
         "__weakref__",
+        "going_on",
         "id",
         "is_closed",
         "is_running",
@@ -61,6 +62,7 @@ class Line:
         self.is_running = False  # one of its requests is in the batch that its instance runs
         self.last_ns = 0  # when it was last known not to be idle
         self.patience_ns: int | None = None  # when it is given up in the backlog
+        self.going_on: Ticket | None = None
         self.memory: Any = None
         self.shapes: Hashable = None
 
@@ -96,6 +98,10 @@ class Shaped:
         self._key = key
         self._line = line
         self._is_start = is_start
+
+    def going_on(self) -> Shaped:
+        """The key of the same request when it runs again."""
+        return Shaped(self._key, self._line, is_start=False)
 
     def _now(self) -> Hashable:
         return self._key, None if self._is_start else self._line.shapes
@@ -136,7 +142,12 @@ def check_first(
             f"expects '{policy.id_type}'"
         )
     if not is_start:
-        raise Invalid(
-            f"inference request for sequence {sequence_id} to model '{model}' must specify the START flag on the "
-            "first request of the sequence" + (f": {ending}" if ending else "")
-        )
+        raise without_start(policy, sequence_id, ending)
+
+
+def without_start(policy: SequencePolicy, sequence_id: SequenceId, why: str = "") -> Invalid:
+    """What a request is told that begins a sequence and does not say so."""
+    return Invalid(
+        f"inference request for sequence {sequence_id} to model '{policy.model}' must specify the START flag on the "
+        "first request of the sequence" + (f": {why}" if why else "")
+    )

@@ -1,31 +1,29 @@
-"""Sequences of one model: whose request belongs where, who waits for a place, and when a sequence is over.
+"""Sequences of one model: whose request belongs where, and when a sequence is over.
 
-Decided here: what a correlation id means (it is live from its START until its END is queued), which slot of which
-instance a sequence gets, the backlog of those that got none, and every way a sequence ends: END, idleness, a timeout
-in the backlog, a request that was withdrawn, an instance that died. Which of the requests in slots make a batch is
-decided in direct.py and oldest.py, who may begin a sequence in lines.py. State is nobody's business here.
+Decided here: what a correlation id means (it is live from its START until its END is queued), and every way a sequence
+ends: END, idleness, a timeout in the backlog, a request that was withdrawn, an instance that died. Which of the
+requests in slots make a batch is decided in direct.py and oldest.py, who has a slot in seats.py, who may begin a
+sequence in lines.py. State is nobody's business here.
 
 Tickets of sequences are bound to an instance, so this queue is asked for each free instance (`take_for`), and what it
 gave for one is back before it is asked for that one again. `take` is for whoever refuses them all.
 
 Always true after every call (see `check`):
-  (1) a live sequence is in exactly one place: a slot, or the backlog; a slot holds at most one sequence;
-  (2) nobody is in the backlog while a slot of an instance that is there is free;
-  (3) the requests of a sequence leave in the order they came, all for the instance of its slot;
-  (4) a slot is given back by the sequence that holds it and by no other, so once.
+  (1) a live sequence is in exactly one place: a slot, or the backlog;
+  (2) the requests of a sequence leave in the order they came, all for the instance of its slot.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from heapq import heappop, heappush
 from typing import Any, Final
 
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
 from flowserve.scheduling.deadlines import Deadlines
 from flowserve.scheduling.lines import Line, SequenceId, SequencePolicy, Shaped, Slot, check_first
 from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.seats import Seats
 
 # What a request says of itself: its correlation id (0 or "" for none), START, END.
 Identify = Callable[[Flow], tuple[SequenceId, bool, bool]]
@@ -43,12 +41,11 @@ class Sequences:
     def __init__(self, policy: SequencePolicy, identify: Identify) -> None:
         self.policy = policy
         self._identify = identify
-        self._slots: dict[Any, list[Slot]] = {}  # of each instance, by number
+        self._seats = Seats(policy.slots, self._seated)
+        self._slots = self._seats.slots
         self._free_instances: Collection[Any] = ()
-        self._open: list[Slot] = []  # a heap of the slots that are free
         self._live: dict[SequenceId, Line] = {}  # those that may get another request without START
         self._lines: dict[Line, None] = {}  # every line that waits, runs or is live
-        self._backlog: dict[Line, None] = {}
         # In a slot: when it may be idle. In the backlog: when its patience ends.
         self._due: Deadlines[Line] = Deadlines()
         self._ran: dict[Any, list[Line]] = {}  # the lines of what each instance was given last
@@ -62,11 +59,10 @@ class Sequences:
     def serve(self, instances: Sequence[Any], free: Collection[Any]) -> None:
         """These run what is taken; `free` always holds those of them that run nothing. Called once, before anything."""
         self._free_instances = free
-        for rank, instance in enumerate(instances):
-            self._slots[instance] = [Slot(instance, number, rank) for number in range(self.policy.slots)]
+        self._seats.serve(instances)
+        for instance in instances:
             self._ran[instance] = []
             self._again[instance] = deque()
-        self._open = sorted(slot for slots in self._slots.values() for slot in slots)
 
     # ------------------------------------------------------------------ coming
 
@@ -88,7 +84,7 @@ class Sequences:
             line.is_closed = True
             self._not_live(line)
         if line.slot is None:
-            self._wait_in_backlog(line, ticket)
+            self._be_patient(line, ticket)
         elif len(waiting) == 1:
             self._leads(line)
 
@@ -98,13 +94,18 @@ class Sequences:
         line = self._live[sequence_id] = Line(sequence_id)
         self._lines[line] = None
         self._endings.pop(sequence_id, None)
-        slot = self._free_slot()
-        if slot is not None:
-            self._seat(line, slot)
+        self._seats.take(line)
         return line
 
-    def _wait_in_backlog(self, line: Line, ticket: Ticket) -> None:
-        self._backlog[line] = None
+    def _seated(self, line: Line) -> None:
+        line.last_ns = self._now_ns
+        self._due.discard(line)
+        self._due.add(line, self._now_ns + self.policy.idle_ns)
+        if line.waiting:
+            self._leads(line)
+
+    def _be_patient(self, line: Line, ticket: Ticket) -> None:
+        """A request waits in the backlog. The smallest timeout of a sequence is that of all of it."""
         timeout_ns = ticket.flow.timeout_ns
         if timeout_ns:
             at_ns = ticket.queued_ns + timeout_ns
@@ -112,41 +113,6 @@ class Sequences:
                 line.patience_ns = at_ns
                 self._due.discard(line)
                 self._due.add(line, at_ns)
-
-    # ------------------------------------------------------------------ slots
-
-    def _free_slot(self) -> Slot | None:
-        while self._open:
-            slot = heappop(self._open)
-            if not slot.is_away:
-                return slot
-        return None
-
-    def _seat(self, line: Line, slot: Slot) -> None:
-        slot.line = line
-        line.slot = slot
-        line.last_ns = self._now_ns
-        self._due.discard(line)
-        self._due.add(line, self._now_ns + self.policy.idle_ns)
-
-    def _release(self, line: Line) -> None:
-        """Give its slot to whoever has waited longest for one. Harmless where it has none any more."""
-        slot = line.slot
-        if slot is None or slot.line is not line:
-            return
-        line.slot = slot.line = None
-        self._due.discard(line)
-        if not slot.is_away:
-            self._offer(slot)
-
-    def _offer(self, slot: Slot) -> None:
-        if not self._backlog:
-            heappush(self._open, slot)
-            return
-        line = next(iter(self._backlog))
-        del self._backlog[line]
-        self._seat(line, slot)
-        self._leads(line)
 
     # ------------------------------------------------------------------ going
 
@@ -190,7 +156,8 @@ class Sequences:
         line.is_running = True
         self._ran[slot.instance].append(line)
         if line.is_closed and not line.waiting:
-            self._release(line)
+            self._due.discard(line)
+            self._seats.leave(line)
         return ticket
 
     def _leads(self, line: Line) -> None:
@@ -207,7 +174,7 @@ class Sequences:
             parts.clear()
         for line in [*self._lines]:
             self._drop_waiting(line)
-        self._backlog.clear()  # first, or they would move in one after the other
+        self._seats.backlog.clear()  # first, or they would move in one after the other
         for line in [*self._lines]:
             self._end(line, "")
         return everything or None
@@ -254,25 +221,18 @@ class Sequences:
     def lost(self, instance: Any) -> None:
         """An instance that runs nothing is not there any more, nor is what it knew of its sequences."""
         self._is_back(instance)
-        for slot in self._slots[instance]:
-            slot.is_away = True
-        self._open = [slot for slot in self._open if not slot.is_away]
-        self._open.sort()
+        lines = self._seats.lost(instance)
         why = f"the instance of model '{self.policy.model}' that had it has ended; begin again with START"
         error = InstanceDied(f"sequence lost: {why}")
         for part in self._again[instance]:
             self._orphans += [(ticket, error) for ticket in part if not ticket.flow.done]
         self._again[instance].clear()
-        for line in [*self._lines]:
-            if line.slot is not None and line.slot.instance is instance:
-                self._end(line, why, error)
+        for line in lines:
+            self._end(line, why, error)
 
     def found(self, instance: Any) -> None:
         """It is there again, with all its slots free."""
-        for slot in self._slots[instance]:
-            slot.is_away = False
-        for slot in self._slots[instance]:
-            self._offer(slot)
+        self._seats.found(instance)
 
     def _end(self, line: Line, why: str, error: FlowserveError | None = None) -> None:
         """A sequence is over before its END came through. `error` is what its waiting requests are told."""
@@ -287,10 +247,9 @@ class Sequences:
                 if len(self._endings) > ENDINGS_MAX:
                     del self._endings[next(iter(self._endings))]
         line.is_closed = True
-        self._backlog.pop(line, None)
         self._due.discard(line)
         self._lines.pop(line, None)
-        self._release(line)
+        self._seats.leave(line)
 
     def _not_live(self, line: Line) -> None:
         del self._live[line.id]
@@ -316,7 +275,7 @@ class Sequences:
     @property
     def seated(self) -> int:
         """How many slots are taken."""
-        return sum(slot.line is not None for slots in self._slots.values() for slot in slots)
+        return self._seats.taken
 
     def slots_of(self, instance: Any) -> Sequence[Slot]:
         """The slots of an instance, by number."""
@@ -324,6 +283,19 @@ class Sequences:
 
     def is_live(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._live
+
+    def id_of(self, flow: Flow) -> SequenceId:
+        """The sequence that a request is of; 0 or "" for none."""
+        return self._identify(flow)[0]
+
+    def can_take(self, flow: Flow, kept: Collection[Any]) -> bool:
+        """Whether a request could ever run if these batches kept their instances for ever. One that begins a sequence
+        may be given a slot in any instance, so also in one of theirs.
+        """
+        line = self._live.get(self.id_of(flow))
+        if line is None or line.slot is None:
+            return not kept
+        return all(batch.instance is not line.slot.instance for batch in kept)
 
     def deadline(self) -> int | None:
         return None
@@ -335,16 +307,12 @@ class Sequences:
         return self._count + sum(len(part) for parts in self._again.values() for part in parts)
 
     def check(self) -> None:
-        seated = {slot.line: slot for slots in self._slots.values() for slot in slots if slot.line is not None}
-        for line, slot in seated.items():
-            assert line.slot is slot, f"(1) {line} does not know its slot"
+        self._seats.check()
+        backlog = self._seats.backlog
         for line in self._live.values():
             assert not line.is_closed
-            assert (line in seated) != (line in self._backlog), f"(1) {line} is nowhere, or in two places"
-        assert all(line.slot is None and line.waiting for line in self._backlog), "(1) the backlog holds who has a slot"
-        free = [slot for slots in self._slots.values() for slot in slots if slot.line is None and not slot.is_away]
-        assert sorted(free) == sorted(self._open), "(4) a slot is lost, or free twice"
-        assert not (free and self._backlog), "(2) somebody waits for a slot beside a free one"
+            assert (line.slot is None) == (line in backlog), f"(1) {line} is nowhere, or in two places"
+        assert all(line.waiting for line in backlog), "(1) somebody waits in the backlog for nothing"
         for line in self._lines:
             assert not any(ticket.flow.done for ticket in line.waiting), "a ticket of an answered flow still waits"
             assert all(ticket.line is line for ticket in line.waiting), "a ticket stands in a wrong line"
