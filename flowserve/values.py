@@ -1,8 +1,9 @@
 """The nouns every room shares: data types, tensor specifications, requests, responses.
 
-Decided here: the fourteen data types and their spellings (configuration, wire, numpy), and the two records that
-cross the engine's door. A tensor's facts are those of its numpy array: dtype and shape; BYTES is an object array of
-`bytes`. This file does not know where tensors live (memory/) nor how they are encoded (http/).
+Decided here: the fourteen data types and their spellings (configuration, wire, numpy), what kinds of memory there are,
+and the two records that cross the engine's door. A tensor's facts are those of its numpy array: dtype and shape; BYTES
+is an object array of `bytes`. This file does not know how tensors come from one memory into another (memory/) nor how
+they are encoded (http/).
 """
 
 from __future__ import annotations
@@ -55,6 +56,40 @@ class DType(enum.Enum):
 BY_WIRE: Final[Mapping[str, DType]] = {dtype.wire: dtype for dtype in DType}
 BY_NUMBER: Final[Mapping[int, DType]] = {dtype.number: dtype for dtype in DType}
 BY_NUMPY: Final[Mapping[np.dtype[Any], DType]] = {dtype.numpy: dtype for dtype in DType}
+
+
+class MemoryKind(enum.Enum):
+    """HOST is what every program has; PINNED is host memory that stays where it is, so that a GPU can copy from and to
+    it by itself; GPU is a device's own.
+    """
+
+    HOST = "host"
+    PINNED = "pinned"
+    GPU = "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlace:
+    """Which memory a tensor lies in. `number` is the device's, 0 for the host's."""
+
+    kind: MemoryKind
+    number: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind is MemoryKind.GPU
+
+    def __str__(self) -> str:
+        return f"gpu{self.number}" if self.is_gpu else self.kind.value
+
+
+HOST_MEMORY: Final = MemoryPlace(MemoryKind.HOST)
+PINNED_MEMORY: Final = MemoryPlace(MemoryKind.PINNED)
+
+
+def gpu_memory(number: int) -> MemoryPlace:
+    """The memory of one GPU."""
+    return MemoryPlace(MemoryKind.GPU, number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """How the members of a batch become one array, and one array members again.
 
 Decided here: when a batch may be handed on as it lies and when it is copied together; these two functions make the
-only copies between two steps. Members that lie side by side in one block cost nothing, whatever the batcher did to
-them in between; anything else (a gap, a foreign member, another order) copies that input whole, once. Rows of members
-that are not in the list are never part of the result.
+only copies between two steps on the host (stream.py has those on devices). Members that lie side by side in one block
+cost nothing, whatever the batcher did to them in between; anything else (a gap, a foreign member, another order) copies
+that input whole, once. Rows of members that are not in the list are never part of the result.
 
 This file does not know models, requests or why these members are together. It runs for every input of every batch of
 every node, so it is written as plain loops over attributes: no numpy call is made on the path that copies nothing.

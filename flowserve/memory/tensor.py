@@ -1,4 +1,4 @@
-"""A tensor on the host: rows of a block.
+"""A tensor: rows of a block. Here those on the host; device_tensor.py has the others.
 
 Decided here: what lies between two steps is never an array of its own but a range of rows of the block it was
 computed in, so that a batch which stays together can be handed on as that block. Slicing is put off until somebody
@@ -7,12 +7,17 @@ needs the rows alone. This file does not know graphs, requests or backends.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from flowserve.graph.conversion import Conversion, reshaped
-from flowserve.values import Array
+from flowserve.values import HOST_MEMORY, Array, MemoryPlace
+
+if TYPE_CHECKING:
+    from flowserve.memory.stream import DeviceStream
 
 WHOLE: Final = -1
+T = TypeVar("T")
 
 
 class Tensor:
@@ -48,17 +53,33 @@ class Tensor:
         rows = len(self.block) if self.stop != WHOLE else 0
         return self.block.nbytes * (self.stop - self.start) // rows if rows else self.block.nbytes
 
+    @property
+    def place(self) -> MemoryPlace:
+        """The memory its rows lie in."""
+        return HOST_MEMORY
+
     def converted(self, conversion: Conversion) -> Tensor:
         """This in another shape: a view wherever the rows lie in one piece, which they do."""
-        array = self.array
-        lead = 0 if self.stop == WHOLE else 1
-        for dims, target in conversion.reshapes:
-            array = array.reshape(array.shape[:lead] + reshaped(array.shape[lead:], dims, target))
-        if conversion.batch > 0:
-            return Tensor(array[None], 0, 1)
-        if conversion.batch < 0:
-            return Tensor(array[0] if len(array) == 1 else array)
-        return Tensor(array) if self.stop == WHOLE else Tensor(array, 0, len(array))
+        return in_another_shape(Tensor, self.array, self.stop != WHOLE, conversion)
+
+    def to(self, place: MemoryPlace, stream: DeviceStream) -> Tensor:
+        """This in the memory of `place`: itself where it lies there, else a copy, put on the stream and counted."""
+        return stream.brought(self, place)
 
     def __repr__(self) -> str:
         return f"Tensor({self.block.dtype}, {list(self.shape)})"
+
+
+def in_another_shape(make: Callable[..., T], array: Any, has_rows: bool, conversion: Conversion) -> T:
+    """The tensor that `make` makes of an array whose shape was changed. Any array will do that has a shape and
+    `reshape`.
+    """
+    lead = 1 if has_rows else 0
+    for dims, target in conversion.reshapes:
+        array = array.reshape(array.shape[:lead] + reshaped(array.shape[lead:], dims, target))
+    shape = array.shape
+    if conversion.batch > 0:
+        return make(array.reshape((1, *shape)), 0, 1)
+    if conversion.batch < 0:
+        return make(array.reshape(shape[1:]) if shape[0] == 1 else array)
+    return make(array, 0, shape[0]) if has_rows else make(array)

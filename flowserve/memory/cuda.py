@@ -1,0 +1,139 @@
+"""A real GPU, through cupy: the only file that knows it.
+
+Decided here: how each call of `Device` becomes one of CUDA's. Pools of our own stand above it (blocks.py), so cupy's
+are not used: they know nothing of the streams of others. The current device belongs to the thread, so whatever depends
+on it is done within `with Device(n)`, and nothing here awaits anything.
+
+Imported only where there is a driver. What of this was run on hardware, docs/gpu.md says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from flowserve.memory.device import Device, Event, Memory, OutOfMemory, Stream
+from flowserve.values import Array
+
+try:
+    import cupy
+except ImportError as error:  # also where its own libraries are missing
+    cupy = None
+    _WHY_NO_CUPY: Final = str(error)
+
+_ANY_DIRECTION: Final = 4  # cudaMemcpyDefault: told from the addresses
+_OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
+
+
+def find() -> tuple[Sequence[Device], str]:
+    """The GPUs, or none and why."""
+    if cupy is None:
+        return (), f"a GPU is here but cupy is not ({_WHY_NO_CUPY}): pip install 'flowserve[gpu]'"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return (), f"a GPU is here but cannot be used: {error}"
+    return [CudaDevice(number) for number in range(count)], ""
+
+
+class CudaMemory:
+    """`raw` is cupy's own holder where memory is pinned, None for a device's."""
+
+    __slots__ = ("address", "nbytes", "raw")
+
+    def __init__(self, address: int, nbytes: int, raw: Any = None) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.raw = raw
+
+
+class CudaStream:
+    """`raw` is cupy's."""
+
+    __slots__ = ("address", "raw")
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.address: int = raw.ptr
+
+
+class CudaEvent:
+    """`raw` is cupy's, recorded in `stream`."""
+
+    __slots__ = ("raw", "stream")
+
+    def __init__(self, raw: Any, stream: CudaStream) -> None:
+        self.raw = raw
+        self.stream = stream
+
+
+class CudaDevice:
+    """One GPU."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def allocate(self, nbytes: int) -> Memory:
+        try:
+            with cupy.cuda.Device(self.number):
+                return CudaMemory(cupy.cuda.runtime.malloc(nbytes), nbytes)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise _translated(error) from error
+
+    def allocate_pinned(self, nbytes: int) -> Memory:
+        try:
+            with cupy.cuda.Device(self.number):
+                raw = cupy.cuda.PinnedMemory(nbytes)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise _translated(error) from error
+        return CudaMemory(raw.ptr, nbytes, raw)
+
+    def free(self, memory: Memory) -> None:
+        assert isinstance(memory, CudaMemory)
+        if memory.raw is not None:
+            memory.raw = None  # its end gives the pages back
+            return
+        with cupy.cuda.Device(self.number):
+            cupy.cuda.runtime.free(memory.address)
+
+    def stream(self) -> CudaStream:
+        with cupy.cuda.Device(self.number):
+            return CudaStream(cupy.cuda.Stream(non_blocking=True))
+
+    def close_stream(self, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        stream.raw = None
+
+    def copy(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
+        if nbytes:
+            cupy.cuda.runtime.memcpyAsync(to, source, nbytes, _ANY_DIRECTION, stream.address)
+
+    def record(self, stream: Stream) -> CudaEvent:
+        assert isinstance(stream, CudaStream)
+        with cupy.cuda.Device(self.number):
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(stream.raw)
+        return CudaEvent(event, stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(stream, CudaStream)
+        assert isinstance(event, CudaEvent)
+        stream.raw.wait_event(event.raw)
+
+    def synchronize(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.raw.synchronize()
+
+    def is_done(self, event: Event) -> bool:
+        assert isinstance(event, CudaEvent)
+        return bool(event.raw.done)
+
+    def host_view(self, memory: Memory) -> Array:
+        return np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.address))
+
+
+def _translated(error: Exception) -> Exception:
+    return OutOfMemory() if getattr(error, "status", None) == _OUT_OF_MEMORY else error

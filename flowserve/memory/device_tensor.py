@@ -1,0 +1,125 @@
+"""Tensors on a device: what an array is there, and rows of it.
+
+Decided here: a tensor on a device is rows of a block as one on the host is (tensor.py), so that a batch which stays
+together is handed on as that block there too. Nothing here copies or waits; that is stream.py's. And nothing turns into
+a numpy array by itself: a copy to the host that nobody asked for is what makes pipelines slow.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from flowserve.graph.conversion import Conversion
+from flowserve.memory.blocks import Block
+from flowserve.memory.device import Event
+from flowserve.memory.tensor import WHOLE, Tensor, in_another_shape
+from flowserve.values import MemoryPlace
+
+NOT_ON_THE_HOST: Final = "this tensor lies in {place}, not on the host; ask for a copy with Tensor.to()"
+
+
+class DeviceArray:
+    """Elements in row-major order in a block: what `np.ndarray` is on the host, without any arithmetic.
+
+    `ready` is the event after which they are there, None while the work that makes them is still being put on its
+    stream.
+    """
+
+    __slots__ = ("block", "dtype", "offset", "ready", "shape")
+
+    def __init__(
+        self,
+        block: Block,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        offset: int = 0,
+        ready: Event | None = None,
+    ) -> None:
+        self.block = block
+        self.dtype = dtype
+        self.shape = shape
+        self.offset = offset
+        self.ready = ready
+
+    @property
+    def place(self) -> MemoryPlace:
+        return self.block.place
+
+    @property
+    def address(self) -> int:
+        return self.block.address + self.offset
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def rows(self, start: int, stop: int) -> DeviceArray:
+        """A view of some rows; all of them are this very object, by which neighbours are told."""
+        if start == 0 and stop == self.shape[0]:
+            return self
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+        return DeviceArray(
+            self.block, self.dtype, (stop - start, *self.shape[1:]), self.offset + start * row, self.ready
+        )
+
+    def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
+        """The same elements in another shape, which has as many."""
+        assert prod(shape) == prod(self.shape)
+        return DeviceArray(self.block, self.dtype, shape, self.offset, self.ready)
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(NOT_ON_THE_HOST.format(place=self.place))
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.dtype}, {list(self.shape)}, {self.place})"
+
+
+class DeviceTensor(Tensor):
+    """Rows of a `DeviceArray`."""
+
+    __slots__ = ()
+
+    block: DeviceArray  # type: ignore[assignment]  # all that is asked of a block here, both kinds have
+
+    def __init__(self, block: DeviceArray, start: int = 0, stop: int = WHOLE) -> None:
+        super().__init__(block, start, stop)  # type: ignore[arg-type]  # see above
+
+    @property
+    def place(self) -> MemoryPlace:
+        return self.block.place
+
+    @property
+    def array(self) -> NoReturn:
+        raise TypeError(NOT_ON_THE_HOST.format(place=self.place))
+
+    @property
+    def elements(self) -> DeviceArray:
+        """The rows as one array: a view, never a copy."""
+        return self.block if self.stop == WHOLE else self.block.rows(self.start, self.stop)
+
+    def converted(self, conversion: Conversion) -> DeviceTensor:
+        return in_another_shape(DeviceTensor, self.elements, self.stop != WHOLE, conversion)
+
+
+class Mirror(Tensor):
+    """Rows on the host that have copies on devices: what several readers take, each where it wants it.
+
+    `copies` are by the device's number. Whoever copies one more puts it there, under the lock of that device's memory.
+    """
+
+    __slots__ = ("copies",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.block, tensor.start, tensor.stop)
+        self.copies: dict[int, DeviceTensor] = {}
+
+    def converted(self, conversion: Conversion) -> Mirror:
+        mirror = Mirror(super().converted(conversion))
+        mirror.copies = {number: copy.converted(conversion) for number, copy in self.copies.items()}
+        return mirror

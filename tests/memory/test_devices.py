@@ -1,0 +1,62 @@
+"""Which GPUs a process has, and that asking costs a machine without one nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from flowserve.errors import Unsupported
+from flowserve.memory.delivery import ON_DEVICE
+from flowserve.memory.devices import Devices, devices, using
+from flowserve.memory.stream import DeviceStream
+from flowserve.memory.tensor import Tensor
+from flowserve.testing.fake_device import FakeMachine
+
+
+def test_a_gpu_that_is_not_there_is_named_with_those_that_are() -> None:
+    found = Devices(FakeMachine(2).devices)
+    assert found[1].place.number == 1
+    with pytest.raises(Unsupported, match="there is no GPU 2 here: they are numbered from 0 to 1"):
+        found[2]
+    with pytest.raises(Unsupported, match="no driver"):
+        Devices((), "no driver")[0]
+
+
+def test_within_a_block_other_gpus_are_the_processes() -> None:
+    before = devices()
+    with using(Devices(FakeMachine().devices)) as found:
+        assert devices() is found
+    assert devices() is before
+
+
+def test_looking_for_gpus_imports_nothing_heavy_where_there_is_no_driver() -> None:
+    code = (
+        "import sys; from flowserve.memory.devices import devices; found = devices(); "
+        "heavy = {'cupy', 'onnxruntime'} & sys.modules.keys(); "
+        "assert found.count or not heavy, heavy; print(found.count, found.why_none)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, _, why = done.stdout.strip().partition(" ")
+    assert (int(count) > 0) != bool(why)
+
+
+@pytest.mark.gpu
+def test_on_hardware_rows_go_there_and_come_back_through_two_streams() -> None:
+    memory = devices()[0]
+    first, second = DeviceStream(memory), DeviceStream(memory)
+    tensors = [Tensor(np.full((1, 1 << 20), value, np.float32), 0, 1) for value in range(4)]
+    with first.batch():
+        array, copied = first.gather(tensors)
+        there = first.deliver([array], [1] * 4, [[ON_DEVICE] * 4])[0]
+    assert copied == 4 << 22
+    with second.batch():
+        back, copied = second.gather(there[1:3])
+        home = second.deliver([back], [1] * 2)[0]
+    assert copied == 0
+    assert [int(tensor.array[0, 0]) for tensor in home] == [1, 2]
+    assert all((tensor.array == tensor.array[0, 0]).all() for tensor in home)
+    first.close()
+    second.close()
