@@ -34,9 +34,11 @@ from flowserve.http.errors import error_body, status_of
 from flowserve.http.infer_header import AnswerForm
 from flowserve.http.limits import body_too_large
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.observe.server_timing import server_timing
 from flowserve.runtime.classification import rank
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.tracing import Watch
 from flowserve.scheduling.router import Flow
 from flowserve.values import Request, Response
 
@@ -51,6 +53,9 @@ Decoded = tuple[Request, AnswerForm]
 
 PREFIX: Final = "/v2/models/"
 SUFFIX: Final = "/infer"
+TIMING: Final = b"flowserve-timing"  # a request with this header wants to know what became of it
+SERVER_TIMING: Final = b"server-timing"
+_ELSEWHERE: Final = CODINGS | {TIMING}  # headers that may send a request another way than the common one
 _COMPRESSING_AT_ONCE: Final = 4  # each may hold a whole expanded body
 _INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would keep the loop from turning
 
@@ -75,7 +80,7 @@ class InferRoute:
             body = await self._collect(receive) if exchange is None else exchange.take_body()
             decoded = self._decode(scope["headers"], body, deployment)
             if decoded is None:
-                answer = await self._compressed(scope["headers"], body, deployment)
+                answer = await self._otherwise(scope["headers"], body, deployment)
             elif exchange is None:
                 answer = await self._infer(decoded, deployment)
             else:
@@ -106,21 +111,39 @@ class InferRoute:
         """The client left."""
         self._engine.withdraw(flow)
 
-    async def _infer(self, decoded: Decoded, deployment: Deployment) -> Answer:
+    async def _infer(self, decoded: Decoded, deployment: Deployment, watch: Watch | None = None) -> Answer:
         """The answer, waited for here."""
         request, form = decoded
         request.stamp = self._engine.next_stamp()
-        return self._encode(await self._engine.infer(deployment, request), form, deployment)
+        make = None if watch is None else watch.make(deployment.make_flow)
+        return self._encode(await self._engine.infer(deployment, request, make), form, deployment)
 
-    async def _compressed(self, headers: Headers, body: Body, deployment: Deployment) -> Answer:
+    async def _otherwise(self, headers: Headers, body: Body, deployment: Deployment) -> Answer:
+        """The way of a request that asks for its timing, or one of whose two bodies is compressed."""
+        if not any(name == TIMING and _matters(name, value) for name, value in headers):
+            return await self._compressed(headers, body, deployment)
+        watch = self._engine.tracing.watch()
+        try:
+            status, said, parts = await self._compressed(headers, body, deployment, watch)
+        except FlowserveError as error:
+            status, said, parts = _refusal(error)
+        finally:
+            watch.close()
+        if watch.trace is not None:
+            said = (*said, (SERVER_TIMING, server_timing(watch.trace).encode()))
+        return status, said, parts
+
+    async def _compressed(
+        self, headers: Headers, body: Body, deployment: Deployment, watch: Watch | None = None
+    ) -> Answer:
         """The way of a request one of whose two bodies is compressed: large ones are work for a thread."""
         if is_compressed(headers):
             limit = self._max_body_bytes
             body = await trio.to_thread.run_sync(expand, body, limit, abandon_on_cancel=True, limiter=self._threads)
         encoding = wanted(headers)
-        decoded = self._decode([one for one in headers if one[0] not in CODINGS], body, deployment)
+        decoded = self._decode([one for one in headers if one[0] not in _ELSEWHERE], body, deployment)
         assert decoded is not None  # nothing in these headers says that it is compressed
-        status, said, parts = await self._infer(decoded, deployment)
+        status, said, parts = await self._infer(decoded, deployment, watch)
         if not encoding:
             return status, said, parts
         if sum(map(len, parts)) <= _INLINE_BYTES_MAX:
@@ -138,12 +161,12 @@ class InferRoute:
         return 200, headers, parts
 
     def _decode(self, headers: Headers, body: Body, deployment: Deployment) -> Decoded | None:
-        """None where the body is compressed or the answer is to be: that is another way."""
+        """None where the body is compressed or the answer is to be, or timing is asked for: that is another way."""
         header_length: int | None = None
         for name, value in headers:
             if name == HEADER_LENGTH:
                 header_length = _header_length(value)
-            elif name in CODINGS and matters(name, value):
+            elif name in _ELSEWHERE and _matters(name, value):
                 return None
         if header_length == 0:
             return decode_raw(body, deployment.name, deployment.inputs, deployment.graph.max_batch_size)
@@ -191,6 +214,12 @@ class _Promise:
 def _refusal(error: FlowserveError | UnknownEncoding) -> Answer:
     status = 415 if isinstance(error, UnknownEncoding) else status_of(error)
     return status, JSON_HEADERS, [error_body(str(error))]
+
+
+@lru_cache(maxsize=256)
+def _matters(name: bytes, value: bytes) -> bool:
+    """Whether this header, one of `_ELSEWHERE`, says anything. Raises `UnknownEncoding`."""
+    return value != b"0" if name == TIMING else matters(name, value)
 
 
 @lru_cache(maxsize=1024)  # a server is asked for the same few paths again and again

@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,6 +21,7 @@ from flowserve.config.gate import gate_options
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
+from flowserve.graph.plan import Plan
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED, Statistics, rows_as_json
 from flowserve.runtime.accounts import record_batch, record_ensemble
@@ -40,6 +40,7 @@ from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Pump
 from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor
+from flowserve.runtime.tracing import Tracing
 from flowserve.runtime.turnstile import Turnstile
 from flowserve.scheduling.backoff import DELAYS, Delays
 from flowserve.scheduling.batch import Batch, ModelQueue
@@ -96,6 +97,9 @@ class Engine:
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
         self.calls = self.completions.calls = Calls(self)
         self.supervisor = Supervisor(self.dispatcher, self.completions, self._pump.poke, self.clock, options.restarts)
+        self.tracing = Tracing(
+            self.dispatcher, self.completions, self.clock, self._start, self._finished, self._answered
+        )
         self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
         self._stamps = count(1)
@@ -196,13 +200,14 @@ class Engine:
 
     # ------------------------------------------------------------------ serving
 
-    async def infer(self, deployment: Deployment, request: Request) -> Response:
-        """Run one request. Arrays of the answer include the batch dimension where the deployment batches.
+    async def infer(self, deployment: Deployment, request: Request, make: MakeFlow | None = None) -> Response:
+        """Run one request. Arrays of the answer include the batch dimension where the deployment batches. `make` is as
+        in `submit`.
 
         Raises Invalid for a request that does not fit the deployment, and whatever its steps failed with. A caller
         who is cancelled leaves: what is still queued for it is withdrawn, what runs runs out.
         """
-        flow = self.submit(deployment, request)
+        flow = self.submit(deployment, request, make)
         if not flow.done:
             task = current_task()
             wake = self._turnstile.let_in if deployment.keeps_order else reschedule
@@ -229,12 +234,21 @@ class Engine:
         """
         nested = deployment.make_stream if is_stream else deployment.make_flow
         request.stamp = self.next_stamp()
-        begun: Called = self.submit(
-            deployment,
-            request,
-            lambda plan, *facts: (CalledFlow if plan.nesting is None else nested)(plan, *facts),
-            partial(self.dispatcher.call, batch),
-        )  # type: ignore[assignment]
+
+        def make(plan: Plan, *facts: Any) -> Flow:
+            flow: Flow = (CalledFlow if plan.nesting is None else nested)(plan, *facts)
+            if batch is not None and self.tracing.is_live:
+                self.tracing.begin_call(batch, flow)
+            return flow
+
+        def take(flow: Called) -> None:
+            try:
+                self.dispatcher.call(batch, flow)
+            except FlowserveError:
+                self.tracing.end(flow)
+                raise
+
+        begun: Called = self.submit(deployment, request, make, take)  # type: ignore[assignment]
         return begun
 
     def submit(
@@ -286,6 +300,7 @@ class Engine:
     def withdraw(self, flow: Flow) -> None:
         """Its caller left: nobody is told, and what is still queued of it leaves its queues."""
         flow.waiter = None
+        self.tracing.end(flow, has_left=True)
         now_ns = self.clock()
         for queue in self.dispatcher.cancel(flow):
             if flow.plan.graph.is_ensemble:

@@ -79,6 +79,10 @@ class Gate:
             self._lead_no_more(flow, passing_on=True)
             raise
 
+    def would_wait(self, flow: Flow) -> bool:
+        """Whether it would have to wait for room if it entered now."""
+        return bool(self._waiting) or not self._has_room(self._weight(flow))
+
     def leave(self, flow: Flow, *, is_answered: bool = True) -> bool:
         """A request is over; or not `is_answered`: its caller left. Returns whether it is counted already."""
         self._make_room(flow)

@@ -154,12 +154,12 @@ class OneByOne(_Fifo):
 class DynamicBatcher(_Fifo):
     """Triton's dynamic batcher: preferred sizes, a delay, a maximum; sizes are rows, not requests."""
 
-    __slots__ = ("_delay_ns", "_policy", "may_wait")
+    __slots__ = ("_policy", "delay_ns", "may_wait")
 
     def __init__(self, policy: BatchPolicy) -> None:
         super().__init__()
         self._policy = policy
-        self._delay_ns = policy.max_queue_delay_ns
+        self.delay_ns = policy.max_queue_delay_ns
         self.may_wait = policy.max_queue_delay_ns > 0
 
     def take(self, now_ns: int) -> list[Ticket] | None:
@@ -167,7 +167,7 @@ class DynamicBatcher(_Fifo):
         if not waiting:
             return None
         oldest = waiting[0]
-        is_overdue = self._delay_ns > 0 and now_ns - oldest.queued_ns >= self._delay_ns
+        is_overdue = self.delay_ns > 0 and now_ns - oldest.queued_ns >= self.delay_ns
         count = self._policy.count(waiting, oldest.key, is_overdue)
         if count == len(waiting):
             batch = [*waiting]
@@ -177,6 +177,6 @@ class DynamicBatcher(_Fifo):
         return [popleft() for _ in range(count)] or None
 
     def deadline(self) -> int | None:
-        if not self._delay_ns or not self._waiting:
+        if not self.delay_ns or not self._waiting:
             return None
-        return self._waiting[0].queued_ns + self._delay_ns
+        return self._waiting[0].queued_ns + self.delay_ns

@@ -71,6 +71,11 @@ class Dispatcher:
         self._held: dict[Flow, None] = {}
         self._due: Deadlines[Flow] | None = None  # of the flows that have a deadline; None until one has
 
+    def tell(self, run: Callable[[Batch], None], answered: Callable[[Flow], None]) -> None:
+        """From now on batches are started, and flows that are over are told, here."""
+        self._run = run
+        self._answered = answered
+
     def add(self, queue: ModelQueue) -> None:
         """Serve a model: flows may have this queue on their route from now on."""
         self._queues.append(queue)

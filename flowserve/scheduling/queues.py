@@ -75,13 +75,13 @@ class PolicyBatcher:
 
     __slots__ = (
         "_batches",
-        "_delay_ns",
         "_expiries",
         "_lanes",
         "_levels",
         "_numbers",
         "_policy",
         "_served",
+        "delay_ns",
         "may_wait",
     )
     may_expire = True
@@ -89,7 +89,7 @@ class PolicyBatcher:
     def __init__(self, policy: BatchPolicy, levels: Levels) -> None:
         self._policy = policy
         self._levels = levels
-        self._delay_ns = policy.max_queue_delay_ns
+        self.delay_ns = policy.max_queue_delay_ns
         self.may_wait = policy.max_queue_delay_ns > 0
         # Only lanes that hold tickets are in these: a configuration may ask for billions of levels.
         self._lanes: dict[int, deque[Ticket]] = {}  # 2 * level, and 2 * level + 1 for its delayed ones
@@ -122,7 +122,7 @@ class PolicyBatcher:
             return None
         walk = self._walk()
         waiting = chain.from_iterable([lanes[number] for number in walk])
-        is_overdue = self._delay_ns > 0 and now_ns - self._oldest_ns() >= self._delay_ns
+        is_overdue = self.delay_ns > 0 and now_ns - self._oldest_ns() >= self.delay_ns
         count = self._policy.count(waiting, lanes[walk[0]][0].key, is_overdue)
         if not count:
             return None
@@ -146,9 +146,9 @@ class PolicyBatcher:
         return batch
 
     def deadline(self) -> int | None:
-        if not self._delay_ns or not self._lanes:
+        if not self.delay_ns or not self._lanes:
             return None
-        return self._oldest_ns() + self._delay_ns
+        return self._oldest_ns() + self.delay_ns
 
     def expiry(self) -> int | None:
         return self._expiries.soonest()

@@ -19,7 +19,9 @@ async def seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]
     """Every request that entered the engine."""
     entered: list[Request] = []
     submit = engine.submit
-    monkeypatch.setattr(engine, "submit", lambda to, request: entered.append(request) or submit(to, request))
+    monkeypatch.setattr(
+        engine, "submit", lambda to, request, *how: entered.append(request) or submit(to, request, *how)
+    )
     return entered
 
 

@@ -1,0 +1,59 @@
+"""Why a step waited: the reasons follow each other without a gap and leave nothing out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.observe.waits import BUSY, FULL, TURN, Spells, Wait, add, by_reason, divided
+
+MOMENTS = st.integers(0, 60)
+
+
+def test_a_wait_is_divided_where_instances_came_free_and_were_taken_again() -> None:
+    assert divided(10, 100, [(0, 30), (40, 90)], TURN) == [
+        Wait(BUSY, 10, 30),
+        Wait(TURN, 30, 40),
+        Wait(BUSY, 40, 90),
+        Wait(TURN, 90, 100),
+    ]
+
+
+def test_who_did_not_wait_has_no_reasons() -> None:
+    assert divided(10, 10, [(0, 100)], FULL) == []
+
+
+@given(MOMENTS, MOMENTS, st.lists(st.tuples(MOMENTS, MOMENTS), max_size=6))
+def test_laws_reasons_cover_the_time_exactly_once(start: int, length: int, marks: list[tuple[int, int]]) -> None:
+    spells = Spells()
+    for begun, ended in sorted((min(pair), max(pair)) for pair in marks):
+        spells.begin(begun)
+        spells.end(ended)
+    end = start + length
+    waits = divided(start, end, spells.after(start), TURN)
+    edges = [start, *(wait.to_ns for wait in waits)]
+    assert [wait.from_ns for wait in waits] == edges[:-1]
+    assert edges[-1] == end
+    assert all(wait.ns > 0 for wait in waits)
+    covered = {moment for begun, ended in map(sorted, marks) for moment in range(begun, ended)}
+    assert by_reason(waits).get(BUSY, 0) == len(covered & set(range(start, end)))
+
+
+def test_who_waited_through_more_spells_than_are_remembered_waited_for_an_instance() -> None:
+    spells = Spells()
+    for moment in range(0, 20_000, 2):
+        spells.begin(moment)
+        spells.end(moment + 1)
+    waits = divided(100, 20_000, spells.after(100), TURN)
+    assert waits[0].reason == BUSY
+    assert waits[0].from_ns == 100
+    assert sum(wait.ns for wait in waits) == 19_900
+
+
+def test_reasons_are_summed_and_the_longest_is_first() -> None:
+    waits: list[Wait] = []
+    add(waits, TURN, 0, 5)
+    add(waits, BUSY, 5, 30)
+    add(waits, TURN, 30, 35)
+    add(waits, FULL, 35, 35)
+    assert [*by_reason(waits).items()] == [(BUSY, 25), (TURN, 10)]

@@ -1,0 +1,238 @@
+"""What is noticed of traced requests on their way, and that nobody else pays for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from flowserve.config.gate import GateOptions
+from flowserve.errors import FlowserveError
+from flowserve.observe.trace import Trace
+from flowserve.observe.waits import (
+    AGAIN,
+    BUSY,
+    DELAYED,
+    FULL,
+    GATE,
+    HANDOVER,
+    SIZED,
+    TURN,
+    Wait,
+    by_reason,
+)
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.gate import Gate
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.testing.engine import add_chain, add_function
+from flowserve.values import Array, Request
+
+MS = 1_000_000
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Engine]:
+    async with open_engine(EngineOptions()) as engine:
+        await wait_all_tasks_blocked()  # the pump sleeps: what a test submits in one turn is one turn
+        before = _stands_between(engine)
+        yield engine
+        await wait_all_tasks_blocked()
+        assert not engine.tracing.is_live
+        assert _stands_between(engine) == before
+
+
+def _stands_between(engine: Engine) -> list[object]:
+    return [engine.dispatcher._run, engine.dispatcher._answered, engine.completions.finished]
+
+
+async def ask(engine: Engine, name: str, value: float = 1.0, rows: int = 1, told: list[Trace] | None = None) -> Trace:
+    """The trace of one request; also into `told`."""
+    deployment = engine.find(name)
+    watch = engine.tracing.watch(*([] if told is None else [told.append]))
+    request = Request({"IN": np.full((rows, 4), value, np.float32)}, stamp=engine.next_stamp())
+    try:
+        await engine.infer(deployment, request, watch.make(deployment.make_flow))
+    except FlowserveError:
+        pass
+    finally:
+        watch.close()
+    assert watch.trace is not None
+    return watch.trace
+
+
+async def plain(engine: Engine, name: str) -> None:
+    await engine.infer(engine.find(name), Request({"IN": np.ones((1, 4), np.float32)}, stamp=engine.next_stamp()))
+
+
+def double(array: Array) -> Array:
+    return array * 2
+
+
+def reasons(waits: list[Wait]) -> set[str]:
+    return set(by_reason(waits))
+
+
+def check(trace: Trace) -> None:
+    """The moments of a request follow each other, and its waits are told without a gap."""
+    assert trace.arrived_ns <= trace.ended_ns
+    for step in trace.steps:
+        ran = step.execution
+        moments = [step.ready_ns, step.queued_ns, ran.taken_ns]
+        if ran.ended_ns:
+            moments += [ran.started_ns, ran.gathered_ns, ran.computed_ns, ran.ended_ns]
+            assert ran.ended_ns <= step.ended_ns <= trace.ended_ns
+            assert sum(wait.ns for wait in step.waits) == ran.started_ns - step.ready_ns
+        assert moments == sorted(moments)
+
+
+async def test_members_of_one_batch_name_each_other_and_stay_together_through_the_chain() -> None:
+    async with running() as engine:
+        add_function(engine, "first", [double])
+        add_function(engine, "last", [double], inline=False)
+        add_chain(engine, "chain", ["first", "last"])
+        told: list[Trace] = []
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(ask, engine, "chain", 1.0, 2, told)
+            nursery.start_soon(plain, engine, "chain")
+        numbers = [trace.number for trace in told]
+        for trace in told:
+            check(trace)
+            assert [step.node.name for step in trace.steps] == ["first", "last"]
+            for step in trace.steps:
+                assert (step.execution.requests, step.execution.rows) == (4, 7)
+                assert sorted(step.execution.members) == sorted(numbers)
+            assert reasons(trace.steps[1].waits) <= {HANDOVER, TURN}
+        assert len({execution for trace in told for execution in trace.executions()}) == 2
+
+
+async def test_who_finds_every_instance_busy_waits_for_one() -> None:
+    gate = threading.Event()
+
+    def wait(array: Array) -> Array:
+        assert gate.wait(10)
+        return array
+
+    async with running() as engine:
+        add_function(engine, "slow", [wait], inline=False, batcher=DynamicBatcher(BatchPolicy.simple(1)))
+        told: list[Trace] = []
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(ask, engine, "slow", 1.0, 1, told)
+            await wait_all_tasks_blocked()
+            await trio.sleep(0.02)
+            gate.set()
+        first, second = told
+        assert BUSY not in reasons(first.steps[0].waits)
+        waited = by_reason(second.steps[0].waits)
+        assert waited[BUSY] >= 19 * MS
+        assert next(iter(waited)) == BUSY
+        for trace in told:
+            check(trace)
+
+
+async def test_a_forming_batch_says_what_it_waited_for(autojump_clock: trio.testing.MockClock) -> None:
+    async with running() as engine:
+        policy = BatchPolicy(8, (3, 8), 50 * MS)
+        add_function(engine, "model", [double], batcher=DynamicBatcher(policy), max_batch_size=8)
+        alone = await ask(engine, "model")
+        assert by_reason(alone.steps[0].waits) == {DELAYED: 50 * MS}
+
+        told: list[Trace] = []
+        for count, reason in ((3, SIZED), (8, FULL)):
+            told.clear()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, engine, "model", 1.0, 1, told)
+                await trio.sleep(0.01)
+                nursery.start_soon(ask, engine, "model", 1.0, count - 1, told)
+            assert max((by_reason(trace.steps[0].waits) for trace in told), key=len) == {reason: 10 * MS}
+        for trace in told:
+            check(trace)
+
+
+async def test_the_halves_of_a_batch_that_failed_are_steps_of_their_own() -> None:
+    def poisoned(array: Array) -> Array:
+        if (array == 13).any():
+            raise ValueError("thirteen")
+        return array
+
+    async with running() as engine:
+        add_function(engine, "pure", [poisoned], is_pure=True)
+        told: list[Trace] = []
+        async with trio.open_nursery() as nursery:
+            for value in (1.0, 13.0):
+                nursery.start_soon(ask, engine, "pure", value, 1, told)
+        good = next(trace for trace in told if not trace.error)
+        bad = next(trace for trace in told if trace.error)
+        for trace in told:
+            check(trace)
+            assert [step.execution.requests for step in trace.steps] == [2, 1]
+            assert AGAIN in reasons(trace.steps[1].waits)
+            assert "thirteen" in trace.steps[0].error
+        assert not good.steps[1].error
+        assert "thirteen" in bad.steps[1].error
+        assert "thirteen" in bad.error
+
+
+@pytest.mark.parametrize("leaves_at", ["the queue", "the instance"])
+async def test_a_caller_who_leaves_ends_its_trace(leaves_at: str) -> None:
+    gate = threading.Event()
+
+    def wait(array: Array) -> Array:
+        assert gate.wait(10)
+        return array
+
+    async with running() as engine:
+        delay_ns = 3_600_000_000_000 if leaves_at == "the queue" else 0
+        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=delay_ns))
+        add_function(engine, "slow", [wait], inline=False, batcher=batcher)
+        told: list[Trace] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, "slow", 1.0, 1, told)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        gate.set()
+        (trace,) = told
+        assert trace.error == "its caller left"
+        assert len(trace.steps) == (leaves_at == "the instance")
+        check(trace)
+        await wait_all_tasks_blocked()
+        if leaves_at == "the instance":
+            await plain(engine, "slow")
+
+
+async def test_who_waits_at_the_gate_says_so() -> None:
+    gate = threading.Event()
+
+    def wait(array: Array) -> Array:
+        assert gate.wait(10)
+        return array
+
+    async with running() as engine:
+        add_function(engine, "slow", [wait], inline=False)
+        _limit(engine, "slow", GateOptions(max_requests=1, waits=True))
+        told: list[Trace] = []
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(ask, engine, "slow", 1.0, 1, told)
+            await wait_all_tasks_blocked()
+            await trio.sleep(0.02)
+            gate.set()
+        assert reasons(told[0].waits) <= {TURN}
+        waited = by_reason(told[1].waits)
+        assert waited[GATE] >= 19 * MS
+        for trace in told:
+            check(trace)
+
+
+def _limit(engine: Engine, name: str, options: GateOptions) -> None:
+    deployment = engine.find(name)
+    key = deployment.graph.nodes[0].model
+    deployment.gate = Gate(
+        options, None, key, deployment.output_slot, deployment.statistics, engine.dispatcher, engine.clock
+    )
