@@ -30,6 +30,12 @@ class TooLarge(Invalid):
     kind = "too_large"
 
 
+class Forbidden(FlowserveError):
+    """It belongs to a group of calls that need a key, and came without it."""
+
+    kind = "forbidden"
+
+
 class NotFound(FlowserveError):
     """No model, version or route of that name."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from flowserve.errors import Invalid
 
 if TYPE_CHECKING:
-    from flowserve.http.restricted import Restriction
+    from flowserve.runtime.restriction import Restriction
 
 # Settings of the onnxruntime backend for all its models, each with the least it may be. Other backends know their own.
 ONNXRUNTIME_SETTINGS: Final[Mapping[str, int]] = {
@@ -82,7 +82,7 @@ def local_cache(text: str) -> int:
 
 def restriction(text: str) -> Restriction:
     """GROUP[,GROUP...]:HEADER=VALUE."""
-    from flowserve.http.restricted import parse_restriction  # not before it is needed: help should be quick
+    from flowserve.runtime.restriction import parse_restriction  # not before it is needed: help should be quick
 
     try:
         return parse_restriction(text)

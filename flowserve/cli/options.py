@@ -28,7 +28,7 @@ from flowserve.cli.option_values import (
 )
 
 if TYPE_CHECKING:
-    from flowserve.http.restricted import Restriction
+    from flowserve.runtime.restriction import Restriction
 
 MEBIBYTE: Final = 1 << 20
 ControlMode = Literal["none", "poll", "explicit"]

@@ -38,6 +38,7 @@ from flowserve.observe.log_settings import LogSettings
 from flowserve.runtime.control import Control, ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.hosts import PYTHON_EXECUTION
+from flowserve.runtime.request_parameters import forwarding_of
 from flowserve.scheduling.limiter import Available
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _app_options(options: RunOptions, log_settings: LogSettings) -> AppOptions:
         max_body_bytes=options.http_max_input_size,
         client_memory=ClientMemory(is_allowed=options.allow_client_shm),
         restrictions=options.http_restrictions,
-        forward_pattern=options.http_header_forward_pattern,
+        forwarding=forwarding_of(options.http_header_forward_pattern, "--http-header-forward-pattern"),
         log=log_settings,
     )
 

@@ -17,10 +17,10 @@ from flowserve.errors import Invalid
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
+from flowserve.runtime.request_parameters import KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
 from flowserve.values import BY_WIRE, Array, DType, Parameter, Request
 
 _INT64_MAX: Final = 2**63 - 1
-_KNOWN: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout"})
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 _CONTENTS: Final[Mapping[DType, str]] = {
     DType.BOOL: "bool_contents",
@@ -212,13 +212,10 @@ def _parameters(message: ModelInferRequest, asked: Asked) -> None:
         request.sequence_id = _number(given, "sequence_id", where)
     custom: dict[str, Parameter] = {}
     for key, value in given.items():
-        if key in _KNOWN or key == EMPTY_FINAL:
+        if key in KNOWN_PARAMETERS or key == EMPTY_FINAL:
             continue
-        if key.startswith("triton_"):
-            raise Invalid(
-                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified "
-                f"(found '{key}')"
-            )
+        if key.startswith(RESERVED_PREFIX):
+            raise reserved(key)
         custom[key] = parameter(value, f"'{key}' {where}")
     request.parameters = custom
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable, Unsupported
+from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
 from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.calls import Call, Outcome
 from flowserve.grpc.crossing import Crossing, Waiting
@@ -22,16 +22,13 @@ from flowserve.grpc.stream import Stream
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
 from flowserve.observe.trace_settings import SETTINGS, change_trace_settings
-from flowserve.repository.override import Override
-from flowserve.runtime.control import NOT_ALLOWED, Control
+from flowserve.runtime.control import Control
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.metadata import model_metadata, server_metadata
+from flowserve.runtime.repository_calls import allowed, one_of_several, override, unload_dependents
 
 SERVICE: Final = "inference.GRPCInferenceService"
 ERROR_HEADER: Final = "triton_grpc_error"
-_FILE: Final = "file:"
-_CONFIG: Final = "config"
-_UNLOAD_DEPENDENTS: Final = "unload_dependents"
 _TRACE_LISTS: Final = frozenset({"trace_level"})
 
 
@@ -125,28 +122,16 @@ class Service:
         return ParseDict({"models": rows}, pb.RepositoryIndexResponse())
 
     async def load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
-        control = self._may_control(request.repository_name)
-        override = _override(request.parameters)
-        await self._crossing.carry_out(lambda: control.load(request.model_name, override))
+        _refuse_repository(request.repository_name)
+        control, brought = allowed(self._control), override(_values(request.parameters))
+        await self._crossing.carry_out(lambda: control.load(request.model_name, brought))
         return pb.RepositoryModelLoadResponse()
 
     async def unload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
-        control = self._may_control(request.repository_name)
-        dependents = False
-        for key, value in request.parameters.items():
-            if key != _UNLOAD_DEPENDENTS:
-                raise _unknown(key)
-            if not value.HasField("bool_param"):
-                raise Invalid(f"the parameter '{_UNLOAD_DEPENDENTS}' is a bool_param")
-            dependents = value.bool_param
+        _refuse_repository(request.repository_name)
+        control, dependents = allowed(self._control), unload_dependents(_values(request.parameters))
         await self._crossing.carry_out(lambda: control.unload(request.model_name, dependents=dependents))
         return pb.RepositoryModelUnloadResponse()
-
-    def _may_control(self, repository: str) -> Control:
-        _refuse_repository(repository)
-        if self._control is None:
-            raise Unavailable(f"{NOT_ALLOWED}; this server was not started from a repository")
-        return self._control
 
     # ------------------------------------------------------------------ clients' memory
 
@@ -199,10 +184,7 @@ class Service:
         return answer
 
     async def log(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
-        asked = {}
-        for key, value in request.settings.items():
-            choice = value.WhichOneof("parameter_choice")
-            asked[key] = None if choice is None else getattr(value, choice)
+        asked = _values(request.settings)
 
         def ask() -> dict[str, Any]:
             self._log.change(asked)
@@ -217,28 +199,13 @@ class Service:
 
 def _refuse_repository(name: str) -> None:
     if name:
-        raise Unsupported("'repository_name' specification is not supported")
+        raise one_of_several()
 
 
-def _override(parameters: Mapping[str, pb.ModelRepositoryParameter]) -> Override | None:
-    """What a load call brings along. None: nothing, the repository's files count."""
-    config, files = "", {}
-    for key, value in parameters.items():
-        if key == _CONFIG:
-            if not value.HasField("string_param"):
-                raise Invalid("the parameter 'config' is a string_param that holds the configuration as JSON")
-            config = value.string_param
-        elif key.startswith(_FILE):
-            if not value.HasField("bytes_param"):
-                raise Invalid(f"the parameter '{key[:100]}' is a bytes_param that holds the file's contents")
-            files[key.removeprefix(_FILE)] = value.bytes_param
-        else:
-            raise _unknown(key)
-    return Override(config, files) if config or files else None
-
-
-def _unknown(key: str) -> FlowserveError:
-    return Invalid(f"unexpected error on creating Triton parameter: {key[:100]!r} is not known here")
+def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What each of a message's parameters holds; None where that is nothing."""
+    chosen = {key: value.WhichOneof("parameter_choice") for key, value in parameters.items()}
+    return {key: choice and getattr(parameters[key], choice) for key, choice in chosen.items()}
 
 
 def _trace_value(key: str, values: list[str]) -> Any:

@@ -7,7 +7,6 @@ What is measured and counted is decided in observe/, what is ready in runtime/.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 import trio
@@ -28,7 +27,7 @@ from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, is_version, target
 from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
 from flowserve.http.model_control import ModelControlRoutes
 from flowserve.http.openapi import openapi
-from flowserve.http.restricted import Restriction, restricted
+from flowserve.http.restricted import restricted
 from flowserve.http.settings import settings_routes
 from flowserve.http.shared_memory import shared_memory_routes
 from flowserve.memory.client_memory import ClientMemory
@@ -39,19 +38,21 @@ from flowserve.runtime.control import Control
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.metadata import model_metadata, server_metadata
+from flowserve.runtime.request_parameters import Forwarding
+from flowserve.runtime.restriction import Restriction
 
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
     """`max_body_bytes` bounds bodies that a foreign ASGI server hands on in pieces, and compressed ones, expanded; our
     own server refuses others earlier. `client_memory` and `log` are shared by everything that serves one engine.
-    `forward_pattern`: headers of such names go with inference requests, as parameters.
+    `forwarding`: which headers go with inference requests, as parameters.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES
     client_memory: ClientMemory = field(default_factory=ClientMemory)
     restrictions: tuple[Restriction, ...] = ()
-    forward_pattern: re.Pattern[str] | None = None
+    forwarding: Forwarding | None = None
     log: LogSettings = field(default_factory=LogSettings)
 
 
@@ -59,8 +60,7 @@ def make_app(engine: Engine, options: AppOptions | None = None, control: Control
     """The ASGI application that serves `engine`. `control`, where there is one, loads and unloads its models."""
     options = options or AppOptions()
     route = (engine, options.max_body_bytes, options.client_memory)
-    pattern = options.forward_pattern
-    infer = InferRoute(*route) if pattern is None else ForwardingInferRoute(pattern, *route)
+    infer = InferRoute(*route) if options.forwarding is None else ForwardingInferRoute(options.forwarding, *route)
     rest = _starlette(make_routes(engine, options, control))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +91,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         *shared_memory_routes(options.client_memory, pages.body),
         Route("/metrics", _Metrics(engine).page),
         *settings_routes(engine, options.log, pages.body),
-        *GenerateRoutes(engine, pages.body).routes(),
+        *GenerateRoutes(engine, pages.body, options.forwarding).routes(),
         Route("/openapi.json", pages.openapi),
     ]
     for path in (PREFIX + "{name}", PREFIX + "{name}/versions/{version}"):

@@ -26,11 +26,13 @@ from flowserve.http.decode import json_array
 from flowserve.http.documents import ReadBody
 from flowserve.http.encode import json_data
 from flowserve.http.errors import error_body
+from flowserve.http.forwarding import forward
 from flowserve.http.infer import PREFIX, is_version
 from flowserve.http.infer_header import InputHeader, load_json
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.request_parameters import Forwarding
 from flowserve.values import BY_NUMPY, Array, Parameter, Request, Response, TensorSpec
 
 PARAMETERS: Final = "parameters"
@@ -43,11 +45,12 @@ _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 
 
 class GenerateRoutes:
-    """`body` reads a request's body, and bounds it."""
+    """`body` reads a request's body, and bounds it. `forwarding`: which headers become parameters, None for none."""
 
-    def __init__(self, engine: Engine, body: ReadBody) -> None:
+    def __init__(self, engine: Engine, body: ReadBody, forwarding: Forwarding | None) -> None:
         self._engine = engine
         self._body = body
+        self._forwarding = forwarding
 
     def routes(self) -> list[Route]:
         paths = (f"{PREFIX}{{name}}", f"{PREFIX}{{name}}/versions/{{version}}")
@@ -82,6 +85,8 @@ class GenerateRoutes:
             raise Invalid(f"'{version}' is no version")
         deployment = self._engine.find(request.path_params["name"], version)
         asked = _asked(await self._body(request), deployment)
+        if self._forwarding is not None:
+            forward(self._forwarding, request.headers.raw, asked)
         asked.stamp = self._engine.next_stamp()
         return self._engine.stream(deployment, asked)
 

@@ -22,6 +22,7 @@ from flowserve.errors import Invalid
 from flowserve.http.fields import array_of, bool_of, missing, object_of, string_of, uint_of
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion, Window
+from flowserve.runtime.request_parameters import BINARY_OUTPUT, KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
 from flowserve.values import BY_WIRE, DType, Parameter
 
 _DEPTH_MAX: Final = 100
@@ -92,7 +93,7 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
     parameters = object_of(document, "parameters")
-    outputs, form, portions = _outputs(document, bool_of(parameters, "binary_data_output"))
+    outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
     return InferHeader(
         inputs=_inputs(document, model),
         outputs=outputs,
@@ -239,11 +240,6 @@ def _portion(parameters: Mapping[str, Any], where: str) -> Portion | None:
 # ---------------------------------------------------------------------------------------------- request
 # parameters
 
-RESERVED_PREFIX: Final = "triton_"
-KNOWN_PARAMETERS: Final = frozenset(
-    {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"}
-)
-
 
 def _sequence_id(parameters: Mapping[str, Any]) -> int | str:
     if isinstance(parameters.get("sequence_id"), str):
@@ -254,13 +250,10 @@ def _sequence_id(parameters: Mapping[str, Any]) -> int | str:
 def _custom_parameters(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
     custom: dict[str, Parameter] = {}
     for key, value in parameters.items():
-        if key in KNOWN_PARAMETERS:
+        if key in KNOWN_PARAMETERS or key == BINARY_OUTPUT:
             continue
         if key.startswith(RESERVED_PREFIX):
-            raise Invalid(
-                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified "
-                f"(found '{key}')"
-            )
+            raise reserved(key)
         if not isinstance(value, str | bool | int | float):
             raise Invalid(f"parameter '{key}' has invalid type; it should be a string, a number or a boolean")
         custom[key] = value

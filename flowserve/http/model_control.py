@@ -1,6 +1,7 @@
 """The model repository extension over HTTP: index, load, unload.
 
-Decided here: what the JSON of these calls may say. Who may ask, and what loading means, is runtime/control.py's.
+Decided here: what the JSON of these calls looks like. What they may bring along is runtime/repository_calls.py's, what
+loading means runtime/control.py's.
 """
 
 from __future__ import annotations
@@ -13,16 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flowserve.errors import Invalid, Unavailable, Unsupported
+from flowserve.errors import Invalid
 from flowserve.http.documents import ReadBody, document, json_response
-from flowserve.repository.override import Override
-from flowserve.runtime.control import NOT_ALLOWED, Control
+from flowserve.runtime.control import Control
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.repository_calls import FILE, allowed, one_of_several, override, unload_dependents
 
 REPOSITORY: Final = "/v2/repository"
-FILE: Final = "file:"
-CONFIG: Final = "config"
-UNLOAD_DEPENDENTS: Final = "unload_dependents"
 
 
 class ModelControlRoutes:
@@ -54,25 +52,16 @@ class ModelControlRoutes:
 
     async def load(self, request: Request) -> Response:
         parameters = _parameters(await document(request, self._body))
-        await self._may_control().load(request.path_params["name"], _override(parameters))
+        await allowed(self._control).load(request.path_params["name"], override(_with_bytes(parameters)))
         return Response()
 
     async def unload(self, request: Request) -> Response:
-        parameters = _parameters(await document(request, self._body))
-        _refuse_others(parameters, {UNLOAD_DEPENDENTS})
-        dependents = parameters.get(UNLOAD_DEPENDENTS, False)
-        if not isinstance(dependents, bool):
-            raise Invalid(f"the parameter '{UNLOAD_DEPENDENTS}' is true or false")
-        await self._may_control().unload(request.path_params["name"], dependents=dependents)
+        dependents = unload_dependents(_parameters(await document(request, self._body)))
+        await allowed(self._control).unload(request.path_params["name"], dependents=dependents)
         return Response()
 
     async def one_repository(self, request: Request) -> Response:
-        raise Unsupported("'repository_name' specification is not supported")
-
-    def _may_control(self) -> Control:
-        if self._control is None:
-            raise Unavailable(f"{NOT_ALLOWED}; this server was not started from a repository")
-        return self._control
+        raise one_of_several()
 
 
 def _parameters(asked: dict[str, Any]) -> dict[str, Any]:
@@ -82,28 +71,15 @@ def _parameters(asked: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def _override(parameters: dict[str, Any]) -> Override | None:
-    """What a load call brings along. None: nothing, the repository's files count."""
-    files = {key.removeprefix(FILE): value for key, value in parameters.items() if key.startswith(FILE)}
-    _refuse_others(parameters, {CONFIG, *(FILE + path for path in files)})
-    config = parameters.get(CONFIG, "")
-    if not isinstance(config, str):
-        raise Invalid("the parameter 'config' is a string that holds the configuration as JSON")
-    if not (config or files):
-        return None
-    return Override(config, {path: _decoded(path, value) for path, value in files.items()})
+def _with_bytes(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, where files, which JSON can only spell, are bytes again."""
+    return {key: _decoded(key, value) if key.startswith(FILE) else value for key, value in parameters.items()}
 
 
-def _refuse_others(parameters: dict[str, Any], known: set[str]) -> None:
-    for key in parameters:
-        if key not in known:
-            raise Invalid(f"unexpected error on creating Triton parameter: {key[:100]!r} is not known here")
-
-
-def _decoded(path: str, value: Any) -> bytes:
+def _decoded(key: str, value: Any) -> bytes:
     try:
         if isinstance(value, str):
             return base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Invalid(f"the parameter '{FILE}{path[:100]}' is not base64: {error}") from None
-    raise Invalid(f"the parameter '{FILE}{path[:100]}' is a string of base64")
+        raise Invalid(f"the parameter '{key[:100]}' is not base64: {error}") from None
+    raise Invalid(f"the parameter '{key[:100]}' is a string of base64")

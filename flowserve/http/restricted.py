@@ -2,34 +2,23 @@
 
 Decided here: which group a path belongs to, and what is said without the key. A path is judged by what it could be
 taken for, not by the route it matches: case, doubled and trailing slashes and percent-encoding make no other path of
-it, and the method does not count. Keys are compared in constant time. A server without the option has none of this.
+it, and the method does not count. What a key is, runtime/restriction.py decides. A server without the option has none
+of this.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flowserve.errors import Invalid
-from flowserve.http.errors import error_body
+from flowserve.errors import Forbidden
+from flowserve.http.errors import error_body, status_of
+from flowserve.runtime.restriction import Restriction, by_group
 
-GROUPS: Final = (
-    "health",
-    "metadata",
-    "inference",
-    "shared-memory",
-    "model-config",
-    "model-repository",
-    "statistics",
-    "trace",
-    "logging",
-)
 _DECODED_TIMES: Final = 3
 _TOP: Final[Mapping[str, str]] = {
     "health": "health",
@@ -48,30 +37,6 @@ _OF_A_MODEL: Final[Mapping[str, str]] = {
     "stats": "statistics",
     "trace": "trace",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Restriction:
-    """What `groups` answer to: the header `name` (lower-case) with exactly `value`."""
-
-    groups: tuple[str, ...]
-    name: str
-    value: str
-
-
-def parse_restriction(text: str) -> Restriction:
-    """`GROUP[,GROUP...]:HEADER=VALUE`. Raises `Invalid` with what is wrong."""
-    listed, colon, pair = text.partition(":")
-    name, equals, value = pair.partition("=")
-    if not (colon and equals and name.strip() and value):
-        raise Invalid("expected GROUP[,GROUP...]:HEADER=VALUE")
-    groups = tuple(one.strip() for one in listed.split(","))
-    for group in groups:
-        if group not in GROUPS:
-            raise Invalid(f"unknown restricted api '{group}'; use {', '.join(GROUPS)}")
-    if not (name.isascii() and value.isprintable()):
-        raise Invalid("a header's name is ASCII and its value printable")
-    return Restriction(groups, name.strip().lower(), value)
 
 
 @lru_cache(maxsize=1024)
@@ -103,13 +68,13 @@ def _decoded(path: str) -> str:
 
 def restricted(app: ASGIApp, restrictions: Sequence[Restriction]) -> ASGIApp:
     """`app`, where the groups of `restrictions`, each named in one of them, need their keys."""
-    by_group = {group: restriction for restriction in restrictions for group in restriction.groups}
+    found = by_group(restrictions)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         for group in groups_of(scope["path"]) if scope["type"] == "http" else ():
-            restriction = by_group.get(group)
+            restriction = found.get(group)
             if restriction is not None and not _has_key(scope["headers"], restriction):
-                await _refuse(send, f"This API is restricted, expecting header '{restriction.name}'")
+                await _refuse(send, Forbidden(f"This API is restricted, expecting header '{restriction.name}'"))
                 return
         await app(scope, receive, send)
 
@@ -119,11 +84,11 @@ def restricted(app: ASGIApp, restrictions: Sequence[Restriction]) -> ASGIApp:
 def _has_key(headers: Sequence[tuple[bytes, bytes]], restriction: Restriction) -> bool:
     name = restriction.name.encode("ascii")
     given = next((value for key, value in headers if key == name), b"")
-    return hmac.compare_digest(given, restriction.value.encode("utf-8"))
+    return restriction.is_opened_by(given)
 
 
-async def _refuse(send: Send, text: str) -> None:
-    body = error_body(text)
+async def _refuse(send: Send, error: Forbidden) -> None:
+    body = error_body(str(error))
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    await send({"type": "http.response.start", "status": status_of(error), "headers": headers})
     await send({"type": "http.response.body", "body": body})

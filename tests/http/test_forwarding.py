@@ -11,7 +11,12 @@ import pytest
 
 from flowserve.http.app import AppOptions, make_app
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.request_parameters import Forwarding
 from flowserve.values import Request
+
+
+def forwarding(pattern: str) -> AppOptions:
+    return AppOptions(forwarding=Forwarding(re.compile(pattern, re.IGNORECASE), "--option"))
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ async def post(running: Any, *headers: str, packed: bool = False, **fields: Any)
 async def test_headers_whose_names_fit_are_parameters(
     engine: Engine, start: Any, seen: list[Request], packed: bool
 ) -> None:
-    running = await start(make_app(engine, AppOptions(forward_pattern=re.compile("x-(tenant|user)", re.IGNORECASE))))
+    running = await start(make_app(engine, forwarding("x-(tenant|user)")))
     headers = ["X-Tenant: a b", "x-user: \xe9", "x-user-agent: no", "tenant: no"]
     if packed:
         headers.append("Content-Encoding: gzip")
@@ -50,9 +55,23 @@ async def test_headers_whose_names_fit_are_parameters(
     assert seen[1].parameters == {}
 
 
+async def test_they_reach_the_generate_endpoints_too(
+    engine: Engine, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[Request] = []
+    stream = engine.stream
+    monkeypatch.setattr(engine, "stream", lambda to, request: entered.append(request) or stream(to, request))
+    running = await start(make_app(engine, forwarding("x-.*")))
+    client = await running.connect()
+    body = json.dumps({"IN": [1, 2, 3, 4], "mine": 1}).encode()
+    head = f"POST /v2/models/double/generate HTTP/1.1\r\nHost: h\r\nX-A: b\r\nContent-Length: {len(body)}\r\n\r\n"
+    assert (await client.ask(head.encode() + body)).status == 200
+    assert entered[0].parameters == {"x-a": "b", "mine": 1}
+
+
 @pytest.mark.parametrize("name", ["priority", "timeout", "sequence_id", "triton_anything"])
 async def test_reserved_names_are_refused(engine: Engine, start: Any, name: str) -> None:
-    running = await start(make_app(engine, AppOptions(forward_pattern=re.compile(".*", re.IGNORECASE))))
+    running = await start(make_app(engine, forwarding(".*")))
     assert (await post(running, "anything: 1"))[0] == 200
     status, answer = await post(running, f"{name}: 1")
     assert status == 400

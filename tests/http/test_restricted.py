@@ -10,8 +10,9 @@ import pytest
 
 from flowserve.errors import Invalid
 from flowserve.http.app import AppOptions, make_app
-from flowserve.http.restricted import GROUPS, groups_of, parse_restriction
+from flowserve.http.restricted import groups_of
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.restriction import GROUPS, parse_restriction
 
 PATHS = {
     "health": ["/v2/health/live", "/v2/health/ready", "/v2/models/double/ready", "/v2/models/double/versions/1/ready"],
