@@ -25,6 +25,7 @@ from flowserve.http.forwarding import ForwardingInferRoute
 from flowserve.http.generate import GenerateRoutes
 from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, is_version, target
 from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
+from flowserve.http.live import LiveRoutes
 from flowserve.http.model_control import ModelControlRoutes
 from flowserve.http.openapi import openapi
 from flowserve.http.restricted import restricted
@@ -93,6 +94,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         *settings_routes(engine, options.log, pages.body),
         *GenerateRoutes(engine, pages.body, options.forwarding).routes(),
         Route("/openapi.json", pages.openapi),
+        *LiveRoutes(engine, control).routes(),
     ]
     for path in (PREFIX + "{name}", PREFIX + "{name}/versions/{version}"):
         routes += [

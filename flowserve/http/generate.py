@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import orjson
-import trio
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
@@ -26,6 +25,7 @@ from flowserve.http.decode import json_array
 from flowserve.http.documents import ReadBody
 from flowserve.http.encode import json_data
 from flowserve.http.errors import error_body
+from flowserve.http.events import Say, send_events
 from flowserve.http.forwarding import forward
 from flowserve.http.infer import PREFIX, is_version
 from flowserve.http.infer_header import InputHeader, load_json
@@ -40,7 +40,6 @@ NOT_ONE: Final = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number"
     " of responses"
 )
-_EVENTS: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -101,35 +100,16 @@ class _Events(HttpResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._answers:
-            if "flowserve.exchange" in scope:  # our own server cancels this task when the client leaves
-                await self._send_all(send)
-                return
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_until_gone, receive, nursery.cancel_scope)
-                await self._send_all(send)
-                nursery.cancel_scope.cancel()
+            await send_events(scope, receive, send, self._tell)
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+    async def _tell(self, say: Say) -> None:
         if self._first is not None:
-            await _event(send, self._first)
+            await say(self._first)
         try:
             async for response in self._answers:
-                await _event(send, _document(response))
+                await say(_document(response))
         except FlowserveError as error:
-            await _event(send, error_body(str(error)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _until_gone(receive: Receive, scope: trio.CancelScope) -> None:
-    """Other servers say so when the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
-
-
-async def _event(send: Send, text: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True})
+            await say(error_body(str(error)))
 
 
 # ---------------------------------------------------------------------------------------------- what is asked

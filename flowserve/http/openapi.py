@@ -138,6 +138,7 @@ SCHEMAS: Final[Json] = {
     "CudaRegion": _object({"raw_handle": _object({"b64": _TEXT}), "device_id": _WHOLE, "byte_size": _UINT64}),
     "LogSettings": _object(_LOG),
     "LogChange": {"type": "object", "properties": _LOG},
+    "Drawn": _object({"picture": _TEXT, "svg": _TEXT, "graph": _ANY}),
     "TraceSettings": _object({"trace_file": _TEXT, **_TRACE}),
     "TraceChange": {"type": "object", "properties": _TRACE},
 }
@@ -242,12 +243,21 @@ def _paths() -> Json:
         "/v2/models/{name}/trace/setting": _settings("trace", "TraceChange", "TraceSettings"),
         "/metrics": {"get": _get("Prometheus text", "", "text/plain")},
         "/openapi.json": {"get": {"summary": "this", "responses": _described()}},
+        "/": {"get": _get("the live page", "", "text/html")},
+        "/live/events": {"get": _events()},
+        "/live/graphs/{name}/versions/{version}": {"get": _get("a graph as the live page draws it", "Drawn")},
     }
     for path, item in paths.items():
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
         if names:
             item["parameters"] = [{"$ref": f"#/components/parameters/{name}"} for name in names]
     return paths
+
+
+def _events() -> Json:
+    operation = _get("what the live page shows, about once a second, until the server ends", "", "text/event-stream")
+    operation["parameters"] = [{"name": name, "in": "query", "schema": _TEXT} for name in ("name", "version")]
+    return operation
 
 
 def _described() -> Json:

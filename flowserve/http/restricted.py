@@ -39,12 +39,16 @@ _OF_A_MODEL: Final[Mapping[str, str]] = {
 }
 
 
+# The live page tells what the endpoints of these groups tell, and its page itself nothing.
+_LIVE: Final = frozenset({"metadata", "model-config", "model-repository", "statistics"})
+
+
 @lru_cache(maxsize=1024)
 def groups_of(path: str) -> frozenset[str]:
     """Every group that a path could belong to, however it is spelled; none for a path that is no endpoint's."""
     parts = [part for part in _decoded(path).lower().split("/") if part not in ("", ".")]
     if not parts or parts[0] != "v2":
-        return frozenset()
+        return _LIVE if parts[:1] == ["live"] else frozenset()
     if len(parts) == 1:
         return frozenset({"metadata"})
     if parts[1] != "models":

@@ -22,6 +22,7 @@ CANCELED: Final = "CANCELED"
 BACKEND: Final = "BACKEND"
 OTHER: Final = "OTHER"
 REASONS: Final = (REJECTED, CANCELED, BACKEND, OTHER)
+ERROR_CHARS: Final = 1000  # of an error's text are remembered
 
 
 @dataclass(slots=True)
@@ -40,8 +41,8 @@ class Statistics:
     each of its requests).
 
     `inference_count` counts rows (at least 1 a request), `execution_count` counts batches. `failures` counts requests
-    by reason. The histograms hold successful requests; `nodes` is what each node of the deployment's graph has carried,
-    by index.
+    by reason, `last_error` is what the last of them was told. The histograms hold successful requests; `nodes` is what
+    each node of the deployment's graph has carried, by index.
     """
 
     name: str
@@ -66,6 +67,8 @@ class Statistics:
     queue_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     compute_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     nodes: tuple[NodeTraffic, ...] = ()
+    last_error: str = ""
+    last_error_ms: int = 0
 
     @property
     def fail_count(self) -> int:
@@ -140,6 +143,11 @@ class Statistics:
         """`count` requests failed, for one of REASONS, after `total_ns` all together."""
         self.failures[reason] += count
         self.fail_ns += total_ns
+
+    def told(self, error: str, now_ms: int) -> None:
+        """A request failed with this text."""
+        self.last_error = error[:ERROR_CHARS]
+        self.last_error_ms = now_ms
 
     def batch_rows(self) -> Histogram:
         """Executions by their rows."""

@@ -101,6 +101,19 @@ class Wire:
         return self.bent - BEND
 
 
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """Room for what a page writes into a picture later: lines below those of each node's box, and characters behind the
+    type of each tensor, those of the graph's inputs too. What stands here is as wide as what comes may be.
+    """
+
+    lines: tuple[str, ...] = ()
+    tensor: str = ""
+
+
+NO_SPARE: Final = Spare()
+
+
 @dataclass(slots=True, eq=False)
 class Drawing:
     """Boxes by layer, top to bottom, and the wires between neighbouring layers. A frame's inside is a drawing too.
@@ -133,12 +146,12 @@ class Drawing:
                 box.inside.shift(right, down)
 
 
-def lay_out(graph: Graph, facts: Facts, folded: Container[str] = ()) -> Drawing:
+def lay_out(graph: Graph, facts: Facts, folded: Container[str] = (), spare: Spare = NO_SPARE) -> Drawing:
     """Place everything. `folded` has the paths of the ensembles that are drawn as one box each.
 
     Boxes never overlap but for frames and what is in them, and no wire runs through a box that it does not enter.
     """
-    drawing = _Layout(graph, facts, folded).scope(scopes_of(graph))
+    drawing = _Layout(graph, facts, folded, spare).scope(scopes_of(graph))
     drawing.shift(MARGIN, MARGIN)
     drawing.width += 2 * MARGIN
     drawing.height += 2 * MARGIN
@@ -157,16 +170,17 @@ def _cells(text: str) -> int:
 class _Layout:
     """The layout of one graph, scope by scope."""
 
-    def __init__(self, graph: Graph, facts: Facts, folded: Container[str]) -> None:
+    def __init__(self, graph: Graph, facts: Facts, folded: Container[str], spare: Spare) -> None:
         self.graph = graph
         self.facts = facts
         self.folded = folded
+        self.spare = spare
 
     def scope(self, scope: Scope) -> Drawing:
         """One scope with its upper left corner at the origin."""
         boxes = self._boxes(scope)
         _choose_layers(boxes, scope.joints.values())
-        drawing = self._with_lanes(boxes, scope.joints.values())
+        drawing = self._with_lanes(boxes, scope)
         _order_layers(drawing)
         _place(drawing)
         return drawing
@@ -180,12 +194,19 @@ class _Layout:
             boxes |= {("in", i): _box("end", (s.name, kind(s)), 0, 1) for i, s in enumerate(self.graph.inputs)}
             boxes |= {("out", i): _box("end", (s.name, kind(s)), 1, 0) for i, s in enumerate(self.graph.outputs)}
         for node in scope.nodes:
-            box = _box("node", node_lines(node, self.facts), len(node.inputs), len(node.outputs))
+            lines = (*node_lines(node, self.facts), *self.spare.lines)
+            box = _box("node", lines, len(node.inputs), len(node.outputs))
             box.node = node.index
             boxes["node", node.index] = box
         for number, inner in enumerate(scope.inner):
             boxes["scope", number] = self._fold(inner) if inner.path in self.folded else self._open(inner)
         return boxes
+
+    def _label(self, scope: Scope, joint: Joint) -> tuple[str, ...]:
+        """The box of an input has said what it holds, and at a frame's border the label stands outside."""
+        if joint.source[0] == "in":
+            return ("", self.spare.tensor) if self.spare.tensor and not scope.path else ()
+        return joint.tensor, kind(written(self.graph, self.graph.edges[joint.edges[0]])) + self.spare.tensor
 
     def _fold(self, scope: Scope) -> Box:
         count = sum(len(each.nodes) for each in (scope, *scope.walk()))
@@ -207,19 +228,18 @@ class _Layout:
         box.outputs = tuple(port.top + port.outputs[0] for port in inside.leaving)
         return box
 
-    def _with_lanes(self, boxes: dict[End, Box], joints: Iterable[Joint]) -> Drawing:
+    def _with_lanes(self, boxes: dict[End, Box], scope: Scope) -> Drawing:
         layers: list[list[Box]] = [[] for _ in range(1 + max(box.layer for box in boxes.values()))]
         entering, leaving = ([box for end, box in boxes.items() if end[0] == side] for side in ("in", "out"))
         drawing = Drawing(layers, entering, leaving)
         for box in boxes.values():
             drawing.layers[box.layer].append(box)
         labelled: set[tuple[End, int]] = set()
-        for joint in joints:
+        for joint in scope.joints.values():
             at, port = boxes[joint.source], joint.output
             label: tuple[str, ...] = ()
-            # The box of an input has said what it holds, and at a frame's border the label stands outside.
-            if joint.source[0] != "in" and (joint.source, joint.output) not in labelled:
-                label = (joint.tensor, kind(written(self.graph, self.graph.edges[joint.edges[0]])))
+            if (joint.source, joint.output) not in labelled:
+                label = self._label(scope, joint)
             labelled.add((joint.source, joint.output))
             target, edges = boxes[joint.target], tuple(joint.edges)
             for layer in range(at.layer + 1, target.layer):

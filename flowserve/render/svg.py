@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape, quoteattr
 from flowserve.graph.types import Graph
 from flowserve.render.facts import Facts
 from flowserve.render.labels import title
-from flowserve.render.layout import LINE, MARGIN, PAD, TITLE_CHAR, Box, Wire, lay_out, text_width
+from flowserve.render.layout import LINE, MARGIN, NO_SPARE, PAD, TITLE_CHAR, Box, Spare, Wire, lay_out, text_width
 
 HEAD: Final = 44  # the graph's title
 ARROW: Final = 7
@@ -35,9 +35,13 @@ STYLE: Final = (
 CLASSES: Final = {"end": ("g", 14), "node": ("n", 6), "folded": ("o", 6), "frame": ("f", 10)}
 
 
-def render_svg(graph: Graph, facts: Facts, folded: Container[str] = (), *, style: str = STYLE) -> str:
-    """The text of an SVG file. `folded` has the paths of nested ensembles to draw as one box."""
-    drawing = lay_out(graph, facts, folded)
+def render_svg(
+    graph: Graph, facts: Facts, folded: Container[str] = (), *, style: str = STYLE, spare: Spare = NO_SPARE
+) -> str:
+    """The text of an SVG file. `folded` has the paths of nested ensembles to draw as one box. `spare` is for a page to
+    write over: the last lines of each node's box, and the lower line of each label, by its `data-edges`.
+    """
+    drawing = lay_out(graph, facts, folded, spare)
     drawing.shift(0, HEAD)
     head = title(graph, facts)
     width = max(drawing.width, text_width((head,), TITLE_CHAR) + 2 * MARGIN)
@@ -70,15 +74,18 @@ def _text(text: str) -> str:
 def _wire_svg(wire: Wire) -> str:
     """Straight under its label, one bend in the gap before the next layer, then straight to its box or past a layer."""
     (start, y), (end, end_y), middle = wire.start, wire.end, (wire.turn + wire.bent) / 2
-    data = " ".join(map(str, wire.edges))
     path = (
-        f'<path class="e" data-edges="{data}" d="M{start:.1f} {y:.1f}H{wire.turn:.1f}C{middle:.1f} {y:.1f}'
+        f'<path class="e" data-edges="{_numbers(wire)}" d="M{start:.1f} {y:.1f}H{wire.turn:.1f}C{middle:.1f} {y:.1f}'
         f' {middle:.1f} {end_y:.1f} {wire.bent - ARROW:.1f} {end_y:.1f}H{end:.1f}"/>'
     )
     if not wire.has_arrow:
         return path
     tip = f"M{end:.1f} {end_y:.1f}l-{ARROW} -4v8z"
     return f'{path}<path class="a" d="{tip}"/>'
+
+
+def _numbers(wire: Wire) -> str:
+    return " ".join(map(str, wire.edges))
 
 
 def _label_svg(wire: Wire) -> str:
@@ -88,7 +95,7 @@ def _label_svg(wire: Wire) -> str:
     above, below = map(_text, wire.label)
     return (
         f'<text x="{x + 6:.1f}" y="{y - 4:.1f}">{above}</text>'
-        f'<text class="s" x="{x + 6:.1f}" y="{y + 12:.1f}">{below}</text>'
+        f'<text class="s" data-edges="{_numbers(wire)}" x="{x + 6:.1f}" y="{y + 12:.1f}">{below}</text>'
     )
 
 

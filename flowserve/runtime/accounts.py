@@ -25,6 +25,7 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
     queued = [ticket.queued_ns for ticket in tickets]
     if not isinstance(outcome, Results):
         statistics.failed(len(queued), len(queued) * now_ns - sum(queued), BACKEND)
+        statistics.told(str(outcome), wall_clock_ms())
         return
     started_ns = batch.started_ns
     input_ns = outcome.gathered_ns - started_ns
@@ -48,6 +49,7 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
     if outcome.errors:
         failed = [queued[m] for m in outcome.errors]
         statistics.failed(len(failed), len(failed) * now_ns - sum(failed), BACKEND)
+        statistics.told(str(next(iter(outcome.errors.values()))), wall_clock_ms())
         queued = [moment for m, moment in enumerate(queued) if m not in outcome.errors]
     if queued:
         statistics.succeeded(queued, started_ns, input_ns, infer_ns, output_ns)

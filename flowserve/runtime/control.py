@@ -80,6 +80,11 @@ class Control:
             takes_steps=options.mode == "explicit",
         )
 
+    @property
+    def is_explicit(self) -> bool:
+        """Whether models are loaded and unloaded by whoever asks."""
+        return self._options.mode == "explicit"
+
     async def start(self, report: Report) -> dict[str, str]:
         """Load what the mode says, telling `report`. Returns what failed, by name, with the reason.
 
@@ -139,7 +144,7 @@ class Control:
     async def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
         """Rows of the repository index; in mode explicit, what lies there and was never loaded is only a name."""
         rows = self._engine.index(ready_only=ready_only)
-        if self._options.mode != "explicit" or ready_only:
+        if not self.is_explicit or ready_only:
             return rows
         try:
             found = await self._operations.find()
@@ -154,7 +159,7 @@ class Control:
         self._nursery.cancel_scope.cancel()
 
     def _must_be_explicit(self) -> None:
-        if self._options.mode != "explicit":
+        if not self.is_explicit:
             what = "loads its models once, at start" if self._options.mode == "none" else "follows its repository"
             raise Unavailable(f"{NOT_ALLOWED}; this server {what}; --model-control-mode=explicit allows it")
 

@@ -29,7 +29,7 @@ from flowserve.runtime.answers import Answers
 from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.calls import Calls
 from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.clock import running_clock
+from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry, MakeFlow
 from flowserve.runtime.gate import Gate
 from flowserve.runtime.hosts import PYTHON_EXECUTION, Processes
@@ -105,6 +105,7 @@ class Engine:
         self._stamps = count(1)
         self._is_loaded = False
         self._is_draining = False
+        self.stopping = trio.Event()  # for whatever would go on for as long as somebody listens
 
     # ------------------------------------------------------------------ asking
 
@@ -270,8 +271,9 @@ class Engine:
             raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
         try:
             tensors = admission.admit(request)
-        except FlowserveError:
+        except FlowserveError as error:
             deployment.statistics.failed(1, 0, OTHER)
+            deployment.statistics.told(str(error), wall_clock_ms())
             raise
         plan = deployment.plan if not request.outputs else deployment.plan_for(request.outputs)
         flow = (make or deployment.make_flow)(
@@ -315,7 +317,9 @@ class Engine:
     def response(self, flow: Flow) -> Response:
         """What a flow that is done came to. Raises what its steps failed with."""
         if flow.error is not None:
-            raise _own(flow.error, flow.owner)
+            error = _own(flow.error, flow.owner)
+            flow.owner.statistics.told(str(error), wall_clock_ms())
+            raise error
         return self.response_from(flow, flow.tensors)
 
     def response_from(self, flow: Flow, slots: Sequence[Any]) -> Response:
@@ -483,6 +487,7 @@ class Engine:
         Returns what did not finish: the instances that are still running then, or that requests wait in queues.
         """
         self._is_draining = True
+        self.stopping.set()
         with trio.move_on_at(deadline) as patience:
             # Polled, because the hot path should pay for no "last one left" event and this happens once in a life.
             while self.dispatcher.in_flight:  # noqa: ASYNC110
@@ -495,6 +500,7 @@ class Engine:
         close.
         """
         self._is_draining = True
+        self.stopping.set()
         self.supervisor.stop()
         self.dispatcher.fail_all("Server is stopping, scheduler for model has stopped accepting new inference requests")
         return await self.generations.close(deadline)

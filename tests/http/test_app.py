@@ -243,7 +243,6 @@ async def test_metrics_are_prometheus_text(api: Any) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
         "//",
         "/nope",
         "/v2/",

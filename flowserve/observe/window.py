@@ -1,0 +1,144 @@
+"""What happened lately: the difference between two readings of the counters, as rates and percentiles.
+
+Decided here: what is read of a deployment's counters, and how figures follow from two readings of them. Nothing is
+counted for this: whoever looks reads what is counted anyway, and who does not look costs nothing. A counter that went
+back (its deployment was replaced in between) has begun again at zero. Percentiles come out of histograms, so between
+two edges they are as near as a straight line is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flowserve.observe.statistics import Statistics
+from flowserve.observe.traffic import NodeTraffic
+
+_NS_PER_MS: Final = 1_000_000
+_DIGITS: Final = 4  # of a figure; more would only change without saying anything
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One deployment's counters at one moment. `nodes[i]` are (batches, rows) of node i, and `edges[i]` the (handed on,
+    copied) bytes of each edge into it.
+    """
+
+    requests: int
+    failures: int
+    rows: int
+    batches: int
+    total: tuple[int, ...]
+    queue: tuple[int, ...]
+    compute: tuple[int, ...]
+    nodes: tuple[tuple[int, int], ...]
+    edges: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def read(one: Statistics) -> Reading:
+    """What the counters say now."""
+    return Reading(
+        one.success_count,
+        one.fail_count,
+        one.inference_count,
+        one.execution_count,
+        tuple(one.request_duration.counts),
+        tuple(one.queue_duration.counts),
+        tuple(one.compute_duration.counts),
+        tuple((node.batches, node.rows) for node in one.nodes),
+        tuple(tuple(_edges(node)) for node in one.nodes),
+    )
+
+
+def _edges(node: NodeTraffic) -> Iterable[tuple[int, int]]:
+    for edge in node.edges:
+        yield node.handed_on(edge), edge.copied
+
+
+def deployment_figures(old: Reading, new: Reading, seconds: float, edges_ns: Sequence[int]) -> dict[str, Any]:
+    """Requests and failures per second, and how long requests took: `p50` and `p99` in milliseconds, None where there
+    were none. `edges_ns` are the histograms'.
+    """
+    taken = _since(old.total, new.total)
+    return {
+        "rate": _per_second(old.requests, new.requests, seconds),
+        "failing": _per_second(old.failures, new.failures, seconds),
+        "p50": quantile_ms(edges_ns, taken, 0.5),
+        "p99": quantile_ms(edges_ns, taken, 0.99),
+    }
+
+
+def model_figures(old: Reading, new: Reading, seconds: float, edges_ns: Sequence[int]) -> dict[str, Any]:
+    """What a model did for everybody who uses it: as `deployment_figures`, and the waiting and the computing apart."""
+    queue, compute = _since(old.queue, new.queue), _since(old.compute, new.compute)
+    return {
+        **deployment_figures(old, new, seconds, edges_ns),
+        "mean_batch": _mean(old.rows, new.rows, old.batches, new.batches),
+        "queue_p50": quantile_ms(edges_ns, queue, 0.5),
+        "queue_p99": quantile_ms(edges_ns, queue, 0.99),
+        "compute_p50": quantile_ms(edges_ns, compute, 0.5),
+        "compute_p99": quantile_ms(edges_ns, compute, 0.99),
+    }
+
+
+def node_figures(old: Reading, new: Reading, index: int, seconds: float) -> dict[str, Any]:
+    """The batches per second in which steps of one node of a graph ran, and the rows of those batches in the mean."""
+    was = old.nodes[index] if len(old.nodes) == len(new.nodes) else (0, 0)
+    batches, rows = new.nodes[index]
+    return {
+        "batches": _per_second(was[0], batches, seconds),
+        "mean_batch": _mean(was[1], rows, was[0], batches),
+    }
+
+
+def edge_figures(old: Reading, new: Reading, index: int, seconds: float) -> list[dict[str, Any]]:
+    """For each edge into one node: its bytes per second, and those of them that were copied on the way."""
+    here = new.edges[index]
+    was = old.edges[index] if len(old.edges) == len(new.edges) else ()
+    if len(was) != len(here):
+        was = ((0, 0),) * len(here)
+    figures = []
+    for (old_whole, old_copied), (whole, copied) in zip(was, here, strict=True):
+        moved = _per_second(old_whole, whole, seconds) + _per_second(old_copied, copied, seconds)
+        figures.append({"bytes": rounded(moved), "copied": _per_second(old_copied, copied, seconds)})
+    return figures
+
+
+def quantile_ms(edges_ns: Sequence[int], counts: Sequence[int], share: float) -> float | None:
+    """How many milliseconds `share` of what was counted took at most. What lies above the last edge counts as on it;
+    None where nothing was counted.
+    """
+    wanted = share * sum(counts)
+    if not wanted:
+        return None
+    below = 0
+    for count, low, high in zip(counts, (0, *edges_ns), (*edges_ns, edges_ns[-1]), strict=True):
+        if count and below + count >= wanted:
+            return rounded((low + (high - low) * (wanted - below) / count) / _NS_PER_MS)
+        below += count
+    return rounded(edges_ns[-1] / _NS_PER_MS)
+
+
+def rounded(value: float) -> float:
+    """To so many digits as anybody reads."""
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _since(old: Sequence[int], new: Sequence[int]) -> Sequence[int]:
+    if any(later < earlier for earlier, later in zip(old, new, strict=True)):
+        return new
+    return [later - earlier for earlier, later in zip(old, new, strict=True)]
+
+
+def _grown(old: int, new: int) -> int:
+    return new - old if new >= old else new
+
+
+def _per_second(old: int, new: int, seconds: float) -> float:
+    return rounded(_grown(old, new) / seconds) if seconds > 0 else 0.0
+
+
+def _mean(old_sum: int, new_sum: int, old_count: int, new_count: int) -> float | None:
+    count = _grown(old_count, new_count)
+    return rounded(_grown(old_sum, new_sum) / count) if count else None

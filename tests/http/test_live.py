@@ -1,0 +1,214 @@
+"""The live page: what it is served with, and the events it shows. tests/http/test_live_browser.py looks at it."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64encode
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from flowserve.errors import ModelFailed
+from flowserve.http.app import AppOptions, make_app
+from flowserve.http.live import SPARE, VIEWERS_MAX
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.restriction import parse_restriction
+from flowserve.runtime.sampler import WINDOW_S, Sampler
+from flowserve.testing.engine import add_chain, add_function
+from flowserve.values import Request
+
+Array = np.ndarray[Any, Any]
+
+
+def get(path: str, *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: h", *headers, "", ""]).encode()
+
+
+class Events:
+    """The events of one viewer, one at a time."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def begin(self, path: str = "/live/events", *headers: str) -> str:
+        """The answer's head."""
+        await self._client.say(get(path, *headers))
+        head: bytes = await self._client._until(b"\r\n\r\n")
+        return head.decode()
+
+    async def next(self) -> Any:
+        await self._client._until(b"data: ")
+        return json.loads(await self._client._until(b"\n\n"))
+
+
+async def infer(engine: Engine, name: str, rows: int = 1) -> None:
+    await engine.infer(engine.find(name), Request({"IN": np.ones((rows, 4), np.float32)}))
+
+
+async def test_the_page_comes_whole_and_nothing_else_may_run_in_it(api: Any) -> None:
+    client = await api.connect()
+    answer = await client.ask(get("/"))
+    page = answer.body.decode()
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none';")
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert f"{tag}-src 'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'" in policy
+    addresses = set(re.findall(r"https?://[^\s\"'<)]+", page)) - {"http://www.w3.org/2000/svg"}  # a name, never fetched
+    assert not addresses
+    assert not re.findall(r"(?:innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\()", page)
+    assert not re.findall(r"\son\w+=|\sstyle=", page.partition("<script>")[0])
+
+
+async def test_a_head_request_is_answered_without_the_page_and_without_events(api: Any) -> None:
+    client = await api.connect()
+    whole = await client.ask(get("/"))
+    await client.say(get("/", method="HEAD"))
+    head = await client.answer(has_body=False)
+    assert (head.status, head.headers["content-length"]) == (200, str(len(whole.body)))
+    await client.say(get("/live/events", method="HEAD"))
+    assert (await client.answer(has_body=False)).headers["content-type"].startswith("text/event-stream")
+    assert (await client.ask(get("/v2/health/live"))).status == 200
+
+
+async def test_a_viewer_hears_what_there_is_and_then_what_changes(
+    engine: Engine, api: Any, patient_clock: MockClock
+) -> None:
+    events = Events(await api.connect())
+    assert "text/event-stream" in await events.begin("/live/events?name=double&version=1")
+    first = await events.next()
+    assert first["names"] == [["double", "1"]]
+    (row,) = first["deployments"]
+    assert (row["name"], row["version"], row["state"], row["reason"], row["error"]) == ("double", "1", "READY", "", "")
+    assert first["can_load"] is False
+    assert first["graph"]["nodes"][0]["waiting"] == 0
+    quiet = await events.next()
+    assert (quiet["names"], quiet["deployments"]) == (None, [])
+    for _ in range(6):
+        await infer(engine, "double", rows=3)
+    busy = await events.next()
+    (row,) = busy["deployments"]
+    assert row["rate"] > 0
+    assert row["p99"] is not None
+    (node,) = busy["graph"]["nodes"]
+    assert (node["mean_batch"], node["instances"], node["busy"], node["in_flight"]) == (3.0, 1, 0, 0)
+    assert busy["graph"]["edges"][0]["bytes"] == pytest.approx(row["rate"] * 3 * 16, rel=0.01)
+    assert busy["graph"]["edges"][1] is None  # the answer is sent from where it lies
+    engine.withdraw_name("double", "unloaded")
+    gone = await events.next()
+    assert gone["graph"] is None
+    assert gone["names"] == [["double", ""]]
+    assert gone["deployments"][0]["state"] == "UNAVAILABLE"
+
+
+async def test_what_a_request_failed_with_is_shown_at_its_deployment_and_at_the_model(engine: Engine, api: Any) -> None:
+    def fail(array: Array) -> Array:
+        raise ModelFailed("<img src=x onerror=alert(1)> is no number")
+
+    add_function(engine, "broken", [fail])
+    add_chain(engine, "pair", ["double", "broken"])
+    with pytest.raises(ModelFailed):
+        await infer(engine, "pair")
+    events = Events(await api.connect())
+    await events.begin()
+    rows = {row["name"]: row for row in (await events.next())["deployments"]}
+    assert "is no number" in rows["broken"]["error"]
+    assert "in ensemble 'pair'" in rows["pair"]["error"]
+    assert rows["pair"]["error_ms"] > 0
+    assert rows["double"]["error"] == ""
+
+
+async def test_the_picture_has_room_for_figures_and_names_cannot_become_markup(engine: Engine, api: Any) -> None:
+    name = "<script>alert(1)<"
+    add_function(engine, name, [lambda array: array])
+    client = await api.connect()
+    answer = await client.ask(get(f"/live/graphs/{name.replace('<', '%3C').replace('>', '%3E')}/versions/1"))
+    drawn = json.loads(answer.body)
+    assert answer.headers["content-type"] == "application/json"
+    assert drawn["graph"]["name"] == name
+    assert "<script" not in drawn["svg"]
+    assert drawn["svg"].count(SPARE.lines[0]) == 1
+    assert 'data-edges="0"' in drawn["svg"]
+    again = await Events(await api.connect()).begin("/live/events?name=nobody&version=1")
+    assert " 200 " in again
+    assert (await client.ask(get("/live/graphs/nobody/versions/1"))).status == 404
+
+
+async def test_viewers_are_bounded_and_who_leaves_makes_room(api: Any) -> None:
+    viewers = [await api.connect() for _ in range(VIEWERS_MAX)]
+    for viewer in viewers:
+        await Events(viewer).begin()
+    client = await api.connect()
+    refused = await client.ask(get("/live/events"))
+    assert refused.status == 503
+    assert "try again later" in json.loads(refused.body)["error"]
+    viewers[0].stream.socket.close()
+    with trio.fail_after(30):
+        while (head := await Events(client).begin()).startswith("HTTP/1.1 503"):
+            size = int(re.findall(r"content-length: (\d+)", head)[0])
+            await client._exactly(size)
+            await trio.sleep(0.01)
+    assert head.startswith("HTTP/1.1 200")
+
+
+async def test_events_end_at_once_when_the_server_does(engine: Engine, api: Any) -> None:
+    client = await api.connect()
+    events = Events(client)
+    await events.begin()
+    await events.next()
+    with trio.fail_after(0.9):  # sooner than the next event would come
+        api.server.drain(30)
+        await engine.drain(trio.current_time() + 30)
+        assert await events.next() == {"end": True}
+        assert await client.rest() == b"0\r\n\r\n" or True
+
+
+async def test_the_figures_need_the_keys_of_what_they_tell_and_the_page_needs_none(engine: Engine, start: Any) -> None:
+    for group in ("metadata", "model-config", "model-repository", "statistics"):
+        guarded = await start(
+            make_app(engine, AppOptions(restrictions=(parse_restriction(f"{group}:admin-key=secret"),)))
+        )
+        client = await guarded.connect()
+        assert (await client.ask(get("/"))).status == 200
+        for path in ("/live/events", "/LIVE//events", "/%6Cive/graphs/double/versions/1"):
+            assert (await client.ask(get(path))).status == 403, (group, path)
+        assert (await client.ask(get("/live/graphs/double/versions/1", "admin-key: secret"))).status == 200
+        assert " 200 " in await Events(client).begin("/live/events", "admin-key: secret")
+
+
+async def test_one_reading_serves_everybody_and_readings_are_kept_for_some_seconds_only(
+    engine: Engine, patient_clock: MockClock
+) -> None:
+    sampler = Sampler(engine)
+    for _ in range(3):
+        sampler.look()
+    assert sampler.number == 1
+    for _ in range(20):
+        await trio.sleep(1)
+        sampler.look()
+    assert sampler.number == 21
+    assert len(sampler._moments) == WINDOW_S + 1
+    await trio.sleep(3600)  # nobody looks
+    sampler.look()
+    assert len(sampler._moments) == 1
+    first, later = sampler.frame(None, 0), sampler.frame(None, sampler.number)
+    assert (len(first["deployments"]), first["names"]) == (1, [("double", "1")])
+    assert (later["deployments"], later["names"]) == ([], None)
+
+
+async def test_a_picture_is_drawn_again_when_the_graph_is_another(engine: Engine) -> None:
+    sampler = Sampler(engine)
+    add_function(engine, "more", [lambda array: array])
+    add_chain(engine, "pair", ["double", "more"])
+    before = sampler.picture(engine.find("pair"))
+    add_chain(engine, "pair", ["double", "more"])
+    assert sampler.picture(engine.find("pair")) == before
+    add_chain(engine, "pair", ["more", "double"])
+    assert sampler.picture(engine.find("pair")) != before

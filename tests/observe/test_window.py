@@ -1,0 +1,80 @@
+"""Figures of the last few seconds: differences of counters, percentiles of histograms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flowserve.observe.histogram import DURATION_EDGES_NS
+from flowserve.observe.statistics import Statistics
+from flowserve.observe.window import (
+    Reading,
+    deployment_figures,
+    edge_figures,
+    model_figures,
+    node_figures,
+    quantile_ms,
+    read,
+)
+
+MS = 1_000_000
+
+
+def after(*batches: tuple[int, int]) -> Reading:
+    """A model that ran batches of (requests, compute nanoseconds), each of which waited 3 ms."""
+    one = Statistics("m", 1)
+    for requests, compute_ns in batches:
+        one.executed(requests, 0, compute_ns, 0, now_ms=0)
+        one.succeeded([0] * requests, 3 * MS, 0, compute_ns, 0)
+    return read(one)
+
+
+def test_what_happened_before_the_window_does_not_count() -> None:
+    figures = model_figures(after((16, 90 * MS)), after((16, 90 * MS), *[(4, MS)] * 10), 5.0, DURATION_EDGES_NS)
+    assert figures["rate"] == 8.0
+    assert figures["mean_batch"] == 4.0
+    assert 0.5 <= figures["compute_p50"] <= figures["compute_p99"] <= 1
+    assert 2 <= figures["queue_p50"] <= figures["queue_p99"] <= 5
+
+
+def test_where_nothing_happened_there_are_rates_and_no_times() -> None:
+    one = after((1, MS))
+    assert deployment_figures(one, one, 5.0, DURATION_EDGES_NS) == {"rate": 0, "failing": 0, "p50": None, "p99": None}
+    assert deployment_figures(one, one, 0.0, DURATION_EDGES_NS)["rate"] == 0
+
+
+def test_a_counter_that_went_back_has_begun_again() -> None:
+    figures = deployment_figures(after(*[(1, MS)] * 50), after(*[(1, MS)] * 10), 5.0, DURATION_EDGES_NS)
+    assert figures["rate"] == 2.0
+    assert figures["p50"] is not None
+
+
+def test_a_node_shows_its_batches_and_an_edge_what_it_carried() -> None:
+    none = after()
+    old = replace(none, nodes=((10, 100),), edges=(((1000, 0), (0, 500)),))
+    new = replace(none, nodes=((30, 180),), edges=(((6000, 0), (5000, 1500)),))
+    assert node_figures(old, new, 0, 5.0) == {"batches": 4.0, "mean_batch": 4.0}
+    assert edge_figures(old, new, 0, 5.0) == [{"bytes": 1000.0, "copied": 0.0}, {"bytes": 1200.0, "copied": 200.0}]
+
+
+def test_a_graph_of_another_shape_is_counted_from_zero() -> None:
+    none = after()
+    new = replace(none, nodes=((5, 10), (5, 10)), edges=(((50, 0),), ((50, 10),)))
+    assert node_figures(replace(none, nodes=((90, 90),), edges=(((9, 9),),)), new, 1, 5.0)["batches"] == 1.0
+    assert edge_figures(none, new, 1, 5.0) == [{"bytes": 12.0, "copied": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "expected"),
+    [
+        ([0, 0, 0], 0.5, None),
+        ([10, 0, 0], 0.5, 5.0),  # half of the way to the first edge
+        ([10, 0, 0], 0.99, 9.9),
+        ([5, 5, 0], 0.5, 10.0),
+        ([5, 5, 0], 0.75, 15.0),
+        ([0, 0, 3], 0.5, 20.0),  # above the last edge nobody knows by how much
+    ],
+)
+def test_a_percentile_lies_between_its_edges(counts: list[int], share: float, expected: float | None) -> None:
+    assert quantile_ms([10 * MS, 20 * MS], counts, share) == expected
