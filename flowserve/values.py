@@ -70,7 +70,9 @@ class MemoryKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlace:
-    """Which memory a tensor lies in. `number` is the device's, 0 for the host's."""
+    """Which memory a tensor lies in. `number` is the device's, 0 for the host's; -1 is any GPU, where it is not said
+    which.
+    """
 
     kind: MemoryKind
     number: int = 0
@@ -80,11 +82,12 @@ class MemoryPlace:
         return self.kind is MemoryKind.GPU
 
     def __str__(self) -> str:
-        return f"gpu{self.number}" if self.is_gpu else self.kind.value
+        return f"gpu{self.number}" if self.is_gpu and self.number >= 0 else self.kind.value
 
 
 HOST_MEMORY: Final = MemoryPlace(MemoryKind.HOST)
 PINNED_MEMORY: Final = MemoryPlace(MemoryKind.PINNED)
+ANY_GPU: Final = MemoryPlace(MemoryKind.GPU, -1)
 
 
 def gpu_memory(number: int) -> MemoryPlace:

@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from flowserve.memory.devices import devices
+from flowserve.observe.device_metrics import DeviceMetrics
 from flowserve.observe.histogram import Histogram
 from flowserve.observe.machine import Machine, Readings
 from flowserve.observe.statistics import REASONS, Statistics
@@ -96,14 +98,16 @@ _EDGES: Final[tuple[tuple[str, str, Callable[[NodeTraffic, EdgeTraffic], int]], 
 
 
 def metrics_text(counters: Iterable[tuple[Statistics, int]], machine: Machine | None = None) -> bytes:
-    """The exposition of every deployment: its statistics, and how many requests wait in its queue now; and how busy the
-    machine is.
+    """The exposition of every deployment: its statistics, and how many requests wait in its queue now; how busy the
+    machine is; and what the process's GPUs hold.
     """
     registry = CollectorRegistry()
     readings = machine.read() if machine is not None else None
     if readings is not None:
         registry.register(_Processors(readings))
     registry.register(_Deployments(sorted(counters, key=lambda pair: (pair[0].name, pair[0].version))))
+    if (gpus := devices()).count:
+        registry.register(DeviceMetrics(gpus))
     # The library insists on a counter's name ending in _total, Triton's end as they are.
     return _TOTAL.sub(rb"\1\2", generate_latest(registry))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowserve.config.types import ModelConfig
+from flowserve.graph.transfers import ON_HOST, MemoryPlaces, memory_places
 
 Batcher = Literal["none", "dynamic", "sequence"]
 
@@ -26,7 +27,9 @@ class Instances:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One deployment's. Limits are 0 where there is none; `resources` is what a batch holds while it runs, by name."""
+    """One deployment's. Limits are 0 where there is none; `resources` is what a batch holds while it runs, by name.
+    `places`: where the tensors of its instances lie.
+    """
 
     backend: str = ""
     batcher: Batcher = "none"
@@ -37,6 +40,7 @@ class ModelFacts:
     max_queue_size: int = 0
     max_inflight_requests: int = 0
     resources: tuple[tuple[str, int], ...] = ()
+    places: MemoryPlaces = ON_HOST
 
 
 Facts = Mapping[str, ModelFacts]  # by the deployment's name
@@ -63,6 +67,7 @@ def _facts(config: ModelConfig) -> ModelFacts:
         max_queue_size=dynamic.get("default_queue_policy", {}).get("max_queue_size", 0),
         max_inflight_requests=config.ensemble.max_inflight_requests if config.ensemble else 0,
         resources=tuple(_resources(message)),
+        places=memory_places(config),
     )
 
 

@@ -10,9 +10,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
+from flowserve.graph.transfers import Transfer
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.render.facts import UNKNOWN, Facts, ModelFacts
-from flowserve.render.labels import written
+from flowserve.render.labels import transfers_of, written
 from flowserve.render.scopes import Scope, scopes_of
 from flowserve.values import TensorSpec
 
@@ -37,7 +38,10 @@ def graph_document(graph: Graph, facts: Facts) -> dict[str, Any]:
         "outputs": _tensors(graph.outputs),
         "ensembles": [_ensemble(scope, facts) for scope in scopes_of(graph).walk()],
         "nodes": [_node(node, facts.get(node.model.name, UNKNOWN)) for node in graph.nodes],
-        "edges": [_edge(graph, edge) for edge in graph.edges],
+        "edges": [
+            _edge(graph, edge) | {"transfer": _transfer(transfer)}
+            for edge, transfer in zip(graph.edges, transfers_of(graph, facts), strict=True)
+        ],
     }
 
 
@@ -90,4 +94,13 @@ def _edge(graph: Graph, edge: Edge) -> dict[str, Any]:
         "dims": list(spec.dims),
         "from": {"node": None if edge.producer == GRAPH else edge.producer, "tensor": spec.name},
         "to": {"node": None if edge.consumer == GRAPH else edge.consumer, "tensor": reader[edge.input].name},
+    }
+
+
+def _transfer(transfer: Transfer) -> dict[str, Any]:
+    return {
+        "kind": transfer.kind,
+        "from": [str(place) for place in transfer.source],
+        "to": [str(place) for place in transfer.to],
+        "row_bytes": transfer.row_bytes,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flowserve.graph.transfers import Transfer, transfers
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.render.facts import UNKNOWN, Facts, Instances, ModelFacts
 from flowserve.values import TensorSpec
@@ -34,6 +35,21 @@ def written(graph: Graph, edge: Edge) -> TensorSpec:
     """What the producer of an edge says about its tensor."""
     specs = graph.inputs if edge.producer == GRAPH else graph.nodes[edge.producer].outputs
     return specs[edge.output]
+
+
+def transfers_of(graph: Graph, facts: Facts) -> tuple[Transfer, ...]:
+    """How each edge's tensor comes to where its consumer reads it."""
+    return transfers(graph, [facts.get(node.model.name, UNKNOWN).places for node in graph.nodes])
+
+
+def cost(transfer: Transfer) -> str:
+    """ "copy host to gpu0, 602112 bytes a row": what it takes to get a tensor to its reader."""
+    if transfer.kind == "view":
+        return "view"
+    source, to = (" or ".join(map(str, places)) for places in (transfer.source, transfer.to))
+    words = {"copy": "copy", "shared": "shares the copy", "depends": "view or copy"}
+    size = "" if transfer.row_bytes is None else f", {transfer.row_bytes} bytes a row"
+    return f"{words[transfer.kind]} {source} to {to}{size}"
 
 
 def short_name(name: str) -> str:

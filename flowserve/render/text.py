@@ -1,25 +1,27 @@
 """A compiled graph as text: for the terminal, for logs, and for tests that compare whole graphs.
 
 Decided here: the layout. Nodes stand in running order; each input says where its tensor comes from, each output who
-reads it.
+reads it, and, where part of the graph is on a device, what it costs to get it there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.render.facts import UNKNOWN, Facts
-from flowserve.render.labels import kind, model_lines, title, written
+from flowserve.render.labels import cost, kind, model_lines, title, transfers_of, written
 
 Row = tuple[str, str, str]
+Costs = Mapping[Edge, str]
 
 
 def render_text(graph: Graph, facts: Facts) -> str:
     """Several lines, each ended. Equal graphs give equal texts."""
+    costs = _costs(graph, facts)
     blocks = [("inputs", list(_graph_inputs(graph)))]
-    blocks += [(_node_title(node, facts), list(_node_rows(graph, node))) for node in graph.nodes]
-    blocks.append(("outputs", list(_graph_outputs(graph))))
+    blocks += [(_node_title(node, facts), list(_node_rows(graph, node, costs))) for node in graph.nodes]
+    blocks.append(("outputs", list(_graph_outputs(graph, costs))))
     rows = [row for _, block in blocks for row in block]
     names, kinds = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = [title(graph, facts)]
@@ -39,16 +41,18 @@ def _graph_inputs(graph: Graph) -> Iterator[Row]:
         yield spec.name, kind(spec) + (" optional" if spec.optional else ""), _readers(graph, GRAPH, index)
 
 
-def _graph_outputs(graph: Graph) -> Iterator[Row]:
+def _graph_outputs(graph: Graph, costs: Costs) -> Iterator[Row]:
     for index, spec in enumerate(graph.outputs):
         edge = next(edge for edge in graph.edges if (edge.consumer, edge.input) == (GRAPH, index))
-        yield spec.name, kind(spec), f"<- {_source(graph, edge)}"
+        yield spec.name, kind(spec), f"<- {_source(graph, edge)}{costs.get(edge, '')}"
 
 
-def _node_rows(graph: Graph, node: Node) -> Iterator[Row]:
+def _node_rows(graph: Graph, node: Node, costs: Costs) -> Iterator[Row]:
     fed = {edge.input: edge for edge in graph.edges if edge.consumer == node.index}
     for index, spec in enumerate(node.inputs):
-        yield spec.name, kind(spec), f"<- {_source(graph, fed[index])}" if index in fed else "not given (optional)"
+        edge = fed.get(index)
+        source = "not given (optional)" if edge is None else f"<- {_source(graph, edge)}{costs.get(edge, '')}"
+        yield spec.name, kind(spec), source
     for index, spec in enumerate(node.outputs):
         yield spec.name, kind(spec), _readers(graph, node.index, index) or "not asked for"
 
@@ -72,3 +76,11 @@ def _reader(graph: Graph, edge: Edge) -> str:
         return f"output {graph.outputs[edge.input].name}"
     node = graph.nodes[edge.consumer]
     return f"{node.name}.{node.inputs[edge.input].name}"
+
+
+def _costs(graph: Graph, facts: Facts) -> Costs:
+    """Nothing where all of the graph is on the host, where every edge is a view."""
+    found = transfers_of(graph, facts)
+    if not any(place.is_gpu for transfer in found for place in (*transfer.source, *transfer.to)):
+        return {}
+    return {edge: f" ({cost(transfer)})" for edge, transfer in zip(graph.edges, found, strict=True)}

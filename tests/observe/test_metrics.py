@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.memory.devices import Devices, using
+from flowserve.memory.stream import DeviceStream
+from flowserve.memory.tensor import Tensor
 from flowserve.observe.metrics import metrics_text
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
 from flowserve.observe.traffic import node_traffics
+from flowserve.testing.fake_device import FakeInstance, FakeMachine, add_one
 from flowserve.values import DType, TensorSpec
 
 MS = 1_000_000
@@ -127,7 +132,22 @@ def test_counters_keep_tritons_names() -> None:
 
 def test_every_family_stands_in_the_docs() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    text = metrics_text([(Statistics("m", 1), 0)]).decode()
+    with using(Devices(FakeMachine().devices)):
+        text = metrics_text([(Statistics("m", 1), 0)]).decode()
     families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
-    assert len(families) == 25
+    assert len(families) == 29
     assert [name for name in families if f"`{name}`" not in docs] == []
+
+
+def test_what_crossed_to_a_gpu_and_back_is_shown_and_what_its_pools_hold() -> None:
+    with using(Devices(FakeMachine().devices, gpu_bytes=4096)) as devices:
+        instance = FakeInstance(DeviceStream(devices[0]), add_one)
+        answer = instance.run([Tensor(np.zeros((2, 4), np.float32), 0, 2)])
+        found = samples(Statistics("m", 1))
+    assert answer[0].array.all()
+    assert found["flowserve_memory_copies", "host", "gpu0"] == found["flowserve_memory_copies", "gpu0", "pinned"] == 1
+    assert found["flowserve_memory_copied_bytes", "host", "gpu0"] == 32
+    assert found["flowserve_memory_pool_bytes", "pinned", "lent"] == 512  # the answer
+    assert found["flowserve_memory_pool_bytes", "gpu0", "kept"] == 1024
+    assert found["flowserve_memory_pool_bytes", "gpu0", "budget"] == 4096
+    assert found["flowserve_memory_pool_refused", "gpu0"] == 0

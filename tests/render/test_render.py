@@ -18,7 +18,7 @@ from flowserve.errors import Invalid, Unsupported
 from flowserve.graph.compile import compile_ensemble, compile_model
 from flowserve.graph.types import Graph
 from flowserve.render.dot import render_dot
-from flowserve.render.facts import Facts
+from flowserve.render.facts import Facts, ModelFacts
 from flowserve.render.formats import RENDERERS as RENDERERS_BY_NAME
 from flowserve.render.formats import SUFFIXES, format_of
 from flowserve.render.html import render_html
@@ -31,6 +31,7 @@ from flowserve.render.svg import render_svg
 from flowserve.render.text import render_text
 from flowserve.testing.ensembles import Drawn, ensembles, model
 from flowserve.testing.pictures import READ_TEXT_FACTS, grown_graph, plain_graph, read_text_graph
+from flowserve.values import gpu_memory
 
 GOLDEN = Path(__file__).parent / "testdata"
 RENDERERS = {"txt": render_text, "mmd": render_mermaid, "dot": render_dot, "json": render_json, "svg": render_svg}
@@ -231,3 +232,11 @@ def test_a_file_says_by_its_name_which_picture_it_wants() -> None:
     assert {format_of(Path(f"g{suffix}")) for suffix in SUFFIXES} == set(RENDERERS_BY_NAME)
     with pytest.raises(Invalid, match=r"'g.jpeg' does not say which picture"):
         format_of(Path("g.jpeg"))
+
+
+def test_edges_of_a_graph_on_a_gpu_say_what_they_cost() -> None:
+    on_gpu = ModelFacts(places=frozenset({gpu_memory(0)}))
+    lines = render_text(plain_graph(), {"digits": on_gpu}).splitlines()
+    assert lines[-4].endswith("<- input X (copy host to gpu0, 3136 bytes a row)")
+    assert lines[-1].endswith("<- digits.SCORES (copy gpu0 to host, 40 bytes a row)")
+    assert "copy" not in render_text(plain_graph(), {})
