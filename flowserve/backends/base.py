@@ -49,19 +49,29 @@ class ModelFiles:
         return self.folder / str(self.version)
 
 
+@dataclass(slots=True, eq=False)
+class Sent:
+    """One answer of a decoupled model: its outputs in order, and what it says besides. `infer_ns`: how long the model
+    took for it, waits in its send left out; `output_ns`: how long it took to take it over.
+    """
+
+    outputs: Sequence[Tensor | None]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    infer_ns: int = 0
+    output_ns: int = 0
+
+
 class Sender(Protocol):
     """Where a decoupled model's answers to one request go. On any thread, and as long as somebody has it."""
 
-    def send(self, outputs: Sequence[Tensor | None]) -> None:
-        """One answer: the model's outputs in order. Waits until there is room for it; returns at once where nobody
-        wants it any more.
-        """
+    def send(self, sent: Sent) -> None:
+        """One answer. Waits until there is room for it; returns at once where nobody wants it any more."""
 
     def fail(self, error: FlowserveError) -> None:
         """The request failed; there are no more answers."""
 
-    def finish(self) -> None:
-        """There are no more answers."""
+    def finish(self, *, is_empty: bool = False) -> None:
+        """There are no more answers. `is_empty`: that was said by itself, and not with the last of them."""
 
     def is_cancelled(self) -> bool:
         """Whether nobody wants any more answers."""

@@ -8,10 +8,9 @@ child/streaming.py for processes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
+from flowserve.backends.base import Sent
 from flowserve.errors import FlowserveError
-from flowserve.memory.tensor import Tensor
 
 
 class CreditSender:
@@ -31,19 +30,19 @@ class CreditSender:
         self._is_withdrawn = True
         self._credits.release()
 
-    def send(self, outputs: Sequence[Tensor | None]) -> None:
+    def send(self, sent: Sent) -> None:
         if not self._credits.acquire(blocking=False):
             self._wait()
         if self._is_withdrawn:
             self._credits.release()  # for whoever sends next
             return
-        self._tell_answer(outputs)
+        self._tell_answer(sent)
 
     def fail(self, error: FlowserveError) -> None:
         self._tell_over(error)
 
-    def finish(self) -> None:
-        self._tell_over(None)
+    def finish(self, *, is_empty: bool = False) -> None:
+        self._tell_over(None, is_empty=is_empty)
 
     def is_cancelled(self) -> bool:
         return self._is_withdrawn
@@ -59,10 +58,10 @@ class CreditSender:
         if others:
             self._tell_waits()
 
-    def _tell_answer(self, outputs: Sequence[Tensor | None]) -> None:
+    def _tell_answer(self, sent: Sent) -> None:
         raise NotImplementedError
 
-    def _tell_over(self, error: FlowserveError | None) -> None:
+    def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
         raise NotImplementedError
 
     def _tell_waits(self) -> None:

@@ -157,6 +157,7 @@ class PythonInstance:
             adopt(self.owner)
         module = self._module = source.import_fresh()
         model_class = source.model_class(module)
+        self._clock: ClockNs = lambda: 0  # that of the batch it runs
         with source.running("initialize"):
             self._model = model_class()
             if hasattr(self._model, "initialize"):
@@ -172,7 +173,8 @@ class PythonInstance:
     def run(self, work: Work, clock: ClockNs) -> Results:
         about = self._about
         count = len(work.rows)
-        requests: list[InferenceRequest] = (
+        self._clock = clock
+        requests: list[Any] = (
             [GivenRequest(about, work, 0)]
             if count == 1
             else [*map(GivenRequest, repeat(about), repeat(work), range(count))]
@@ -216,7 +218,7 @@ class PythonInstance:
         name = self._about.name
         if work.senders is None:
             return SingleResponseSender(name)
-        return ResponseSender(work.senders[member], self._answers, work, member, name)
+        return ResponseSender(work.senders[member], self._answers, work, member, name, self._clock)
 
     def close(self) -> None:
         """Finalise the model. What it raises is logged: the instance is gone either way."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
-from flowserve.backends.base import Sender, Work
+from flowserve.backends.base import ClockNs, Sender, Sent, Work
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.triton_objects import (
     TRITONSERVER_RESPONSE_COMPLETE_FINAL,
@@ -21,7 +21,7 @@ from flowserve.backends.triton_objects import (
     InferenceResponse,
     TritonModelException,
 )
-from flowserve.errors import ModelFailed
+from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.tensor import Tensor
 
 log = logging.getLogger("flowserve.python")
@@ -33,7 +33,9 @@ _ANY_ROWS: Final = -1
 class ResponseSender:
     """What `get_response_sender` gives a decoupled model."""
 
-    def __init__(self, sender: Sender, answers: AnswerReader, work: Work, member: int, model: str) -> None:
+    def __init__(
+        self, sender: Sender, answers: AnswerReader, work: Work, member: int, model: str, clock: ClockNs
+    ) -> None:
         self._sender = sender
         self._answers = answers
         # An answer may have any number of rows.
@@ -41,6 +43,8 @@ class ResponseSender:
         self._model = model
         self._is_closed = False
         self._one_by_one = threading.Lock()
+        self._clock = clock
+        self._since_ns = clock()  # when the model began with its next answer
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Answer, or (with TRITONSERVER_RESPONSE_COMPLETE_FINAL) say that there are no more answers. Waits while those
@@ -54,15 +58,24 @@ class ResponseSender:
                 raise TritonModelException(_CLOSED)
             self._is_closed = is_final
             if response is not None:
-                outputs, errors, _ = self._answers.read([response], self._work)
-                error = errors[0] if errors else self._uneven([column[0] for column in outputs])
-                if error is not None:
+                answer = self._taken(response)
+                if isinstance(answer, FlowserveError):
                     self._is_closed = True
-                    self._sender.fail(error)
+                    self._sender.fail(answer)
                     return
-                self._sender.send([column[0] for column in outputs])
+                self._sender.send(answer)
+                self._since_ns = self._clock()
         if is_final:
-            self._sender.finish()
+            self._sender.finish(is_empty=response is None)
+
+    def _taken(self, response: InferenceResponse) -> Sent | FlowserveError:
+        began_ns = self._clock()
+        columns, errors, _ = self._answers.read([response], self._work)
+        outputs = [column[0] for column in columns]
+        error = errors[0] if errors else self._uneven(outputs)
+        if error is not None:
+            return error
+        return Sent(outputs, response._parameters, began_ns - self._since_ns, self._clock() - began_ns)
 
     def _uneven(self, outputs: Sequence[Tensor | None]) -> ModelFailed | None:
         rows = {tensor.stop - tensor.start for tensor in outputs if tensor is not None}

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
+from flowserve.observe.responses import Responses
 from flowserve.observe.traffic import NodeTraffic
 
 # Why a request failed, in Triton's words. REJECTED: no place or no time for it, or the server was ending. CANCELED: its
@@ -66,6 +67,7 @@ class Statistics:
     request_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     queue_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     compute_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
+    responses: Responses = field(default_factory=Responses)
     nodes: tuple[NodeTraffic, ...] = ()
     last_error: str = ""
     last_error_ms: int = 0
@@ -175,7 +177,7 @@ class Statistics:
                 "cache_hit": _sum(self.cache_hits, self.cache_hit_ns),
                 "cache_miss": _sum(self.cache_misses, self.cache_miss_ns),
             },
-            "response_stats": {},
+            "response_stats": self.responses.as_json(),
             "batch_stats": [
                 {
                     "batch_size": rows,

@@ -54,7 +54,7 @@ class Answers:
                 answer = flow.take()
                 if answer is not None:
                     self._engine.taken()
-                    return self._engine.response_from(flow, answer.tensors)
+                    return self._engine.response_from(answer)
             elif flow.done and not self._is_taken:
                 self._is_taken = True
                 return self._engine.response(flow)

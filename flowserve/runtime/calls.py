@@ -122,7 +122,7 @@ class Calls:
     def _tell_answers(self, flow: StreamFlow, pending: Pending) -> None:
         """They are taken as they come, so that no model ever waits for the one that has called it to take them."""
         while (answer := flow.take()) is not None:
-            pending.answered(self._engine.response_from(flow, answer.tensors))
+            pending.answered(self._engine.response_from(answer))
         self._engine.taken()
 
     def _over(self, pending: Pending) -> None:

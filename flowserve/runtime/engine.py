@@ -320,11 +320,12 @@ class Engine:
             error = _own(flow.error, flow.owner)
             flow.owner.statistics.told(str(error), wall_clock_ms())
             raise error
-        return self.response_from(flow, flow.tensors)
+        return self.response_from(flow)
 
-    def response_from(self, flow: Flow, slots: Sequence[Any]) -> Response:
-        """The answer that these tensors, by slot, make."""
+    def response_from(self, flow: Flow) -> Response:
+        """What the tensors of a flow that is done make; or those of one of its answers (`StreamFlow.take`)."""
         deployment: Deployment = flow.owner
+        slots = flow.tensors
         outputs = {}
         for name in flow.wanted:
             tensor = slots[deployment.output_slot[name]]

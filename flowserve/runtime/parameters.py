@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.iterations import Iteration
 from flowserve.scheduling.lineage import traced
 from flowserve.scheduling.router import Flow
 from flowserve.values import Parameter, Request
@@ -32,26 +33,38 @@ def take_parameters(batch: Batch, said: Said, errors: Mapping[int, FlowserveErro
     for m, parameters in said.items():
         ticket = batch.tickets[m]
         try:
-            if not all(isinstance(value, (str, int, float)) for value in parameters.values()):
-                raise ModelFailed(f"model '{batch.queue.key.name}': response parameters are strings, numbers, booleans")
-            _take(ticket.flow.whole, parameters)
+            flow = ticket.flow
+            request = request_after(flow, batch.queue.key.name, parameters)
+            if request is None:
+                flow.parameters = parameters
+            elif isinstance(flow, Iteration):
+                flow.speaks_as(request)
+            else:
+                flow.request = request
         except FlowserveError as error:
             found.setdefault(m, traced(error, ticket, batch.instance))
     return found
 
 
-def _take(flow: Flow, parameters: Mapping[str, Any]) -> None:
+def request_after(flow: Flow, model: str, parameters: Mapping[str, Any]) -> Request | None:
+    """The request of an ensemble as the steps after one that said this are told it; None where the flow is one model's,
+    whose parameters are the answer's own. Raises ModelFailed, Invalid for what cannot be said.
+    """
+    if not all(isinstance(value, (str, int, float)) for value in parameters.values()):
+        raise ModelFailed(f"model '{model}': response parameters are strings, numbers, booleans")
+    request: Request = flow.request
     if not flow.plan.graph.is_ensemble:
-        flow.parameters = parameters
-    elif STATELESS.keys() & parameters.keys():
-        sequence_id = parameters.get("sequence_id", flow.request.sequence_id)
-        start, end = (parameters.get(key, False) for key in ("sequence_start", "sequence_end"))
-        if isinstance(sequence_id, bool) or not isinstance(sequence_id, (int, str)):
-            raise Invalid(f"expected parameter 'sequence_id' to be an integer or a string, got {sequence_id!r}")
-        for key, flag in (("sequence_start", start), ("sequence_end", end)):
-            if not isinstance(flag, bool):
-                raise Invalid(f"expected parameter '{key}' to be true or false, got {flag!r}")
-        flow.request = replace(flow.request, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
+        return None
+    if not STATELESS.keys() & parameters.keys():
+        return request
+    sequence_id = parameters.get("sequence_id", request.sequence_id)
+    start, end = (parameters.get(key, False) for key in ("sequence_start", "sequence_end"))
+    if isinstance(sequence_id, bool) or not isinstance(sequence_id, (int, str)):
+        raise Invalid(f"expected parameter 'sequence_id' to be an integer or a string, got {sequence_id!r}")
+    for key, flag in (("sequence_start", start), ("sequence_end", end)):
+        if not isinstance(flag, bool):
+            raise Invalid(f"expected parameter '{key}' to be true or false, got {flag!r}")
+    return replace(request, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
 
 
 def of_ensemble(request: Request) -> Mapping[str, Parameter]:

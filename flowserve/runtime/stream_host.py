@@ -37,7 +37,7 @@ class StreamHost(LocalHost):
         senders = []
         for source in sources(batch):
             sender = ThreadSender(source, self._streaming, self._execution)
-            sender.grant(self._streaming.start(source, sender))
+            sender.grant(self._streaming.start(source, sender, self))
             senders.append(sender)
         work.senders = senders
         self.running = batch

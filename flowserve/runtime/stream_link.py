@@ -15,15 +15,16 @@ from collections.abc import Sequence
 
 import trio
 
-from flowserve.backends.child.protocol import ANSWER, GRANT, OVER, WAITS, WITHDRAW, heard, unpack
+from flowserve.backends.base import Sent
+from flowserve.backends.child.protocol import ANSWER, GRANT, OVER, SPILLED_OUT, WAITS, WITHDRAW, heard, unpack
 from flowserve.errors import FlowserveError
 from flowserve.runtime.process_inputs import InputPacker, Packed
 from flowserve.runtime.process_link import Link, Outcome
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.streaming import Streaming
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.iterations import Source
 from flowserve.scheduling.router import Ticket
-from flowserve.scheduling.streams import Source
 
 
 class StreamLink(Link):
@@ -41,9 +42,9 @@ class StreamLink(Link):
         self._batch = batch
         number = self._number + 1
         for m, source in enumerate(sources):
-            sender = LinkSender(self, number, m)
+            sender = LinkSender(self, number, m, source)
             self._sources[number, m] = source
-            count = self._streaming.start(source, sender)
+            count = self._streaming.start(source, sender, batch.instance)
             if count:
                 sender.grant(count)
         self._flush()
@@ -55,6 +56,9 @@ class StreamLink(Link):
             if batch is None or source in batch:
                 del self._sources[key]
                 self._streaming.over(source, why)
+
+    def cancelled(self, source: Source) -> None:
+        self._streaming.cancelled(source)
 
     def tell(self, message: bytes) -> None:
         """Send this, now or when the child reads again, in order."""
@@ -100,8 +104,10 @@ class StreamLink(Link):
 
     def _take(self, message: bytes, fds: list[int]) -> Outcome | bool:
         kind, words, text = unpack(message)
+        if kind == SPILLED_OUT:
+            return self._take(self._spilled(*words[1:]), fds)
         if kind == ANSWER:
-            self._answered(words)
+            self._answered(words, text)
         elif kind == OVER:
             self._finished(*words[1:], text=text)
         elif kind == WAITS:
@@ -113,34 +119,40 @@ class StreamLink(Link):
             return super()._take(message, fds)
         return True
 
-    def _answered(self, words: Sequence[int]) -> None:
-        number, member, rows, segment, offset, nbytes = words[1:7]
+    def _answered(self, words: Sequence[int], text: bytes) -> None:
+        number, member, infer_ns, output_ns, rows, segment, offset, nbytes = words[1:9]
         block = self._block(segment, offset, nbytes) if nbytes else None
         source = self._sources.get((number, member))
         if source is None:
             return  # it failed meanwhile
-        outputs, _ = self._reader.read(words, 7, block, [rows])
+        outputs, _ = self._reader.read(words, 9, block, [rows])
         if source.flow.done:
             return
         if not source.credit:
             raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")
-        self._streaming.answered(source, [column[0] for column in outputs])
+        parameters = json.loads(text) if text else {}
+        if not isinstance(parameters, dict):
+            raise Garbled("parameters of a response that are no object")
+        row = [column[0] for column in outputs]
+        self._streaming.answered(source, Sent(row, parameters, infer_ns, output_ns))
 
-    def _finished(self, number: int, member: int, *, text: bytes) -> None:
+    def _finished(self, number: int, member: int, is_empty: int, *, text: bytes) -> None:
         source = self._sources.pop((number, member), None)
         if source is not None:
-            self._streaming.over(source, heard(json.loads(text)) if text else None)
+            self._streaming.over(source, heard(json.loads(text)) if text else None, is_empty=bool(is_empty))
 
 
 class LinkSender:
     """What the machines tell a step that runs in a process."""
 
-    def __init__(self, link: StreamLink, number: int, member: int) -> None:
+    def __init__(self, link: StreamLink, number: int, member: int, source: Source) -> None:
         self._link = link
         self._key = (number, member)
+        self._source = source
 
     def grant(self, count: int) -> None:
         self._link.tell(marshal.dumps((GRANT, *self._key, count, self._link.come_home())))
 
     def withdraw(self) -> None:
+        self._link.cancelled(self._source)
         self._link.tell(marshal.dumps((WITHDRAW, *self._key)))

@@ -16,14 +16,16 @@ from typing import cast
 
 import trio
 
+from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
 from flowserve.errors import FlowserveError
-from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs, wall_clock_ms
+from flowserve.runtime.parameters import request_after
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.dispatcher import Dispatcher
-from flowserve.scheduling.streams import Sender, Source
+from flowserve.scheduling.iterations import Sender, Source
+from flowserve.scheduling.lineage import traced
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -31,12 +33,13 @@ log = logging.getLogger("flowserve.runtime")
 @dataclass(slots=True, eq=False)
 class Returned:
     """What the run of a decoupled model's batch came to: its instance is free. Its answers come by themselves, and so
-    does why it `has_failed`.
+    does why it `has_failed`. `rescheduled`: as in `Results`.
     """
 
     gathered_ns: int = 0
     computed_ns: int = 0
     has_failed: bool = False
+    rescheduled: Sequence[int] = ()
 
 
 class Streaming:
@@ -52,13 +55,30 @@ class Streaming:
         self._clock = clock
         self._posted: deque[Callable[[], None]] = deque()
 
-    def start(self, source: Source, sender: Sender) -> int:
-        """A step is about to run; how many answers it may send before it must wait."""
-        return self._streams.start(source, sender, self._clock())
+    def start(self, source: Source, sender: Sender, instance: object) -> int:
+        """A step is about to run on an instance; how many answers it may send before it must wait."""
+        source.instance = instance
+        source.last_ns = self._clock()
+        return self._streams.start(source, sender, source.last_ns)
 
-    def answered(self, source: Source, outputs: Sequence[Tensor | None]) -> None:
+    def answered(self, source: Source, sent: Sent) -> None:
         """One answer, for one credit."""
-        self._streams.answer(source, outputs, self._clock())
+        if source.flow.done or source.is_over:
+            return
+        now_ns = self._clock()
+        request = None
+        if sent.parameters:
+            try:
+                request = request_after(source.flow, source.node.model.name, sent.parameters)
+            except FlowserveError as error:
+                self.over(source, error)
+                return
+        infer_ns = min(sent.infer_ns, now_ns - source.last_ns)  # other people's code may have written it
+        output_ns = min(sent.output_ns, now_ns - source.last_ns - infer_ns)
+        _observer(source).responses.answered(source.count, infer_ns, output_ns)
+        source.count += 1
+        source.last_ns = now_ns
+        self._streams.answer(source, sent.outputs, now_ns, sent.parameters or None, request)
         self._poke()
 
     def waits(self, source: Source, holder: Batch | None) -> None:
@@ -66,13 +86,16 @@ class Streaming:
         self._streams.wait(source, holder)
         self._poke()
 
-    def over(self, source: Source, error: FlowserveError | None = None) -> None:
-        """There are no more answers. Harmless when it was said before."""
+    def over(self, source: Source, error: FlowserveError | None = None, *, is_empty: bool = False) -> None:
+        """There are no more answers. Harmless when it was said before. `is_empty`: it was said by itself."""
         if source.is_over:
             return
         now_ns = self._clock()
-        statistics: Statistics = source.flow.route[source.node.index].observer
+        statistics = _observer(source)
+        source.is_counted = True
         if error is None:
+            if is_empty:
+                statistics.responses.was_empty(source.count, now_ns - source.last_ns)
             took_ns = now_ns - source.started_ns
             statistics.succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
             flow = source.flow
@@ -81,9 +104,16 @@ class Streaming:
             self._streams.last(source, now_ns)
         else:
             statistics.failed(1, now_ns - source.queued_ns, BACKEND)
-            self._streams.failed(source, error)
+            statistics.responses.failed(source.count, now_ns - source.last_ns)
+            self._streams.failed(source, traced(error, source, source.instance))
             source.is_over = True
         self._poke()
+
+    def cancelled(self, source: Source) -> None:
+        """Nobody wants its answers any more. Harmless when it is over."""
+        if not source.is_counted:
+            source.is_counted = True
+            _observer(source).responses.cancelled(source.count, self._clock() - source.last_ns)
 
     def returned(self, batch: Batch, outcome: Returned) -> None:
         """A batch gave its instance back."""
@@ -124,23 +154,30 @@ class ThreadSender(CreditSender):
         self._execution = execution
 
     def withdraw(self) -> None:
-        self._source = None
-        super().withdraw()
-
-    def _tell_answer(self, outputs: Sequence[Tensor | None]) -> None:
-        source = self._source
-        if source is not None:
-            self._streaming.post(partial(self._streaming.answered, source, outputs))
-
-    def _tell_over(self, error: FlowserveError | None) -> None:
         source, self._source = self._source, None
         if source is not None:
-            self._streaming.post(partial(self._streaming.over, source, error))
+            self._streaming.cancelled(source)
+        super().withdraw()
+
+    def _tell_answer(self, sent: Sent) -> None:
+        source = self._source
+        if source is not None:
+            self._streaming.post(partial(self._streaming.answered, source, sent))
+
+    def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            self._streaming.post(partial(self._streaming.over, source, error, is_empty=is_empty))
 
     def _tell_waits(self) -> None:
         source = self._source
         if source is not None:
             self._streaming.post(partial(self._streaming.waits, source, self._execution()))
+
+
+def _observer(source: Source) -> Statistics:
+    statistics: Statistics = source.flow.route[source.node.index].observer
+    return statistics
 
 
 def sources(batch: Batch) -> list[Source]:

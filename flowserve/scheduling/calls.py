@@ -14,12 +14,13 @@ Requests that call nobody never come here. This file does not know how an execut
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Union
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import Plan, PlanNode
+from flowserve.scheduling.pauses import Pauses
 from flowserve.scheduling.router import Facts, Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow
 
@@ -46,21 +47,22 @@ class CalledFlow(Flow):
 
 
 class Calls:
-    """The executions of a server that wait for others, by their batches."""
+    """The executions of a server that wait for others, by their batches: in calls, and in their send (`pauses`)."""
 
-    def __init__(self, can_start: CanStart) -> None:
+    def __init__(self, can_start: CanStart, pauses: Pauses) -> None:
         self._can_start = can_start
+        self._pauses = pauses
         self._made: dict[Batch, list[Called]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._made)
+        return bool(self._made or self._pauses.waiting)
 
     def begin(self, batch: Batch, flow: Called) -> None:
         """The execution of `batch` calls, and waits; `flow` is submitted next. Raises Unavailable where it would wait
         for ever.
         """
         self._made.setdefault(batch, []).append(flow)
-        hopeless = _Hopeless(self._made, self._can_start)
+        hopeless = _Hopeless(self._made, self._pauses, self._can_start)
         if hopeless.is_hopeless(flow):
             refusal = Unavailable(hopeless.words(flow, batch))
             self.over(batch, flow)
@@ -78,12 +80,17 @@ class Calls:
         """The execution has ended: whatever it did not wait for keeps nobody any more."""
         self._made.pop(batch, None)
 
+    def stuck(self) -> Collection[Batch]:
+        """The executions that keep their instances for ever, in a call or in a send, if nothing is done about it."""
+        return _Hopeless(self._made, self._pauses, self._can_start).stuck
+
     def waiting_for(self, queue: ModelQueue) -> set[Batch]:
         """The executions that cannot end before this queue's turn comes, directly or through others that they wait
         for.
         """
         found: set[Batch] = set()
         new = {batch for batch, flows in self._made.items() if any(_reaches(flow, queue) for flow in flows)}
+        new.update(batch for batch, source in self._pauses.holders().items() if queue in source.flow.route)
         while new:
             found |= new
             served = {ticket.flow.whole for batch in new for ticket in batch.tickets}
@@ -92,34 +99,47 @@ class Calls:
 
     def queues_of(self, batch: Batch) -> list[ModelQueue]:
         """The queues on the way of what this execution waits for."""
-        return [flow.route[node.index] for flow in self._made.get(batch, ()) for node in _pending(flow)]
+        called = [flow.route[node.index] for flow in self._made.get(batch, ()) for node in _pending(flow)]
+        return called + self._pauses.queues_of(batch)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._made)
+        return iter({**dict.fromkeys(self._made), **self._pauses.holders()})
 
 
 class _Hopeless:
     """The executions that would wait for ever if nothing were done about it. `stuck` shrinks to them."""
 
-    def __init__(self, made: dict[Batch, list[Called]], can_start: CanStart) -> None:
+    def __init__(self, made: dict[Batch, list[Called]], pauses: Pauses, can_start: CanStart) -> None:
         self._made = made
+        self._pauses = pauses
+        self._paused = pauses.holders()
         self._can_start = can_start
         self._running: dict[tuple[Flow, int], list[Batch]] = {}
-        for batch in made:
+        self.stuck: dict[Batch, None] = dict.fromkeys([*made, *self._paused])
+        for batch in self.stuck:
             for ticket in batch.tickets:
                 self._running.setdefault((ticket.flow.whole, ticket.node.index), []).append(batch)
-        self.stuck = dict.fromkeys(made)
-        while able := [batch for batch in self.stuck if not any(map(self.is_hopeless, made[batch]))]:
+        while able := [batch for batch in self.stuck if not self._is_stuck(batch)]:
             for batch in able:
                 del self.stuck[batch]
+
+    def _is_stuck(self, batch: Batch) -> bool:
+        """Whether it cannot go on while those that are `stuck` do not."""
+        if any(map(self.is_hopeless, self._made.get(batch, ()))):
+            return True
+        source = self._paused.get(batch)
+        return source is not None and self._pauses.circle(source, self.stuck) is not None
 
     def is_hopeless(self, flow: Called) -> bool:
         return any(self._blocks(flow, node) for node in _pending(flow))
 
     def words(self, flow: Called, caller: Batch) -> str:
         """Why nobody can ever answer a call that is hopeless."""
-        path = self._path(flow, caller)
         blocked = [*self._blocked(flow)]
+        pause = self._pause_before(flow, blocked)
+        if pause:
+            return f"model '{caller.queue.key.name}' -> {pause}"
+        path = self._path(flow, caller)
         queue = next((queue for queue, blockers in blocked if path[0] in blockers), blocked[0][0])
         names = [*(batch.queue.key.name for batch in path), queue.key.name]
         circle = " -> ".join(f"'{name}'" for name in names)
@@ -129,6 +149,20 @@ class _Hopeless:
             why = f"'{names[-1]}' needs resources that '{names[0]}' holds until then"
             hint = "there must be more of them (--rate-limit-resource), or the models must ask for less"
         return f"model {circle}: this call can never be answered, because {why}; {hint}"
+
+    def _pause_before(self, flow: Called, blocked: Sequence[tuple[ModelQueue, list[Batch]]]) -> str:
+        """The same, of a call that waits for a step which stands in its send, or for its own sequence; else ""."""
+        for queue, blockers in blocked:
+            text = f"'{queue.key.name}': this call can never be answered, because"
+            for batch in blockers:
+                circle = self._pauses.circle(self._paused[batch], self.stuck) if batch in self._paused else None
+                if circle:
+                    return f"{text} {', '.join(circle)}"
+            if queue.bound is not None and blockers:
+                sequence = queue.bound.id_of(flow)
+                why = f"sequence {sequence} goes on in an instance that waits for it, directly or through others"
+                return f"{text} {why}; answer first, or call with another sequence"
+        return ""
 
     def _path(self, flow: Called, caller: Batch) -> list[Batch]:
         """The shortest chain of executions from one that could have served `flow` to its caller, each of which waits
@@ -141,7 +175,7 @@ class _Hopeless:
             for blocker in chain.from_iterable(blockers for _, blockers in self._blocked(called)):
                 if blocker not in came_from:
                     came_from[blocker] = batch
-                    edge.extend((blocker, each) for each in self._made[blocker])
+                    edge.extend((blocker, each) for each in self._made.get(blocker, ()))
         path = [caller]
         while (before := came_from.get(path[0])) is not None:
             path.insert(0, before)
@@ -166,6 +200,10 @@ class _Hopeless:
             return any(batch in self.stuck for batch in running)
         if _answers(flow, node):
             return False
+        if queue.bound is not None and not queue.bound.can_take(
+            flow, [one for one in self.stuck if one.queue is queue]
+        ):
+            return True
         return not self._can_start(queue, [*self.stuck])
 
     def _ahead(self, flow: Called, queue: ModelQueue) -> list[Batch]:

@@ -29,6 +29,7 @@ from flowserve.scheduling.deadlines import Deadlines
 from flowserve.scheduling.iterative import Iterative
 from flowserve.scheduling.lineage import located, steps_under_way, traced
 from flowserve.scheduling.ordering import Order
+from flowserve.scheduling.pauses import Pauses
 from flowserve.scheduling.router import Facts, Flow, Ticket
 from flowserve.scheduling.sequences import Sequences
 from flowserve.scheduling.streams import StreamFlow
@@ -58,8 +59,9 @@ class Dispatcher:
         self._run = run
         self._answered = answered
         self._refused = refused
-        self.streams = Streams(self._put, self._fail, self._over, told, self._can_start)
-        self.calls = Calls(self._can_start)
+        self.pauses = Pauses(self._can_start)
+        self.calls = Calls(self._can_start, self.pauses)
+        self.streams = Streams(self._put, self._fail, self._over, told, self.pauses, self.calls.stuck)
         self._queues: list[ModelQueue] = []
         self._arrivals: list[Flow] = []
         self._dirty: deque[ModelQueue] = deque()
@@ -195,7 +197,7 @@ class Dispatcher:
 
     def execute_returned(self, batch: Batch) -> None:
         """A batch of a decoupled model keeps its instance no longer; its steps may go on answering (`streams`)."""
-        self.streams.returned(batch)
+        self.pauses.returned(batch)
         self._set_free(batch)
 
     def take_away(self, queue: ModelQueue, instance: Any) -> None:

@@ -163,7 +163,7 @@ class LimitedDispatcher(Dispatcher):
 
     def _kept(self, skipped: dict[_Contender, Account], contender: _Contender) -> dict[Resource, int]:
         """What is kept from a contender for those before it that were overtaken too often. Nothing is kept from what
-        somebody has called for whom they wait themselves.
+        somebody has called, or sends to, for whom they wait themselves.
         """
         kept: dict[Resource, int] = {}
         callers = self.calls.waiting_for(contender.queue) if self.calls else ()

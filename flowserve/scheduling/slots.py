@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from flowserve.graph.plan import PlanNode
 
 if TYPE_CHECKING:
-    from flowserve.scheduling.streams import Iteration, StreamFlow
+    from flowserve.scheduling.iterations import Iteration
+    from flowserve.scheduling.streams import StreamFlow
 
 
 class Gauge(Protocol):
@@ -25,16 +26,18 @@ class Gauge(Protocol):
 class Slots:
     """How many steps of each node are under way, of one request or of all that share them. `promised[n]` are behind
     credits. Who finds no room stands in `parked`, and keeps `hold`, the slot of the step that made it ready.
-    `gauges[n]` is shown the most that node n ever had.
+    `gauges[n]` is shown the most that node n ever had. `sharers`: the requests under way that share them, empty where
+    they are one request's own.
     """
 
-    __slots__ = ("gauges", "limits", "parked", "promised", "taken")
+    __slots__ = ("gauges", "limits", "parked", "promised", "sharers", "taken")
 
     def __init__(self, limits: Sequence[int], gauges: Sequence[Gauge] = ()) -> None:
         self.limits = limits
         self.gauges = gauges
         self.taken = [0] * len(limits)
         self.promised = [0] * len(limits)
+        self.sharers: dict[StreamFlow, None] = {}
         self.parked: list[deque[tuple[Iteration, PlanNode, Hold | None]]] = [deque() for _ in limits]
 
     def has_room(self, n: int) -> bool:

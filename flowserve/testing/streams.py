@@ -1,8 +1,8 @@
 """Graphs whose steps answer many times, in simulated time: the real machines, simulated models and readers.
 
 Decided here: which random worlds there are (levels nested in levels, branches that join again, tensors from above,
-several instances, limits, slow readers, failures, callers who leave), and what is looked at after every turn. One
-seed gives one history.
+several instances, limits, resources, models that call others, slow readers, failures, callers who leave), and what is
+looked at after every turn. One seed gives one history.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from functools import partial
 from itertools import count
 from random import Random
 
-from flowserve.errors import ModelFailed
+from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.nesting import are_nested, joined
 from flowserve.graph.plan import NO_SLOT, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.calls import CalledFlow
 from flowserve.scheduling.credits import Streams
 from flowserve.scheduling.dispatcher import Dispatcher
+from flowserve.scheduling.iterations import Iteration, Source
+from flowserve.scheduling.limited import LimitedDispatcher
+from flowserve.scheduling.limiter import Limiter, Needs
 from flowserve.scheduling.router import Facts, Flow, Ticket
 from flowserve.scheduling.slots import Slots
-from flowserve.scheduling.streams import Iteration, Source, StreamFlow
+from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import DType, TensorSpec
 
 PORT = TensorSpec("X", DType.FP32, (-1,))
@@ -45,7 +49,9 @@ class Content:
 @dataclass
 class Model:
     """`answers`: how often a step answers, by what it read; None for a model that answers once. `ns`: how long it takes
-    between answers, or for its batch. `keeps_instance`: it answers before execute returns, not from a thread.
+    between answers, or for its batch. `keeps_instance`: it answers before execute returns, not from a thread. `needs`:
+    what each instance holds while it runs, where there is a limiter. `calls`: what it asks of others and waits for
+    before it answers; not of models that answer many times.
     """
 
     key: ModelKey
@@ -54,6 +60,8 @@ class Model:
     answers: Callable[[Content], int] | None = None
     keeps_instance: bool = True
     max_batch_size: int = 8
+    needs: Needs = field(default_factory=lambda: Needs({}))
+    calls: Graph | None = None
 
 
 @dataclass
@@ -154,12 +162,16 @@ def made_by(node: Node, read: list[Content]) -> Content:
 
 @dataclass
 class StreamSim:
-    """Lives through requests to one graph. `most[n]`: the most steps of node n that one request had under way."""
+    """Lives through requests to one graph. `most[n]`: the most steps of node n that one request had under way.
+
+    `overtaken_max`: with a limiter, which keeps resources for whoever was overtaken so often; None: there is none.
+    """
 
     graph: Graph
     models: list[Model]
     requests: list[StreamRequest]
     seed: int = 0
+    overtaken_max: int | None = None
     time: int = 0
     answers: dict[int, list[list[Content | None]]] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)  # "" or why it failed
@@ -170,9 +182,15 @@ class StreamSim:
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
         self._by_key = {model.key: model for model in self.models}
-        self.dispatcher = Dispatcher(self._run, self._over, told=self._told)
+        if self.overtaken_max is None:
+            self.dispatcher = Dispatcher(self._run, self._over, told=self._told)
+        else:
+            self.dispatcher = LimitedDispatcher(self._run, self._over, Limiter(), self.overtaken_max, told=self._told)
         self.queues = {
-            model.key: ModelQueue(model.key, _batcher(model), range(model.instances)) for model in self.models
+            model.key: ModelQueue(
+                model.key, _batcher(model), range(model.instances), needs=[model.needs] * model.instances
+            )
+            for model in self.models
         }
         for queue in self.queues.values():
             self.dispatcher.add(queue)
@@ -182,6 +200,8 @@ class StreamSim:
         self.flows: dict[int, StreamFlow] = {}
         self._reading: set[int] = set()
         self.running: dict[Ticket, None] = {}  # steps that were started and are not over
+        self._called: dict[Flow, Batch] = {}  # what models wait for, and in which execution
+        self.refused: list[str] = []  # calls that were, and why
         nesting = self.plan.nesting
         self.shared = Slots(nesting.limits) if nesting is not None and nesting.is_shared else None
         for request in self.requests:
@@ -230,7 +250,8 @@ class StreamSim:
         self.running.update(dict.fromkeys(batch.tickets))
         self.started += [(ticket.flow.stamp, ticket.node.name) for ticket in batch.tickets]
         if model.answers is None:
-            self._at(self.time + self._random.randint(*model.ns), partial(self._return, batch))
+            do = self._return if model.calls is None else partial(self._call, model.calls)
+            self._at(self.time + self._random.randint(*model.ns), partial(do, batch))
             return
         runs = [Running(self, batch, m, model) for m in range(len(batch.tickets))]
         if not model.keeps_instance:
@@ -239,6 +260,20 @@ class StreamSim:
             one.following = following if model.keeps_instance else None
         for one in runs[: 1 if model.keeps_instance else None]:
             one.go_on()
+
+    def _call(self, graph: Graph, batch: Batch) -> None:
+        """It answers when it has its own answers."""
+        plan = make_plan(graph)
+        make = CalledFlow if plan.nesting is None else StreamFlow
+        route = [self.queues[node.model] for node in plan.nodes]
+        flow = make(plan, route, [Content(("called",))], self.time, 1 << 40, StreamRequest(-1))
+        try:
+            self.dispatcher.call(batch, flow)
+        except Unavailable as error:
+            self.refused.append(str(error))
+            self._return(batch)
+        else:
+            self._called[flow] = batch
 
     def _return(self, batch: Batch) -> None:
         outputs: list[list[Facts | None]] = [[]]
@@ -255,6 +290,10 @@ class StreamSim:
         self.dispatcher.batch_done(batch, outputs, errors, self.time)
 
     def _told(self, stream: StreamFlow) -> None:
+        if stream in self._called:
+            while stream.take() is not None:
+                pass
+            return
         number = stream.stamp
         if number not in self._reading:
             self._reading.add(number)
@@ -273,6 +312,11 @@ class StreamSim:
             self.answers[stream.stamp].append(held)
 
     def _over(self, flow: Flow) -> None:
+        if flow in self._called:
+            batch = self._called.pop(flow)
+            self.dispatcher.calls.over(batch, flow)  # type: ignore[arg-type]  # it was called
+            self._at(self.time, partial(self._return, batch))
+            return
         assert isinstance(flow, StreamFlow)
         assert flow.stamp not in self.ended, "ended twice"
         self.ended[flow.stamp] = "" if flow.error is None else str(flow.error)
@@ -324,6 +368,7 @@ class StreamSim:
                 assert not any(slots.promised), f"{slots.promised} slots were promised to nobody"
             if slots is not None and (stream.nesting.is_shared or not ended):
                 assert not any(slots.taken), f"{slots.taken} slots never came home"
+        assert not self._called, "a call was not answered"
         for queue in self.queues.values():
             assert len(queue.free) == len(queue.instances), f"{queue.key}: an instance never came home"
             assert not len(queue.batcher)

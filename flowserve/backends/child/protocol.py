@@ -79,9 +79,10 @@ GONE: Final = 6
 # SPILLED_OUT segment offset nbytes: the message lies there
 SPILLED_OUT: Final = 7
 # ... from a decoupled model, whose DONE has NOTHING of every output, at any time
-# ANSWER number member rows segment offset nbytes outputs...: one answer, in exchange for what one GRANT counted
+# ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters where there are
+#   some: one answer, in exchange for what one GRANT counted
 ANSWER: Final = 16
-# OVER number member, and TEXT [kind, text] where it failed: no more answers
+# OVER number member empty, and TEXT [kind, text] where it failed: no more answers
 OVER: Final = 17
 # WAITS number member inside: a thread waits until it may send; inside: the one that runs the batch
 WAITS: Final = 18

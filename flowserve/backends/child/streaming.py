@@ -15,14 +15,13 @@ from functools import partial
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-from flowserve.backends.base import Instance, Work
+from flowserve.backends.base import Instance, Sent, Work
 from flowserve.backends.child.inputs import Run
 from flowserve.backends.child.main import Job, Server, Told
 from flowserve.backends.child.protocol import ANSWER, END, GRANT, NOTHING, OVER, WAITS, WITHDRAW, pack, said
 from flowserve.backends.credit import CreditSender
 from flowserve.errors import FlowserveError
 from flowserve.memory.arena import Place
-from flowserve.memory.tensor import Tensor
 
 _EARLY_MAX: Final = 4096  # grants that came before their batch; there are only those of the batch that comes next
 
@@ -115,15 +114,16 @@ class StreamServer(Server):
 
     # ------------------------------------------------------------------ for its senders, on any thread
 
-    def answer(self, number: int, member: int, outputs: Sequence[Tensor | None]) -> None:
-        first = next((tensor for tensor in outputs if tensor is not None), None)
+    def answer(self, number: int, member: int, sent: Sent) -> None:
+        first = next((tensor for tensor in sent.outputs if tensor is not None), None)
         rows = first.stop - first.start if first is not None and self._job.batches else 1
         with self._one_by_one:
-            placed = self._outputs.place([[one] for one in outputs])
-            super()._send(pack(ANSWER, [number, member, rows, *placed]))
+            placed = self._outputs.place([[one] for one in sent.outputs])
+            words = [number, member, sent.infer_ns, sent.output_ns, rows, *placed]
+            super()._send(pack(ANSWER, words, dict(sent.parameters) or None))
 
-    def over(self, number: int, member: int, error: FlowserveError | None) -> None:
-        self._send(pack(OVER, [number, member], None if error is None else said(error)))
+    def over(self, number: int, member: int, error: FlowserveError | None, *, is_empty: bool) -> None:
+        self._send(pack(OVER, [number, member, int(is_empty)], None if error is None else said(error)))
 
     def waits(self, number: int, member: int) -> None:
         is_inside = threading.current_thread() is self._executor
@@ -138,11 +138,11 @@ class ProcessSender(CreditSender):
         self._server = server
         self.key = (number, member)
 
-    def _tell_answer(self, outputs: Sequence[Tensor | None]) -> None:
-        self._quietly(partial(self._server.answer, *self.key, outputs))
+    def _tell_answer(self, sent: Sent) -> None:
+        self._quietly(partial(self._server.answer, *self.key, sent))
 
-    def _tell_over(self, error: FlowserveError | None) -> None:
-        self._quietly(partial(self._server.over, *self.key, error))
+    def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
+        self._quietly(partial(self._server.over, *self.key, error, is_empty=is_empty))
 
     def _tell_waits(self) -> None:
         self._quietly(partial(self._server.waits, *self.key))
