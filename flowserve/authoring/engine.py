@@ -14,7 +14,7 @@ from typing import Literal
 from flowserve.cli.target import Writable
 from flowserve.config.instances import OFF
 from flowserve.errors import Invalid
-from flowserve.memory.inventory import find_gpus
+from flowserve.memory.devices import devices
 from flowserve.runtime.blocking import BlockingEngine
 from flowserve.runtime.embedded import AsyncEngine, Embedding
 from flowserve.runtime.engine import EngineOptions
@@ -49,7 +49,7 @@ class Engine:
         if not sources:
             raise Invalid("an engine of nothing: give it a repository's folder, or a graph")
         self._sources = sources
-        gpus = find_gpus() if gpu else OFF
+        gpus = devices().gpus if gpu else OFF
         options = EngineOptions(python_execution=python_execution or PYTHON_EXECUTION, gpus=gpus)
         chosen = None if load is None else tuple(load)
         self._embedding = Embedding(self._find, options, chosen, exit_timeout_s)

@@ -32,7 +32,7 @@ from flowserve.http.limits import Limits
 from flowserve.http.server import Server
 from flowserve.http.tls import tls_context
 from flowserve.memory.client_memory import ClientMemory
-from flowserve.memory.inventory import find_gpus
+from flowserve.memory.devices import devices
 from flowserve.memory.pool import HOST, tune_malloc
 from flowserve.observe.log_settings import LogSettings
 from flowserve.runtime.control import Control, ControlOptions, open_control
@@ -93,7 +93,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
         where = url(listeners[0], options.http_address, "https" if tls else "http")
         engine_options = EngineOptions(
             python_execution=options.python_execution or PYTHON_EXECUTION,
-            gpus=find_gpus() if options.gpu else OFF,
+            gpus=devices().gpus if options.gpu else OFF,
             strict_readiness=options.strict_readiness,
             rate_limit=tuple(Available(*given) for given in options.rate_limit_resources)
             if options.rate_limit

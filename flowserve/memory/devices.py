@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from flowserve.config.instances import Gpus
 from flowserve.errors import Unsupported
 from flowserve.memory.blocks import BlockPool, BlockStatistics
 from flowserve.memory.device import Device
@@ -42,6 +43,11 @@ class Devices:
         self._memories = [
             DeviceMemory(device, gpu_bytes, self.pinned, self.ledger) for device in devices if self.pinned is not None
         ]
+
+    @property
+    def gpus(self) -> Gpus:
+        """What configurations are told of them."""
+        return Gpus(tuple(range(self.count)), self.why_none)
 
     @property
     def count(self) -> int:

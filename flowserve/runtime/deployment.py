@@ -22,6 +22,7 @@ from flowserve.runtime.admission import Admission
 from flowserve.runtime.gate import Gate
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.router import Flow
+from flowserve.scheduling.sequences import Sequences
 from flowserve.scheduling.slots import Slots
 from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import Request, TensorSpec
@@ -57,7 +58,7 @@ class Deployment:
         self.pins = pins  # keeps what those queues run on (lifecycle.py) for as long as somebody has this deployment
         self.admission = Admission(graph)
         self.is_decoupled = graph.is_decoupled
-        self.sequences = tuple(queue.bound for queue in route if queue.bound is not None)
+        self.sequences = tuple(queue.bound for queue in route if isinstance(queue.bound, Sequences))
         self.elder: Deployment | None = None  # that it replaced, while sequences that began there go on
         self.gate: Gate | None = None  # where something keeps requests from its graph; set before the first comes
         self.statistics = statistics

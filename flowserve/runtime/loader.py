@@ -22,9 +22,10 @@ from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import ReadModel, read_model
-from flowserve.runtime.batchers import batcher_for, keeps_order
+from flowserve.runtime.batchers import keeps_order
 from flowserve.runtime.completion import Completer
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.homes import queue_for
 from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_maker, sequence_host_maker
 from flowserve.runtime.instance import Host
 from flowserve.runtime.limits import needs_of, refuse_what_never_runs
@@ -90,7 +91,7 @@ class Loader:
             needs = [needs_of(group) for _, group in instances_of(read.config) if not group.passive]
             self._engine.add_model(
                 ModelKey(read.config.name, version),
-                batcher_for(read.config),
+                queue_for(read.config, one.hosts, is_limited=self._engine.limiter is not None),
                 one.hosts,
                 one.model,
                 one.passive,

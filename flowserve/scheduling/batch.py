@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowserve.graph.types import ModelKey
+from flowserve.scheduling.affinity import Affine
 from flowserve.scheduling.batcher import Batcher
 from flowserve.scheduling.limiter import Needs
 from flowserve.scheduling.ordering import Order
@@ -55,8 +56,8 @@ class ModelQueue:
         self.free: deque[Any] = deque(instances)
         self.running = 0
         self.away: list[Any] = []
-        self.bound: Sequences | None = None  # its batcher, where tickets are bound to instances
-        if isinstance(batcher, Sequences):
+        self.bound: Sequences | Affine | None = None  # its batcher, where not every instance may take every ticket
+        if isinstance(batcher, Sequences | Affine):
             self.bound = batcher
             batcher.serve(self.instances, self.free)
         self.closed: Batcher | None = None  # its batcher, while one that takes nothing stands in for it

@@ -21,6 +21,7 @@ from typing import Any
 
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
 from flowserve.graph.types import ModelKey
+from flowserve.scheduling.affinity import Affine
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.calls import Called, Calls
 from flowserve.scheduling.closed import Closed
@@ -429,7 +430,7 @@ class Dispatcher:
             queue.running += 1
             self._run(Batch(queue, free.popleft(), tickets, now_ns))
 
-    def _start_bound(self, queue: ModelQueue, bound: Sequences, now_ns: int) -> None:
+    def _start_bound(self, queue: ModelQueue, bound: Sequences | Affine, now_ns: int) -> None:
         """As `_start`, where each instance has tickets of its own."""
         self._tell_orphans(queue, bound, now_ns)
         for instance in [*queue.free]:
@@ -437,9 +438,11 @@ class Dispatcher:
             if tickets is not None:
                 queue.free.remove(instance)
                 queue.running += 1
+                if isinstance(bound, Affine):
+                    self._mark(queue)  # others may have been waiting for this instance to take it
                 self._run(Batch(queue, instance, tickets, now_ns))
 
-    def _tell_orphans(self, queue: ModelQueue, bound: Sequences, now_ns: int) -> None:
+    def _tell_orphans(self, queue: ModelQueue, bound: Sequences | Affine, now_ns: int) -> None:
         for ticket, error in bound.orphans():
             if not ticket.flow.done:
                 own = located(type(error)(str(error)), ticket.flow, ticket.node)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from random import Random
@@ -18,27 +18,43 @@ from random import Random
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import NO_SLOT
 from flowserve.graph.types import ModelKey
+from flowserve.scheduling.affinity import NOWHERE
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter, Resource
 from flowserve.scheduling.router import Flow, Ticket
-from flowserve.testing.strategies import FIXED, NOTHING, SimModel, SimRequest, World, draw_world, is_omitted
+from flowserve.testing.strategies import (
+    FIXED,
+    MOVES,
+    NOTHING,
+    SimModel,
+    SimRequest,
+    World,
+    draw_world,
+    is_omitted,
+    residence,
+)
 
 STEPS_MAX = 100_000  # a history longer than this has stopped getting anywhere
 
 
 class Handle:
-    """What stands for a tensor: facts, what it holds, and the block it lies in. `block` is the run that made it."""
+    """What stands for a tensor: facts, what it holds, and the block it lies in. `block` is the run that made it, and
+    `device` where that was.
+    """
 
-    __slots__ = ("__weakref__", "block", "content", "start", "stop", "width")
+    __slots__ = ("__weakref__", "block", "content", "device", "start", "stop", "width")
 
-    def __init__(self, content: int, width: int, start: int, stop: int, block: object = None) -> None:
+    def __init__(
+        self, content: int, width: int, start: int, stop: int, block: object = None, device: int = NOWHERE
+    ) -> None:
         self.content = content
         self.width = width
         self.start = start
         self.stop = stop
         self.block = block
+        self.device = device
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,6 +80,7 @@ class Sim:
         self.over: set[int] = set()  # answered or given up
         self.batch_rows: dict[ModelKey, list[int]] = {}  # what each model ran, in order
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self.stayed = self.moved = 0  # steps run where their tensors lay (or lay nowhere), and elsewhere
         self._busy: set[tuple[ModelKey, int]] = set()
         self._finished: dict[int, set[int]] = {}  # request -> nodes whose step is done
         self._excused: set[int] = set()  # refused, or stood in a batch that an impure model failed as a whole
@@ -156,6 +173,8 @@ class Sim:
     def _run(self, batch: Batch) -> None:
         model = self.world.by_key[batch.queue.key]
         self._check_batch(batch, model)
+        if model.devices:
+            self._check_device(batch, model)
         self._busy.add((model.key, batch.instance))
         self.batch_rows[model.key].append(batch.rows)
         self._note("runs", model.key.name, batch.instance, *map(_number, batch.tickets))
@@ -190,6 +209,7 @@ class Sim:
     def _compute(self, batch: Batch, model: SimModel) -> list[list[Handle | None]] | None:
         """The outputs, or None where the batch raises. Reads the inputs now: they may be gone when it returns."""
         block = next(self._runs)
+        device = model.devices[batch.instance] if model.devices else NOWHERE
         outputs: list[list[Handle | None]] = [[] for _ in model.outputs]
         start = 0
         for ticket in batch.tickets:
@@ -200,7 +220,7 @@ class Sim:
             stop = start + ticket.rows if model.max_batch_size else -1
             for j, spec in enumerate(model.outputs):
                 wide = FIXED if spec.dims == (FIXED,) else width
-                handle = self._handle(model.content(j, contents), wide, start if stop >= 0 else 0, stop, block)
+                handle = self._handle(model.content(j, contents), wide, start if stop >= 0 else 0, stop, block, device)
                 outputs[j].append(None if is_omitted(model, request, j) else handle)
             start += ticket.rows
         if any(model.key in ticket.flow.request.poison for ticket in batch.tickets):
@@ -256,8 +276,8 @@ class Sim:
             if following.follows == request.number:
                 self._at(self.time, partial(self._arrive, following))
 
-    def _handle(self, content: int, width: int, start: int, stop: int, block: object) -> Handle:
-        handle = Handle(content, width, start, stop, block)
+    def _handle(self, content: int, width: int, start: int, stop: int, block: object, device: int = NOWHERE) -> Handle:
+        handle = Handle(content, width, start, stop, block, device)
         self.handles.add(handle)
         return handle
 
@@ -321,6 +341,22 @@ class Sim:
             assert not ticket.flow.done, "a step of a flow that is over was started"
             assert ticket.node.index not in self._finished[_number(ticket)], "a step ran twice"
 
+    def _check_device(self, batch: Batch, model: SimModel) -> None:
+        """A batch leaves the device its tensors lie on only where that device is busy, and after waiting as long as the
+        copies of its tensors take.
+        """
+        first = [ticket for ticket in batch.tickets if (_number(ticket), ticket.node.index) not in self._begun]
+        homes = [home_of(ticket, model.devices) for ticket in first]
+        if not homes or {home for home, _ in homes} <= {NOWHERE, model.devices[batch.instance]}:
+            self.stayed += len(homes)
+            return
+        self.moved += len(homes)
+        assert len({home for home, _ in homes}) == 1, "tickets of two devices in one batch"
+        free = {model.devices[instance] for instance in batch.queue.free}
+        assert homes[0][0] not in free, "a batch left its device, and that had an instance free"
+        waited_ns = self.time - first[0].queued_ns
+        assert waited_ns >= sum(MOVES.cost_ns(nbytes) for _, nbytes in homes), "moved too early"
+
     def _check_tensors(self, flow: Flow) -> None:
         """A tensor is held exactly from its writing to the end of its last reader."""
         plan, finished = flow.plan, self._finished[flow.request.number]
@@ -381,6 +417,21 @@ class Line:
                 for earlier in self.tickets[:n]:
                     is_ensemble = earlier.flow.plan.graph.is_ensemble
                     assert earlier.flow.done or (is_ensemble and earlier in self.back), "answered before its turn"
+
+
+def home_of(ticket: Ticket, devices: Sequence[int]) -> tuple[int, int]:
+    """The device with most bytes of a step's inputs, and how many these are. Nowhere, where that is none of `devices`:
+    the step must take them elsewhere.
+    """
+    sizes: dict[int, int] = {}
+    for slot in {slot for slot in ticket.node.inputs if slot != NO_SLOT}:
+        handle = ticket.flow.tensors[slot]
+        if handle is not None:
+            device, nbytes = residence(handle)
+            sizes[device] = sizes.get(device, 0) + nbytes
+    sizes.pop(NOWHERE, None)
+    home, nbytes = max(sizes.items(), key=lambda pair: (pair[1], -pair[0]), default=(NOWHERE, 0))
+    return (home, nbytes) if home in devices else (NOWHERE, 0)
 
 
 def _number(ticket: Ticket) -> int:

@@ -11,17 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
 from flowserve.config.types import LimitedResource, RateLimiter
 from flowserve.graph.plan import NO_SLOT, Plan, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.scheduling.affinity import Affine, Moves
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.limiter import Needs
 from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
 from flowserve.values import DType, TensorSpec
 
+MOVES = Moves(each_ns=7, bytes_per_ns=2)  # worth waiting for in a world where a batch takes up to 250 ns
 FIXED = 4  # the width that inputs of fixed shape want
 NOTHING = -7  # what an input that is not there counts as in a content
 
@@ -46,11 +49,17 @@ class SimModel:
     needs: tuple[Needs, ...] = ()  # of each instance, where the world has a rate limiter
     levels: Levels | None = None
     keeps_order: bool = False
+    devices: tuple[int, ...] = ()  # of each instance, where a request stays on the device its tensors lie on
 
     def batcher(self) -> Batcher:
-        if self.policy is None:
-            return OneByOne()
-        return DynamicBatcher(self.policy) if self.levels is None else PolicyBatcher(self.policy, self.levels)
+        if self.devices:
+            return Affine(self._line, self.max_batch_size, self.devices.__getitem__, residence, MOVES)
+        if self.levels is not None and self.policy is not None:
+            return PolicyBatcher(self.policy, self.levels)
+        return self._line()
+
+    def _line(self) -> Batcher:
+        return OneByOne() if self.policy is None else DynamicBatcher(self.policy)
 
     def level_policy(self, request: SimRequest) -> LevelPolicy:
         """What waiting means for this request."""
@@ -221,6 +230,18 @@ def draw_needs(random: Random, instances: int) -> tuple[Needs, ...]:
     )
 
 
+def draw_devices(random: Random, model: SimModel) -> tuple[int, ...]:
+    """The device of each instance of a model; () where its queue is one line, whatever its instances are on."""
+    if model.levels is not None or model.keeps_order:
+        return ()
+    return tuple(random.randrange(2) for _ in range(model.instances))
+
+
+def residence(handle: Any) -> tuple[int, int]:
+    """Where a handle of the simulator lies, and how many bytes it has."""
+    return handle.device, max(handle.stop - handle.start, 1) * handle.width
+
+
 def plain_graph(model: SimModel) -> Graph:
     """A model as a graph of one node."""
     node = Node(0, model.key.name, model.key, model.inputs, model.outputs, model.max_batch_size)
@@ -326,6 +347,8 @@ def draw_world(random: Random) -> World:
     overtaken_max = random.choice([None, None, 0, 1, 16])
     if overtaken_max is not None:
         models = [replace(model, needs=draw_needs(random, model.instances)) for model in models]
+    elif random.random() < 0.4:
+        models = [replace(model, devices=draw_devices(random, model)) for model in models]
     return World(tuple(models), tuple(graphs), tuple(requests), overtaken_max)
 
 

@@ -6,16 +6,16 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from flowserve.backends.registry import find
 from flowserve.cli.options import add_run_arguments, run_options
+from flowserve.config.instances import Gpus
 from flowserve.config.load import Draft, finish
 from flowserve.config.types import LimitedResource, ModelConfig, RateLimiter
 from flowserve.errors import Problem
-from flowserve.memory.inventory import find_gpus
+from flowserve.memory.devices import NO_DRIVER
 from flowserve.scheduling.limited import OVERTAKEN_MAX
 from flowserve.scheduling.limiter import EVERYWHERE, Available, Limiter, Needs, Resource
 
@@ -51,11 +51,7 @@ def test_what_it_shows_as_refused_is_refused_in_these_words(page: str, judge: Ca
     (shown,) = re.findall(r"^```text\n(m/config.*)\n```", page, re.MULTILINE)
     tensor = "[ { name: 'X' data_type: TYPE_FP32 dims: 4 } ]"
     text = f'backend: "python"\ninput {tensor}\noutput {tensor}\ninstance_group {{ kind: KIND_GPU }}'
-    assert [str(problem) for problem in judge(text, gpus=find_gpus(no_driver))] == [shown]
-
-
-def no_driver(name: str) -> NoReturn:
-    raise OSError(name)
+    assert [str(problem) for problem in judge(text, gpus=Gpus(absence=NO_DRIVER))] == [shown]
 
 
 def test_its_command_gives_its_table(page: str) -> None:

@@ -1,0 +1,205 @@
+"""A request stays on the device its tensors lie on, unless waiting there costs more than the copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from flowserve.errors import InstanceDied
+from flowserve.scheduling.affinity import NOWHERE, Affine, Moves
+from flowserve.scheduling.batch import ModelQueue
+from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.testing.recorder import Recorder, simple_model
+from flowserve.testing.sim import Handle, Sim
+from flowserve.testing.strategies import World, draw_graph, draw_model, draw_request, plain_graph, residence
+
+MODEL = simple_model(0, max_batch_size=4)
+GRAPH = plain_graph(MODEL)
+MOVES = Moves(each_ns=100, bytes_per_ns=1)  # one row of two: 102 ns
+
+
+def serve(server: Recorder, *devices: int, delay_ns: int = 0) -> ModelQueue:
+    """Model "a" with an instance on each of these devices."""
+    policy = BatchPolicy.simple(4, delay_ns)
+    queue = Affine(lambda: DynamicBatcher(policy), 4, devices.__getitem__, residence, MOVES)
+    return server.serve(MODEL, queue, len(devices))
+
+
+def ask(server: Recorder, name: str, device: int = NOWHERE, rows: int = 1, at: int = 0) -> None:
+    flow = server.submit(GRAPH, name, [Handle(0, 2, 0, rows, device=device)])
+    flow.arrived_ns = at
+
+
+def placed(server: Recorder) -> dict[str, int]:
+    """What runs now: request and instance."""
+    return {ticket.flow.request: batch.instance for batch in server.running for ticket in batch.tickets}
+
+
+def test_a_request_goes_to_the_device_of_its_tensors_whoever_is_idle_longer() -> None:
+    server = Recorder()
+    serve(server, 0, 1)
+    ask(server, "on 1", 1)
+    server.turn()
+    ask(server, "on 0", 0)
+    server.turn()
+    assert placed(server) == {"on 1": 1, "on 0": 0}
+
+
+def test_a_request_from_the_host_goes_wherever_somebody_is_free_and_fills_batches_of_its_own() -> None:
+    server = Recorder()
+    serve(server, 0, 1)
+    ask(server, "on 0", 0)
+    ask(server, "one")
+    ask(server, "two")
+    server.turn()
+    assert placed(server) == {"on 0": 0, "one": 1, "two": 1}
+
+
+def test_while_its_device_is_busy_it_waits_as_long_as_the_copy_would_take_and_no_longer() -> None:
+    server = Recorder()
+    serve(server, 0, 1)
+    ask(server, "first", 0)
+    server.turn(at=0)
+    ask(server, "second", 0)
+    assert server.turn(at=10) == []
+    assert server.dispatcher.next_deadline() == 10 + 102
+    assert server.turn(at=111) == []
+    assert server.turn(at=112) == [("a", ["second"])]
+    assert placed(server) == {"first": 0, "second": 1}
+
+
+def test_it_stays_where_its_device_is_free_in_time() -> None:
+    server = Recorder()
+    serve(server, 0, 1)
+    ask(server, "first", 0)
+    server.turn(at=0)
+    ask(server, "second", 0)
+    server.turn(at=0)
+    server.done(server.running[0], at=101)
+    server.turn(at=101)
+    assert placed(server) == {"second": 0}
+
+
+def test_a_batch_moves_when_it_has_waited_for_the_copy_of_all_of_it() -> None:
+    server = Recorder()
+    serve(server, 0, 1)
+    ask(server, "first", 0)
+    server.turn(at=0)
+    for name in "abcd":
+        ask(server, name, 0)
+    server.turn(at=0)
+    assert server.dispatcher.next_deadline() == 4 * 102
+    ask(server, "e", 0)  # no part of the first batch any more
+    server.turn(at=1)
+    assert server.dispatcher.next_deadline() == 4 * 102
+    assert server.turn(at=408) == [("a", ["a", "b", "c", "d"])]
+
+
+def test_who_is_at_home_and_who_is_nowhere_go_in_order_of_arrival() -> None:
+    server = Recorder()
+    serve(server, 0)
+    ask(server, "running", 0)
+    server.turn(at=0)
+    for at, (name, device) in enumerate([("host", NOWHERE), ("home", 0), ("later", NOWHERE)]):
+        ask(server, name, device)
+        server.turn(at=at)
+    for expected in ("host", "home"):
+        server.done(server.running[0], at=5)
+        ((_, started),) = server.turn(at=5)
+        assert started[0] == expected
+
+
+def test_a_device_whose_instances_have_all_gone_keeps_nobody() -> None:
+    server = Recorder()
+    queue = serve(server, 0, 1)
+    ask(server, "dies", 0)
+    server.turn(at=0)
+    ask(server, "waits", 0)
+    server.turn(at=0)
+    (batch,) = server.running
+    server.running.remove(batch)
+    server.dispatcher.batch_failed(batch, InstanceDied("gone"))
+    server.dispatcher.take_away(queue, 0)
+    assert server.turn(at=1) == [("a", ["waits"])]
+    ask(server, "new", 0)
+    server.dispatcher.give_back(queue, 0)
+    server.turn(at=2)
+    assert placed(server) == {"waits": 1, "new": 0}
+
+
+def test_halves_of_a_batch_that_raised_run_apart_and_soon() -> None:
+    server = Recorder()
+    queue = serve(server, 0, 1)
+    queue.is_pure = True
+    ask(server, "one", 0)
+    ask(server, "two", 0)
+    server.turn(at=0)
+    assert server.raised(server.running[0])
+    server.turn(at=1)
+    assert placed(server) == {"one": 0, "two": 1}, "the copy was not worth waiting for"
+
+
+def test_who_leaves_is_gone_from_its_line_and_a_server_that_ends_answers_all() -> None:
+    server = Recorder()
+    serve(server, 0, 1)
+    ask(server, "running", 0)
+    server.turn(at=0)
+    flow = server.submit(GRAPH, "leaves", [Handle(0, 2, 0, 1, device=0)])
+    ask(server, "stays", 0)
+    server.turn(at=0)
+    server.dispatcher.cancel(flow)
+    server.turn(at=1)
+    server.dispatcher.fail_all("ending")
+    server.turn(at=2)
+    assert server.answered() == [("stays", "ending")]
+
+
+def test_company_is_waited_for_on_the_device_it_comes_to() -> None:
+    server = Recorder()
+    serve(server, 0, 1, delay_ns=50)
+    ask(server, "one", 0)
+    assert server.turn(at=0) == []
+    assert server.dispatcher.next_deadline() == 50
+    ask(server, "elsewhere", 1)
+    server.turn(at=10)
+    ask(server, "two", 0)
+    server.turn(at=20)
+    assert server.turn(at=50) == [("a", ["one", "two"])]
+
+
+def busy_world(random: Random) -> World:
+    """A graph over two models, each with instances on both of two devices, asked by many at about the same time."""
+    models = []
+    for number in range(2):
+        drawn = draw_model(random, number, batching=True)
+        devices = random.choice([(0, 1), (0, 1, 1), (0, 0, 1, 1)])
+        longest_ns = random.choice([5, 40, 200])
+        models.append(
+            replace(
+                drawn,
+                levels=None,
+                keeps_order=False,
+                instances=len(devices),
+                devices=devices,
+                shortest_ns=1,
+                longest_ns=longest_ns,
+            )
+        )
+    graph = draw_graph(random, "graph", models)
+    requests = [
+        replace(draw_request(random, number, 0, graph), arrives_ns=random.randint(0, 60), follows=None)
+        for number in range(random.randint(10, 30))
+    ]
+    return World(tuple(models), (graph,), tuple(requests))
+
+
+def test_laws_nobody_moves_too_early_or_waits_too_long_and_everybody_is_answered() -> None:
+    """The simulator checks them at every step: see `Sim.check` and `Sim._check_device`."""
+    stayed = moved = 0
+    for seed in range(50):
+        sim = Sim(seed, busy_world(Random(seed)))
+        sim.run()
+        stayed += sim.stayed
+        moved += sim.moved
+    assert stayed > 300
+    assert moved > 20
