@@ -1,10 +1,10 @@
 """Models that call other models, on the loop: how a call becomes a request, and what ends it early.
 
 Decided here: a call is a request like any other, but made on behalf of those that its caller runs. So it is taken while
-the server drains; it does not wait at the gate of a deployment, where it might wait for its own caller; and it is
-withdrawn when nobody waits for its caller any more, or its caller is no more. Which calls could never be answered is
-decided in scheduling/calls.py. Here are also the calls of models on threads; those of processes come in by
-process_calls.py.
+the server drains; at the gate of a deployment, where it might wait for its own caller, it does not wait, but has what
+is remembered there and the deadline; and it is withdrawn when nobody waits for its caller any more, or its caller is no
+more. Which calls could never be answered is decided in scheduling/calls.py. Here are also the calls of models on
+threads; those of processes come in by process_calls.py.
 """
 
 from __future__ import annotations

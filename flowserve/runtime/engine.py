@@ -231,7 +231,7 @@ class Engine:
 
     def call(self, batch: Batch | None, deployment: Deployment, request: Request, *, is_stream: bool) -> Called:
         """Begin a request that a model makes, in the execution of `batch` if in any. As `submit`, but also while the
-        server drains, and past the gate. Raises Unavailable where it could never be answered.
+        server drains, and without waiting at the gate. Raises Unavailable where it could never be answered.
         """
         nested = deployment.make_stream if is_stream else deployment.make_flow
         request.stamp = self.next_stamp()
@@ -288,12 +288,14 @@ class Engine:
             request.timeout_us * 1000,
         )
         flow.wanted = admission.wanted(request)
-        if take is not None:
-            take(flow)
-        elif deployment.gate is None:
-            self.dispatcher.submit(flow)
+        gate = deployment.gate
+        if gate is None:
+            (take or self.dispatcher.submit)(flow)
         else:
-            deployment.gate.enter(flow)
+            if take is None:
+                gate.enter(flow)
+            else:
+                gate.call(flow, take)  # type: ignore[arg-type]  # `make` made it for that
             if flow.done:
                 return flow
         self._pump.arrived()
@@ -367,11 +369,10 @@ class Engine:
         if flow.owner.gate is not None:
             is_counted = flow.owner.gate.leave(flow)
             self._pump.poke()  # others may be let in
-        if flow.plan.graph.is_ensemble:
-            if not is_counted:
-                record_ensemble(flow, self.clock())
-            if flow.error is not None and self.calls:  # what runs of it may have called others
-                self.calls.sweep()
+        if flow.plan.graph.is_ensemble and not is_counted:
+            record_ensemble(flow, self.clock())
+        if flow.error is not None and self.calls:  # what runs of it may have called others
+            self.calls.sweep()
         self._ready(flow)
 
     def _ready(self, flow: Flow) -> None:

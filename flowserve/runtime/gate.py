@@ -2,11 +2,12 @@
 
 Decided here: a request whose answer is remembered never enters; one that is being answered already waits for that
 answer; the others enter while there is room and wait, or are refused, while there is none; and all of them have until
-their deadline. Most deployments have nothing of this, and then no gate: their requests cost nothing here.
+their deadline. Most deployments have nothing of this, and then no gate: their requests cost nothing here. A call that
+another model makes waits for nobody here, who might be waiting for its caller: it counts, and enters at once.
 
 Who waits here is held by the dispatcher like everybody else in flight, so that leaving, ending and deadlines need no
 second way. Always true: (1) `inside` and `nbytes` are the number and bytes of the requests that were let in and are
-not over; (2) nobody waits while there is room for the first who waits.
+not over, calls of models among them; (2) nobody waits while there is room for the first who waits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from flowserve.errors import FlowserveError, TooLarge, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import REJECTED, Statistics
 from flowserve.runtime.cache import Cache, kept, key_of, weight
+from flowserve.scheduling.calls import Called
 from flowserve.scheduling.dispatcher import Dispatcher, Late
 from flowserve.scheduling.router import Flow
 
@@ -83,6 +85,19 @@ class Gate:
         """Whether it would have to wait for room if it entered now."""
         return bool(self._waiting) or not self._has_room(self._weight(flow))
 
+    def call(self, flow: Called, take: Callable[[Called], None]) -> None:
+        """As `enter`, for a request that a model makes: a remembered answer is its answer, else it enters by `take`."""
+        if self._cache is not None and self._find(self._cache, flow, may_follow=False):
+            return
+        try:
+            size = self._checked_weight(flow)
+            take(flow)
+        except FlowserveError:
+            self._lead_no_more(flow, passing_on=True)
+            raise
+        self._count(flow, size)
+        self._limit_time(flow)
+
     def leave(self, flow: Flow, *, is_answered: bool = True) -> bool:
         """A request is over; or not `is_answered`: its caller left. Returns whether it is counted already."""
         self._make_room(flow)
@@ -103,10 +118,7 @@ class Gate:
 
     def _let_in(self, flow: Flow) -> None:
         options = self._options
-        size = self._weight(flow)
-        if size > options.max_request_bytes > 0:
-            most = f"max_request_bytes of '{self._served[0]}' is {options.max_request_bytes}"
-            raise TooLarge(f"a request of {size} bytes can never be let in: {most}")
+        size = self._checked_weight(flow)
         if not self._waiting and self._has_room(size):
             self._count(flow, size)
             self._dispatcher.submit(flow)
@@ -124,6 +136,13 @@ class Gate:
             if flow.timeout_ns:
                 allowed_ns = min(allowed_ns, flow.timeout_ns)
             self._dispatcher.due_by(flow, flow.arrived_ns + allowed_ns)
+
+    def _checked_weight(self, flow: Flow) -> int:
+        size, most = self._weight(flow), self._options.max_request_bytes
+        if size > most > 0:
+            limit = f"max_request_bytes of '{self._served[0]}' is {most}"
+            raise TooLarge(f"a request of {size} bytes can never be let in: {limit}")
+        return size
 
     def _weight(self, flow: Flow) -> int:
         """The bytes of its inputs, where anybody counts them."""
@@ -166,8 +185,8 @@ class Gate:
 
     # ------------------------------------------------------------------ remembered answers
 
-    def _find(self, cache: Cache, flow: Flow) -> bool:
-        """Whether the request need not be run: its answer is there, or will be."""
+    def _find(self, cache: Cache, flow: Flow, *, may_follow: bool = True) -> bool:
+        """Whether the request need not be run: its answer is there, or will be, where it `may_follow` another."""
         began_ns = self._clock()
         key = key_of(self._served, flow.request, flow.wanted)
         answers = cache.get(key)
@@ -178,6 +197,9 @@ class Gate:
             self._statistics.hit(now_ns - flow.arrived_ns, now_ns - began_ns)
             return True
         leader = self._leaders.get(key)
+        if leader is not None and not may_follow:
+            self._statistics.missed(self._clock() - began_ns)
+            return False
         if leader is not None:
             self._leading[leader].followers.append(flow)
             self._following.add(flow)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from flowserve.testing.backends import Repository, config_of, spec
 from flowserve.testing.engine import add_chain
 from flowserve.values import Array, Request
 
+NO_PARAMETERS: Mapping[str, str] = {}
 PLACES = ["thread", *(["process"] if SUPPORTED else [])]
 
 MODEL = """
@@ -80,6 +81,8 @@ class Served:
         text: str = "",
         decoupled: bool = False,
         may_time_out: bool = False,
+        parameters: Mapping[str, str] = NO_PARAMETERS,
+        remembers: bool = False,
     ) -> None:
         is_async = "await " in body
         body = "\n".join(" " * 8 + line for line in body.splitlines())
@@ -89,6 +92,7 @@ class Served:
         config = config_of(name=name, inputs=[given], outputs=[made], max_batch_size=4, decoupled=decoupled)
         policy = QueuePolicy(default_timeout_us=may_time_out * 10_000_000, allow_timeout_override=may_time_out)
         config = replace(config, dynamic_batching=DynamicBatching((4,), default_queue_policy=policy))
+        config = replace(config, parameters=parameters, response_cache=remembers)
         place = place or self.place
         model = registry.find("python").load(config, self.repository.files(name), {"execution": place})
         engine = self.engine
@@ -133,7 +137,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 @pytest.fixture(params=PLACES)
 async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Served]:
-    async with open_engine(EngineOptions()) as engine:
+    async with open_engine(EngineOptions(cache_bytes=1 << 20)) as engine:
         yield Served(engine, tmp_path, request.param)
         assert not engine.calls
         assert not engine.dispatcher.calls
@@ -289,6 +293,33 @@ async def test_a_call_that_waits_longer_than_it_may_is_told_so(served: Served) -
         nursery.start_soon(served.ask, "slow", 1)
         await until(lambda: served.is_busy("slow"))
         await fails(served, "caller", "4 Request timeout expired: it waited .* in the queue of model 'slow'")
+
+
+async def test_a_deadline_bounds_what_is_called_meanwhile(served: Served) -> None:
+    await served.add("slow", "time.sleep(0.4)\nreturn given")
+    await served.add("caller", CALL.format("slow"), parameters={"deadline_ms": "100"})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(served.ask, "slow", 1)
+        await until(lambda: served.is_busy("slow"))
+        with pytest.raises(FlowserveError, match="Request timeout expired: its deadline passed"):
+            await served.ask("caller", 2)
+        assert served.is_busy("slow")
+        assert not served.engine.calls, "its call is withdrawn, and does not wait for the one before it"
+        await until(lambda: not served.is_busy("caller"))
+    assert served.counted("slow")[0] == 1
+
+
+async def test_what_is_remembered_answers_models_too(served: Served) -> None:
+    await served.add("twice", TWICE, remembers=True)
+    await served.add("caller", CALL.format("twice"))
+    assert [await served.ask("caller", 1), await served.ask("twice", 1), await served.ask("caller", 1)] == [
+        [3],
+        [2],
+        [3],
+    ]
+    (row,) = served.engine.statistics("twice")
+    assert row["execution_count"] == 1
+    assert row["inference_stats"]["cache_hit"]["count"] == 2
 
 
 async def test_a_model_that_is_unloaded_is_missed_until_it_is_back(served: Served) -> None:

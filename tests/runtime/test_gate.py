@@ -4,7 +4,8 @@ arrivals, answers, failures, departures and deadlines. The dispatcher is the rea
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.gate import Gate
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.scheduling.calls import CalledFlow
 from flowserve.scheduling.dispatcher import Dispatcher, Late
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import simple_model
@@ -28,6 +30,7 @@ from flowserve.testing.strategies import plain_graph
 from flowserve.values import Request
 
 MS = 1_000_000
+F = TypeVar("F", bound=Flow)
 
 
 class Server:
@@ -56,12 +59,21 @@ class Server:
         self.gate.leave(flow)
 
     def ask(self, number: int, timeout_ms: int = 0) -> Flow:
-        array = np.full((1, 2), number, np.float32)
-        flow = Flow(
-            self.plan, [self.queue], [Tensor(array, 0, 1)], self.now, 0, Request({"X": array}), None, 0, timeout_ms * MS
-        )
-        flow.wanted = ("X",)
+        flow = self._flow(Flow, number, timeout_ms)
         self.gate.enter(flow)
+        return flow
+
+    def call(self, number: int) -> CalledFlow:
+        """As a model does."""
+        flow = self._flow(CalledFlow, number)
+        self.gate.call(flow, partial(self.dispatcher.call, None))
+        return flow
+
+    def _flow(self, kind: type[F], number: int, timeout_ms: int = 0) -> F:
+        array = np.full((1, 2), number, np.float32)
+        request = Request({"X": array})
+        flow = kind(self.plan, [self.queue], [Tensor(array, 0, 1)], self.now, 0, request, None, 0, timeout_ms * MS)
+        flow.wanted = ("X",)
         return flow
 
     def turn(self) -> None:
@@ -157,6 +169,38 @@ def test_when_the_first_who_asked_leaves_the_next_runs_and_the_others_wait_for_t
     assert (server.statistics.cache_hits, server.statistics.cache_misses) == (1, 1)
 
 
+def test_a_call_waits_neither_for_room_nor_for_somebody_else_s_answer_but_counts() -> None:
+    server = Server(GateOptions(max_requests=1, waits=True), Lru(10_000), instances=4)
+    first = server.ask(1)
+    called = server.call(1)
+    server.turn()
+    assert server.runs == 2, "the first might be its caller's own"
+    waits = server.ask(2)
+    server.finish()
+    server.turn()
+    assert first.done
+    assert not server.running[1:], "the call is inside, and counts"
+    server.finish()
+    server.turn()
+    assert [server.value(flow) for flow in (first, called)] == [2, 2]
+    server.finish()
+    assert waits.done
+    assert server.call(2).done, "what is remembered is remembered for models, too"
+    assert (server.runs, server.gate.inside) == (3, 0)
+    assert (server.statistics.cache_hits, server.statistics.cache_misses) == (1, 3)
+
+
+def test_a_call_is_bound_by_the_deadline_and_by_what_is_too_large() -> None:
+    server = Server(GateOptions(deadline_ms=10, max_request_bytes=12))
+    called = server.call(1)
+    server.turn()
+    server.now = 10 * MS
+    server.turn()
+    assert isinstance(called.error, Late)
+    with pytest.raises(TooLarge):
+        Server(GateOptions(max_request_bytes=4)).call(1)
+
+
 def test_who_leaves_while_waiting_for_room_is_nobodys_answer() -> None:
     server = Server(GateOptions(max_requests=1, waits=True), Lru(10_000))
     server.ask(1)
@@ -188,7 +232,7 @@ def test_law_room_comes_home_and_each_gets_his_own_answer_once(
         server.now += ns
         if kind < 3:
             try:
-                asked.append((server.ask(number), number))
+                asked.append((server.call(number) if kind == 2 else server.ask(number), number))
             except TooLarge:
                 pass
             except Unavailable:
@@ -216,7 +260,8 @@ def test_law_room_comes_home_and_each_gets_his_own_answer_once(
 
 def _check(server: Server, options: GateOptions) -> None:
     gate: Any = server.gate
-    assert not options.max_requests or gate.inside <= options.max_requests
-    assert not options.max_request_bytes or gate.nbytes <= options.max_request_bytes
+    called = [size for flow, size in gate._sizes.items() if isinstance(flow, CalledFlow)]
+    assert not options.max_requests or gate.inside - len(called) <= options.max_requests
+    assert not options.max_request_bytes or gate.nbytes - sum(called) <= options.max_request_bytes
     assert not gate._waiting or not gate._has_room(gate._waiting[0][1]), "somebody waits beside room"
     assert all(not flow.done for flow in (*gate._sizes, *gate._leading, *gate._following))
