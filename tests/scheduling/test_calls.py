@@ -14,9 +14,15 @@ from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.batcher import BatchPolicy
 from flowserve.scheduling.calls import CalledFlow
+from flowserve.scheduling.direct import Direct, Nobody
 from flowserve.scheduling.limited import OVERTAKEN_MAX, LimitedDispatcher
 from flowserve.scheduling.limiter import Available, Limiter, Needs
+from flowserve.scheduling.lines import SequencePolicy
+from flowserve.scheduling.oldest import Oldest
+from flowserve.scheduling.router import Flow
+from flowserve.scheduling.sequences import Sequences
 from flowserve.testing.recorder import Recorder, rows_of, simple_model
 from flowserve.testing.strategies import chain_graph, plain_graph
 
@@ -205,6 +211,45 @@ def test_a_server_that_ends_takes_no_calls(server: Recorder) -> None:
     with pytest.raises(Unavailable, match="the end"):
         call(server, caller, plain_graph(A))
     assert not server.dispatcher.calls
+
+
+# ------------------------------------------------------------------------------------------------------- with sequences
+
+
+def stateful(kind: str) -> Sequences:
+    """A request of it is a number: of that sequence, and its first while the sequence is not live."""
+    policy = SequencePolicy("a", 2, 1_000_000)
+    queue: Sequences
+
+    def identify(flow: Flow) -> tuple[int, bool, bool]:
+        return flow.request, not queue.is_live(flow.request), False
+
+    if kind == "oldest":
+        queue = Oldest(policy, identify, BatchPolicy.simple(2))
+    else:
+        queue = Direct(policy, identify, Nobody(None))
+    return queue
+
+
+@pytest.mark.parametrize("kind", ["oldest", "direct"])
+def test_a_sequence_goes_on_in_its_instance_so_its_model_cannot_call_it(server: Recorder, kind: str) -> None:
+    """However many instances there are; and whatever begins might come there, too."""
+    server.serve(A, stateful(kind), instances=2)
+    server.serve(B)
+    for sequence in (1, 2, 3, 4):
+        server.done(run(server, plain_graph(A), sequence))
+        server.turn()
+    caller = run(server, plain_graph(A), 1)
+    here, elsewhere = (3, 2) if caller.instance == 0 else (4, 1)
+    for sequence in (1, here, 99):
+        with pytest.raises(Unavailable, match=rf"^model 'a' -> 'a': .* because sequence {sequence} goes on in an"):
+            call(server, caller, plain_graph(A), sequence)
+    flow = call(server, caller, plain_graph(A), elsewhere)
+    server.turn()
+    answer(server, server.running[-1], caller, flow)
+    between = called(server, caller, plain_graph(B))
+    with pytest.raises(Unavailable, match=r"model 'b' -> 'a': .* sequence 1 goes on in an instance that waits for it"):
+        call(server, between, plain_graph(A), 1)
 
 
 # ------------------------------------------------------------------------------------------------------- with resources
