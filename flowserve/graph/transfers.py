@@ -70,19 +70,19 @@ def stays_on_device(config: ModelConfig) -> bool:
 
 def transfers(graph: Graph, places: Sequence[MemoryPlaces]) -> tuple[Transfer, ...]:
     """One for each edge of the graph, in their order; `places[n]` are those of node n."""
-    crossed: set[tuple[int, int, MemoryPlaces]] = set()
+    crossed: set[tuple[object, ...]] = set()
     return tuple(_transfer(graph, edge, places, crossed) for edge in graph.edges)
 
 
-def _transfer(
-    graph: Graph, edge: Edge, places: Sequence[MemoryPlaces], crossed: set[tuple[int, int, MemoryPlaces]]
-) -> Transfer:
+def _transfer(graph: Graph, edge: Edge, places: Sequence[MemoryPlaces], crossed: set[tuple[object, ...]]) -> Transfer:
     spec = (graph.inputs if edge.producer == GRAPH else graph.nodes[edge.producer].outputs)[edge.output]
     source = ON_HOST if edge.producer == GRAPH or spec.dtype is DType.BYTES else places[edge.producer]
     to = ON_HOST if edge.consumer == GRAPH or spec.dtype is DType.BYTES else places[edge.consumer]
     kind = _kind(source, to)
     if kind == "copy":
-        crossing = (edge.producer, edge.output, to)
+        # What changes its shape on the way to a device is another tensor there.
+        changes = edge.conversion is not None and to != ON_HOST
+        crossing = (edge.producer, edge.output, to, (edge.consumer, edge.input) if changes else ())
         kind = "shared" if crossing in crossed else "copy"
         crossed.add(crossing)
     return Transfer(kind, _in_order(source), _in_order(to), _row_bytes(spec))

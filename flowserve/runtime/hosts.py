@@ -14,10 +14,12 @@ from typing import Final
 import trio
 
 from flowserve.backends.base import LoadedModel, RunsInProcess
+from flowserve.backends.device import OnDevice
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
 from flowserve.runtime.children import SUPPORTED, Children
 from flowserve.runtime.clock import SECOND_NS, ClockNs
+from flowserve.runtime.device_host import DeviceHost
 from flowserve.runtime.instance import Host, LocalHost
 from flowserve.runtime.placement import Placement
 from flowserve.runtime.process_host import ProcessHost
@@ -83,13 +85,19 @@ def host_maker(
     placement = Placement() if execution == DEFAULT and model.may_run_inline else None
 
     def make(name: str, group: InstanceGroup) -> Host:
-        return LocalHost(
+        instance = model.instance(name, group)
+        on_device = isinstance(instance, OnDevice)
+        if on_device and execution == "inline":
+            raise Unsupported(
+                f"model '{config.name}': an instance on a GPU cannot run inline, it may have to wait for it"
+            )
+        return (DeviceHost if on_device else LocalHost)(
             name,
             config.name,
-            model.instance(name, group),
+            instance,
             len(config.inputs),
             len(config.outputs),
-            placement,
+            None if on_device else placement,
             clock,
             always_inline=execution == "inline",
             may_write=not model.is_pure,

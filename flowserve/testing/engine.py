@@ -1,7 +1,7 @@
 """A real engine over functions instead of model files, for tests of what happens around a model.
 
-Decided here: how a Python function over arrays is put behind the instance interface, and how a chain of them becomes
-an ensemble. The engine, its pump, its threads and its scheduling are the real ones.
+Decided here: how a Python function over arrays is put behind the instance interface, on the host or on a fake device,
+and how a chain of them becomes an ensemble. The engine, its pump, its threads and its scheduling are the real ones.
 """
 
 from __future__ import annotations
@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flowserve.backends.base import ClockNs, Results, Work
+from flowserve.backends.base import ClockNs, Instance, Results, Work
+from flowserve.backends.device import DeviceWork
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.assemble import gather, scatter
+from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.pool import Pool
+from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
+from flowserve.runtime.device_host import DeviceHost
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.placement import Placement
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher
-from flowserve.values import Array, DType, TensorSpec
+from flowserve.testing.fake_device import FakeDevice
+from flowserve.values import Array, DType, MemoryPlace, TensorSpec
 
 Function = Callable[[Array], Array]
+Kernel = Callable[[Array, Array], None]
 
 
 @dataclass
@@ -51,18 +57,51 @@ class FunctionInstance:
 
 
 @dataclass
-class FunctionModel:
-    """Makes one instance of each function, in turn."""
+class KernelInstance:
+    """Puts `kernel`, which gets the array to read and the one to write, on a stream of a fake device."""
 
-    functions: Sequence[Function]
+    kernel: Kernel
+    memory: DeviceMemory
+    batches: list[list[int]] = field(default_factory=list)
+    is_open: bool = False
+
+    @property
+    def place(self) -> MemoryPlace:
+        return self.memory.place
+
+    def open(self) -> None:
+        self._stream = DeviceStream(self.memory)
+        self.is_open = True
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        assert isinstance(work, DeviceWork)
+        device = self.memory.device
+        assert isinstance(device, FakeDevice)
+        self.batches.append(list(work.rows))
+        stream = self._stream
+        with stream.batch():
+            array, copied = stream.gather([tensor for tensor in work.inputs[0] if tensor is not None])
+            gathered_ns = clock()
+            made = stream.empty(array.dtype, array.shape)
+            device.launch(stream.handle, [array], [made], self.kernel)
+            outputs: list[list[Tensor | None]] = [[*stream.deliver([made], work.rows, work.read_at)[0]]]
+        return Results(outputs, gathered_ns=gathered_ns, computed_ns=clock(), copied=(copied,))
+
+    def close(self) -> None:
+        self._stream.close()
+        self.is_open = False
+
+
+@dataclass
+class FunctionModel:
+    """Has these instances."""
+
+    instances: Sequence[FunctionInstance | KernelInstance]
     is_pure: bool
     may_run_inline: bool = True
-    instances: list[FunctionInstance] = field(default_factory=list)
 
-    def instance(self, name: str, group: InstanceGroup) -> FunctionInstance:
-        instance = FunctionInstance(self.functions[len(self.instances)])
-        self.instances.append(instance)
-        return instance
+    def instance(self, name: str, group: InstanceGroup) -> Instance:
+        raise NotImplementedError  # they are made already
 
     def close(self) -> None:
         assert not any(instance.is_open for instance in self.instances)
@@ -82,24 +121,56 @@ def add_function(
     keeps_order: bool = False,
 ) -> list[FunctionInstance]:
     """Serve a model made of functions, one instance for each, FP32 `dims` in and out. Blocks while instances open."""
-    spec_in, spec_out = TensorSpec("IN", DType.FP32, dims), TensorSpec("OUT", DType.FP32, dims)
-    model = FunctionModel(functions, is_pure)
-    hosts = []
-    for number in range(len(functions)):
-        instance = model.instance(f"{name}_{number}", InstanceGroup(name))
-        host = LocalHost(
-            f"{name}_{number}", name, instance, 1, 1, placement, engine.clock, always_inline=inline, may_write=False
-        )
-        host.open(engine.completions)
-        hosts.append(host)
-    key = ModelKey(name, 1)
+    instances = [FunctionInstance(function) for function in functions]
+    hosts = [
+        LocalHost(f"{name}_{i}", name, one, 1, 1, placement, engine.clock, always_inline=inline, may_write=False)
+        for i, one in enumerate(instances)
+    ]
     queue = DynamicBatcher(BatchPolicy.simple(max_batch_size)) if batcher is None else batcher
-    engine.add_model(key, queue, hosts, model, keeps_order=keeps_order)
+    _serve(engine, name, FunctionModel(instances, is_pure), hosts, dims, max_batch_size, queue, keeps_order=keeps_order)
+    return instances
+
+
+def add_kernel(
+    engine: Engine,
+    name: str,
+    kernels: Sequence[tuple[Kernel, DeviceMemory]],
+    *,
+    dims: tuple[int, ...] = (4,),
+    max_batch_size: int = 32,
+    is_pure: bool = False,
+) -> list[KernelInstance]:
+    """The same of kernels, each on a fake device."""
+    instances = [KernelInstance(kernel, memory) for kernel, memory in kernels]
+    hosts = [
+        DeviceHost(f"{name}_{i}", name, one, 1, 1, None, engine.clock, always_inline=False, may_write=False)
+        for i, one in enumerate(instances)
+    ]
+    queue = DynamicBatcher(BatchPolicy.simple(max_batch_size))
+    _serve(engine, name, FunctionModel(instances, is_pure), hosts, dims, max_batch_size, queue)
+    return instances
+
+
+def _serve(
+    engine: Engine,
+    name: str,
+    model: FunctionModel,
+    hosts: Sequence[LocalHost],
+    dims: tuple[int, ...],
+    max_batch_size: int,
+    batcher: Batcher,
+    *,
+    keeps_order: bool = False,
+) -> None:
+    for host in hosts:
+        host.open(engine.completions)
+    spec_in, spec_out = TensorSpec("IN", DType.FP32, dims), TensorSpec("OUT", DType.FP32, dims)
+    key = ModelKey(name, 1)
+    engine.add_model(key, batcher, hosts, model, keeps_order=keeps_order)
     node = Node(0, name, key, (spec_in,), (spec_out,), max_batch_size)
     edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
     config = _config(name, "functions", (spec_in,), (spec_out,), max_batch_size)
     engine.announce(config, Graph(name, 1, (spec_in,), (spec_out,), max_batch_size, (node,), edges))
-    return model.instances
 
 
 def add_chain(engine: Engine, name: str, models: Sequence[str]) -> None:
