@@ -62,7 +62,11 @@ class Sent:
 
 
 class Sender(Protocol):
-    """Where a decoupled model's answers to one request go. On any thread, and as long as somebody has it."""
+    """Where a decoupled model's answers to one request go. On any thread, and as long as somebody has it. A request
+    that runs again has the sender that it had; `kept` is what the backend wants to find there then.
+    """
+
+    kept: Any
 
     def send(self, sent: Sent) -> None:
         """One answer. Waits until there is room for it; returns at once where nobody wants it any more."""
@@ -107,7 +111,8 @@ class Results:
     rows were not neighbours in one block, or lay where the model cannot read them (an odd address, memory that its
     process does not see). What is not copied was handed on as it lay. `placed[j]`: bytes of output j that were laid
     side by side when a model's answers, one for each request, were taken. Both are () where there was nothing of it.
-    `parameters[m]`, where given, is what member m's answer says besides its tensors.
+    `parameters[m]`, where given, is what member m's answer says besides its tensors. `rescheduled`: members that are
+    not answered but run again, in a model of iterative sequences; of their outputs only states count.
     """
 
     outputs: list[list[Tensor | None]]
@@ -117,6 +122,7 @@ class Results:
     copied: Sequence[int] = ()
     placed: Sequence[int] = ()
     parameters: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    rescheduled: Sequence[int] = ()
 
 
 class Instance(Protocol):

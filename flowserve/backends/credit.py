@@ -8,6 +8,7 @@ child/streaming.py for processes.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from flowserve.backends.base import Sent
 from flowserve.errors import FlowserveError
@@ -17,6 +18,7 @@ class CreditSender:
     """A `Sender` (backends/base.py) that is granted credits, and withdrawn when nobody wants its answers any more."""
 
     def __init__(self) -> None:
+        self.kept: Any = None
         self._credits = threading.Semaphore(0)
         self._waiting = 0
         self._count = threading.Lock()
@@ -27,6 +29,7 @@ class CreditSender:
             self._credits.release(count)
 
     def withdraw(self) -> None:
+        self.kept = None
         self._is_withdrawn = True
         self._credits.release()
 

@@ -87,7 +87,7 @@ class PythonModel:
         self._source = source
 
     def instance(self, name: str, group: InstanceGroup) -> PythonInstance:
-        return PythonInstance(self._source, name, group)
+        return _kind_of(self._source.config)(self._source, name, group)
 
     def remote(self, name: str, group: InstanceGroup) -> Remote:
         """In a process of its own, where nothing of the server's can be broken."""
@@ -122,7 +122,15 @@ def completed_here(config: ModelConfig, files: ModelFiles) -> dict[str, Any] | N
 
 def instance_here(config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup) -> PythonInstance:
     """What `PythonModel.instance` makes, in the process where it is called."""
-    return PythonInstance(_Source(config, files), name, group, is_alone=True)
+    return _kind_of(config)(_Source(config, files), name, group, is_alone=True)
+
+
+def _kind_of(config: ModelConfig) -> type[PythonInstance]:
+    if config.sequence is None or not config.sequence.is_iterative:
+        return PythonInstance
+    from flowserve.backends.python_iterative import IterativeInstance
+
+    return IterativeInstance
 
 
 class PythonInstance:
@@ -134,7 +142,14 @@ class PythonInstance:
         self._is_alone = is_alone
         self._name = name
         self._group = group
-        self._about = ModelFacts(source.config.name, source.files.version, source.config.inputs, self._make_sender)
+        config = source.config
+        self._about = ModelFacts(
+            config.name,
+            source.files.version,
+            config.inputs,
+            self._make_sender,
+            is_iterative=config.sequence is not None and config.sequence.is_iterative,
+        )
         self._answers = AnswerReader(source.config)
         self._working = WorkingFor(source.owner)  # after `call_through` one that may call
         self.owner = source.owner
@@ -142,6 +157,7 @@ class PythonInstance:
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._execute: Callable[[list[InferenceRequest]], Sequence[Any] | None] = self._not_open
+        self._clock: ClockNs = lambda: 0  # that of the batch it runs
 
     def call_through(self, caller: Caller) -> None:
         """Its `execute` may call other models, by this."""
@@ -157,7 +173,6 @@ class PythonInstance:
             adopt(self.owner)
         module = self._module = source.import_fresh()
         model_class = source.model_class(module)
-        self._clock: ClockNs = lambda: 0  # that of the batch it runs
         with source.running("initialize"):
             self._model = model_class()
             if hasattr(self._model, "initialize"):
@@ -194,7 +209,12 @@ class PythonInstance:
                     raise failed from error
                 finally:
                     del failed  # or this frame would hold it, and it this frame: tensors would wait for the collector
-        computed_ns = clock()
+        return self._results(requests, responses, work, gathered_ns, clock())
+
+    def _results(
+        self, requests: Sequence[GivenRequest], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
+    ) -> Results:
+        about = self._about
         if work.senders is not None:
             refuse_returned(responses, about.name)
             answer_the_forgotten(requests, work.senders, about.name)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START: Final = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END: Final = 2
 TRITONSERVER_RESPONSE_COMPLETE_FINAL: Final = 1
+TRITONSERVER_REQUEST_RELEASE_ALL: Final = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: Final = 2
 
 
 class TritonModelException(Exception):
@@ -251,6 +253,10 @@ class InferenceRequest:
         """Where a model answers a request it was given."""
         raise TritonModelException("Unable to get a response sender: the request was not given to this model")
 
+    def set_release_flags(self, flags: int) -> None:
+        """Say, before `execute` returns, whether a request that was given is done or is to be run again."""
+        raise TritonModelException("Unable to set release flags: the request was not given to this model")
+
     def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
         """Have another model answer, and wait for it; `decoupled` for one that may answer any number of times: then an
         iterator over its responses. What fails is a response with an error.
@@ -276,9 +282,10 @@ class InferenceRequest:
 class GivenRequest(InferenceRequest):
     """One member of a batch. Everything is looked up when the model asks for it."""
 
-    __slots__ = ("_kept_sender", "_member", "_model", "_work")
+    __slots__ = ("_flags", "_kept_sender", "_member", "_model", "_work")
 
     _kept_sender: Any
+    _flags: int
 
     def __init__(self, model: ModelFacts, work: Work, member: int) -> None:
         self._model = model
@@ -310,6 +317,24 @@ class GivenRequest(InferenceRequest):
             sender = self._kept_sender = self._model.make_sender(self._work, self._member)
         return sender
 
+    @property
+    def _is_rescheduled(self) -> bool:
+        return getattr(self, "_flags", TRITONSERVER_REQUEST_RELEASE_ALL) == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+
+    def set_release_flags(self, flags: int) -> None:
+        """TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: it is not done, and comes with a later batch again."""
+        if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException(
+                f"Invalid request release flags: {flags} is neither TRITONSERVER_REQUEST_RELEASE_ALL nor "
+                "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE"
+            )
+        if flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE and not self._model.is_iterative:
+            raise TritonModelException(
+                "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while its model "
+                f"'{self._model.name}' does not have sequence_batching {{ iterative_sequence: true }}"
+            )
+        self._flags = flags
+
     def is_cancelled(self) -> bool:
         """Whether nobody wants its answers any more. False for a model that is not decoupled: a batch that has started
         is computed to its end.
@@ -336,14 +361,21 @@ class GivenRequest(InferenceRequest):
 
 class ModelFacts:
     """What all requests to one model have in common. `make_sender` makes what a model answers a member of a batch
-    through.
+    through. `is_iterative`: its requests may be run again.
     """
 
-    __slots__ = ("inputs", "make_sender", "name", "version")
+    __slots__ = ("inputs", "is_iterative", "make_sender", "name", "version")
 
     def __init__(
-        self, name: str, version: int, inputs: tuple[TensorSpec, ...], make_sender: Callable[[Work, int], Any]
+        self,
+        name: str,
+        version: int,
+        inputs: tuple[TensorSpec, ...],
+        make_sender: Callable[[Work, int], Any],
+        *,
+        is_iterative: bool = False,
     ) -> None:
+        self.is_iterative = is_iterative
         self.name = name
         self.version = version
         self.inputs = inputs

@@ -188,6 +188,7 @@ def _sequence(message: ModelConfigProto) -> SequenceBatching | None:
         slot_share=batching.direct.minimum_slot_utilization,
         candidates=batching.oldest.max_candidate_sequences,
         preferred_batch_sizes=tuple(batching.oldest.preferred_batch_size),
+        is_iterative=batching.iterative_sequence,
     )
 
 

@@ -163,7 +163,7 @@ class SequenceState:
 class SequenceBatching:
     """Triton's ModelSequenceBatching. `is_direct`: else "oldest", whose `preferred_batch_sizes` and `candidates` (how
     many sequences an instance has at a time; 0: as many as a batch has rows) these are. `slot_share` is direct's
-    minimum_slot_utilization.
+    minimum_slot_utilization. `is_iterative`: each request is a sequence, and runs until its model is done with it.
     """
 
     idle_us: int
@@ -174,6 +174,7 @@ class SequenceBatching:
     slot_share: float = 0.0
     candidates: int = 0
     preferred_batch_sizes: tuple[int, ...] = ()
+    is_iterative: bool = False
 
 
 @dataclass(frozen=True, slots=True)

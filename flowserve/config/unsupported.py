@@ -27,14 +27,6 @@ def _not_yet(s: Subject, path: str, feature: str, hint: str = "") -> Problem:
     return s.problem(path, f"model '{s.message.name}': {feature} {YET}", hint)
 
 
-def iterations(s: Subject) -> Iterator[Problem]:
-    if s.message.sequence_batching.iterative_sequence:
-        hint = "leave it out and send each request of a sequence yourself"
-        yield _not_yet(s, "sequence_batching.iterative_sequence", "iterative_sequence", hint)
-    if s.message.HasField("sequence_batching") and s.message.model_transaction_policy.decoupled:
-        yield _not_yet(s, "sequence_batching", "sequence_batching of a decoupled model")
-
-
 def decoupled(s: Subject) -> Iterator[Problem]:
     """Only code can answer when it likes. An ensemble's own flag means nothing: what its steps are decides."""
     if s.message.model_transaction_policy.decoupled and not s.is_ensemble and s.message.backend == "onnxruntime":
@@ -79,7 +71,6 @@ def places(s: Subject) -> Iterator[Problem]:
 
 
 UNSUPPORTED: Final[Mapping[str, Rule]] = {
-    "N1": iterations,
     "N2": decoupled,
     "N13": shape_tensors,
     "N14": non_linear_formats,

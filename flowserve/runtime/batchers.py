@@ -10,6 +10,7 @@ from flowserve.config.types import DynamicBatching, ModelConfig, QueuePolicy, Se
 from flowserve.runtime.sequence_ports import nobody, sequence_of
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.direct import Direct
+from flowserve.scheduling.iterative import IterativeDirect, IterativeOldest
 from flowserve.scheduling.lines import SequencePolicy
 from flowserve.scheduling.oldest import Oldest
 from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
@@ -48,9 +49,11 @@ def _sequences(config: ModelConfig, sequence: SequenceBatching) -> Batcher:
         has_shapes=any(-1 in state.dims for state in sequence.states),
     )
     if sequence.is_direct:
-        return Direct(policy, sequence_of, nobody(config.outputs), sequence.slot_share, delay_ns)
+        direct = IterativeDirect if sequence.is_iterative else Direct
+        return direct(policy, sequence_of, nobody(config.outputs), sequence.slot_share, delay_ns)
     preferred = tuple(sorted(sequence.preferred_batch_sizes)) or (rows,)
-    return Oldest(policy, sequence_of, BatchPolicy(rows, preferred, delay_ns))
+    oldest = IterativeOldest if sequence.is_iterative else Oldest
+    return oldest(policy, sequence_of, BatchPolicy(rows, preferred, delay_ns))
 
 
 def _batch_policy(config: ModelConfig, batching: DynamicBatching) -> BatchPolicy:

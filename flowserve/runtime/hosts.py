@@ -27,6 +27,7 @@ from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.readiness import Readiness
 from flowserve.runtime.sequence_hosts import SequenceLocalHost, SequenceProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
+from flowserve.runtime.sequence_stream_hosts import SequenceStreamHost, SequenceStreamProcessHost
 from flowserve.runtime.stream_host import StreamHost, StreamProcessHost
 from flowserve.runtime.streaming import Streaming
 
@@ -106,25 +107,41 @@ def host_maker(
     return make
 
 
-def _decoupled(config: ModelConfig, model: LoadedModel, streaming: Streaming, clock: ClockNs) -> MakeHost:
+def _decoupled(
+    config: ModelConfig,
+    model: LoadedModel,
+    streaming: Streaming,
+    clock: ClockNs,
+    host: Callable[..., Host] = StreamHost,
+) -> MakeHost:
     """On threads, whatever the operator's default is: on the loop, nobody could read what a model sends."""
     if config.parameters.get("execution") == "inline":
         raise Unsupported(
             f"model '{config.name}': a decoupled model cannot run inline, where nobody would read what it sends; "
             'use execution "thread" or "process"'
         )
-    return lambda name, group: StreamHost(
+    return lambda name, group: host(
         name, config.name, model.instance(name, group), len(config.inputs), streaming, clock
     )
 
 
 def sequence_host_maker(
-    ports: SequencePorts, model: LoadedModel, execution: str, processes: Processes | None, clock: ClockNs
+    ports: SequencePorts,
+    model: LoadedModel,
+    execution: str,
+    processes: Processes | None,
+    streaming: Streaming,
+    clock: ClockNs,
 ) -> MakeHost:
     """As `host_maker`, for a model of sequences; `model` was loaded with `ports.inner`."""
     config = ports.inner
     if execution == PROCESS:
-        return _in_processes(config, model, processes, clock, partial(SequenceProcessHost, ports))
+        host: Callable[..., Host] = SequenceProcessHost
+        if config.decoupled:
+            host = partial(SequenceStreamProcessHost, streaming=streaming)
+        return _in_processes(config, model, processes, clock, partial(host, ports))
+    if config.decoupled:
+        return _decoupled(config, model, streaming, clock, partial(SequenceStreamHost, ports))
     placement = Placement() if execution == DEFAULT and model.may_run_inline else None
     return lambda name, group: SequenceLocalHost(
         ports,

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import trio
@@ -124,7 +124,7 @@ class LocalHost:
 
     def start(self, batch: Batch) -> Outcome | None:
         """Run a batch now and return its outcome, or hand it to the thread and return None."""
-        work = self._gather(batch)
+        work = self._gather(batch.tickets)
         if self.always_inline or (self._placement is not None and self._placement.is_inline(batch.rows)):
             return self._run(batch, work, inline=True)
         self.running = batch
@@ -140,19 +140,8 @@ class LocalHost:
         self._work.put(None)
         self._thread.join()
 
-    def _gather(self, batch: Batch) -> Work:
-        tickets = batch.tickets
-        inputs: list[list[Tensor | None]] = [
-            [ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets]
-            for i in self._inputs
-        ]
-        return Work(
-            inputs,
-            [ticket.rows for ticket in tickets],
-            [ticket.flow.request for ticket in tickets],
-            [ticket.node.wanted or ticket.flow.wanted for ticket in tickets],
-            [_writable(tickets, i) for i in self._inputs] if self._may_write else None,
-        )
+    def _gather(self, tickets: Sequence[Ticket]) -> Work:
+        return gather(tickets, self._inputs, may_write=self._may_write)
 
     def _run(self, batch: Batch, work: Work, *, inline: bool) -> Outcome:
         begun_ns = self._clock()
@@ -191,6 +180,21 @@ class LocalHost:
             self._instance.close()
         except Exception:
             log.exception("closing instance %s failed", self.name)
+
+
+def gather(tickets: Sequence[Ticket], inputs: Iterable[int], *, may_write: bool = False) -> Work:
+    """What an instance is given of a batch. `may_write`: it is told what it may write to."""
+    columns: list[list[Tensor | None]] = [
+        [ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets]
+        for i in inputs
+    ]
+    return Work(
+        columns,
+        [ticket.rows for ticket in tickets],
+        [ticket.flow.request for ticket in tickets],
+        [ticket.node.wanted or ticket.flow.wanted for ticket in tickets],
+        [_writable(tickets, i) for i in inputs] if may_write else None,
+    )
 
 
 def _writable(tickets: Sequence[Ticket], i: int) -> list[bool]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import trio
@@ -18,6 +19,7 @@ import trio
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
 from flowserve.config.instances import instances_of
+from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
@@ -28,6 +30,7 @@ from flowserve.runtime.engine import Engine
 from flowserve.runtime.homes import queue_for
 from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_maker, sequence_host_maker
 from flowserve.runtime.instance import Host
+from flowserve.runtime.iterative_ports import IterativePorts
 from flowserve.runtime.limits import needs_of, refuse_what_never_runs
 from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.runtime.warmup import read_samples, warm_up
@@ -112,7 +115,7 @@ class Loader:
         ports = None
         inner = config
         if config.sequence is not None:
-            ports = await self._in_thread(lambda: SequencePorts(config, read.folder.path))
+            ports = await self._in_thread(lambda: self._ports(config, read.folder.path))
             inner = ports.inner
         loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)))
         try:
@@ -122,7 +125,9 @@ class Loader:
                     config, loaded.model, execution, engine.processes, engine.streaming, engine.clock
                 )
             else:
-                make_host = sequence_host_maker(ports, loaded.model, execution, engine.processes, engine.clock)
+                make_host = sequence_host_maker(
+                    ports, loaded.model, execution, engine.processes, engine.streaming, engine.clock
+                )
             samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
             for name, group in instances_of(config):
                 host = make_host(name, group)
@@ -135,6 +140,12 @@ class Loader:
             await self._in_thread(loaded.close)
             raise
         return loaded
+
+    def _ports(self, config: ModelConfig, folder: Path) -> SequencePorts:
+        if config.sequence is None or not config.sequence.is_iterative:
+            return SequencePorts(config, folder)
+        dispatcher, clock = self._engine.dispatcher, self._engine.clock
+        return IterativePorts(config, folder, lambda batch, tickets: dispatcher.reschedule(batch, tickets, clock()))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Blocking work of other rooms, at most LOAD_THREADS at once. What is not a FlowserveError becomes one."""

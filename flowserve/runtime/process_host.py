@@ -12,25 +12,26 @@ import logging
 import os
 import pickle
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
 import trio
 
-from flowserve.backends.base import Remote, Results
+from flowserve.backends.base import Remote, Results, Work
 from flowserve.backends.child.main import Job
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.runtime.children import Child, Children
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.instance import Completions, Outcome
+from flowserve.runtime.instance import Completions, Outcome, gather
 from flowserve.runtime.process_calls import ProcessCalls
 from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.process_link import Link
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.readiness import Readiness
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.router import Ticket
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -60,6 +61,7 @@ class ProcessHost:
         self.ended = ""  # how its last process ended, while there is no other
         self.on_end: Callable[[], None] | None = None  # told of that, on the loop; nobody else starts another
         self._model = config.name
+        self._inputs = range(len(config.inputs))
         batches = config.max_batch_size > 0
         job = Job(config.name, name, config.inputs, config.outputs, batches, remote, config.decoupled)
         self._job = pickle.dumps(job)
@@ -133,7 +135,10 @@ class ProcessHost:
     # ------------------------------------------------------------------ on the loop
 
     def _send(self, link: Link, batch: Batch) -> None:
-        link.send(batch.tickets)
+        link.send(self._gather(batch.tickets))
+
+    def _gather(self, tickets: Sequence[Ticket]) -> Work:
+        return gather(tickets, self._inputs)
 
     def _begin(self, child: Child) -> None:
         child.on_end = self._over

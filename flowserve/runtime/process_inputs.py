@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from flowserve.backends.base import Work
 from flowserve.backends.child.protocol import request_facts
 from flowserve.errors import Internal
 from flowserve.memory import bytes_codec
@@ -24,7 +25,6 @@ from flowserve.memory.arena import Arena, aligned
 from flowserve.memory.assemble import pieces
 from flowserve.memory.segment import Lease, Segment, locate
 from flowserve.memory.tensor import WHOLE, Tensor
-from flowserve.scheduling.router import Ticket
 from flowserve.values import Array, DType, TensorSpec
 
 
@@ -65,15 +65,13 @@ class InputPacker:
         self._specs = [(i, spec.dtype is DType.BYTES, spec.ragged) for i, spec in enumerate(specs)]
         self.arena = Arena()
 
-    def pack(self, tickets: Sequence[Ticket]) -> Packed:
-        """The inputs of a batch's members, as they are now."""
+    def pack(self, inputs: Sequence[Sequence[Tensor | None]]) -> Packed:
+        """The inputs of a batch: `inputs[i]` are its members' i-th."""
         packed = Packed()
         copies: list[_Copy] = []
         lying: list[tuple[Lease, int, int]] = []
         for i, is_bytes, is_ragged in self._specs:
-            column: list[Any] = [
-                ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets
-            ]
+            column: Sequence[Any] = inputs[i]
             packed.copied.append(0)
             if is_ragged and len(column) > 1:
                 packed.columns.append([None] * len(column))
@@ -154,15 +152,14 @@ class InputPacker:
             _fill(segment.memory, offset + copy.start, copy.arrays)
 
 
-def run_message(head: tuple[Any, ...], tickets: Sequence[Ticket]) -> bytes:
+def run_message(head: tuple[Any, ...], work: Work) -> bytes:
     """A `RUN` message: `head`, and what the batch's requests say of themselves."""
-    wanted = [ticket.node.wanted or ticket.flow.wanted for ticket in tickets]
-    requests = [request_facts(ticket.flow.request) for ticket in tickets]
+    requests = [request_facts(request) for request in work.requests]
     for m, facts in enumerate(requests):
         if facts[-1]:
             requests[m] = (*facts[:-1], {name: _plain_value(value) for name, value in facts[-1].items()})
     try:
-        return marshal.dumps((*head, requests, wanted))
+        return marshal.dumps((*head, requests, work.wanted))
     except ValueError:
         raise Internal("a request holds a parameter that is no text, number or boolean") from None
 

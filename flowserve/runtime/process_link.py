@@ -16,10 +16,10 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flowserve.backends.base import Results
+from flowserve.backends.base import Results, Work
 from flowserve.backends.child.protocol import (
     ANCILLARY_BYTES,
     ATTACH,
@@ -44,7 +44,6 @@ from flowserve.memory.arena import Place
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.runtime.process_inputs import InputPacker, Packed, run_message
 from flowserve.runtime.process_outputs import Garbled, OutputReader
-from flowserve.scheduling.router import Ticket
 
 Outcome = Results | FlowserveError
 
@@ -66,13 +65,13 @@ class Link:
         self._segments: dict[int, Segment] = {}  # the child's own, by its numbers
         self._come_home: deque[Place] = deque()  # its blocks that nobody reads any more
 
-    def send(self, tickets: Sequence[Ticket]) -> None:
+    def send(self, work: Work) -> None:
         """Start a batch in the child. Raises a FlowserveError where it cannot be sent, and OSError."""
-        packed = self._packer.pack(tickets)
+        packed = self._packer.pack(work.inputs)
         number = self._number + 1
-        rows = [ticket.rows for ticket in tickets]
+        rows = work.rows
         head = (RUN, number, _drained(self._come_home), _drained(self._ended), packed.columns, rows)
-        message = run_message(head, tickets)
+        message = run_message(head, work)
         if len(message) > MESSAGE_BYTES_MAX:
             message = marshal.dumps((SPILLED, *self._packer.message(message, packed)))
         for segment in packed.segments:
@@ -142,12 +141,17 @@ class Link:
         packed = self._over(number, kept)
         block = self._block(segment, offset, nbytes) if nbytes else None
         outputs, placed = self._reader.read(words, 8, block, self._rows)
-        told = json.loads(text) if text else {}
-        parameters = {int(m): one for m, one in told.items() if isinstance(one, dict)}
-        errors = {int(m): heard(one) for m, one in told.items() if not isinstance(one, dict)}
-        if not parameters.keys() <= set(range(len(self._rows))):
-            raise Garbled("parameters of a member that is none")
-        return Results(outputs, errors, gathered_ns, computed_ns, packed.copied, placed, parameters)
+        results = Results(outputs, {}, gathered_ns, computed_ns, packed.copied, placed)
+        if text:
+            self._tell_of_members(results, {int(m): one for m, one in json.loads(text).items()})
+        return results
+
+    def _tell_of_members(self, results: Results, told: Mapping[int, Any]) -> None:
+        if not told.keys() <= set(range(len(self._rows))):
+            raise Garbled("it tells of a member that is none")
+        results.parameters = {m: one for m, one in told.items() if isinstance(one, dict)}
+        results.rescheduled = [m for m, one in told.items() if one is None]
+        results.errors = {m: heard(one) for m, one in told.items() if not (one is None or isinstance(one, dict))}
 
     def _over(self, number: int, kept: int) -> Packed:
         """The batch that runs is over. Its inputs go home, unless the model keeps them."""

@@ -6,12 +6,15 @@ its outcome is taken apart on the loop before anybody else sees it, wherever it 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from flowserve.backends.base import Work
 from flowserve.runtime.instance import Completions, LocalHost, Outcome
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.router import Ticket
 
 
 class SequenceLocalHost(LocalHost):
@@ -22,12 +25,14 @@ class SequenceLocalHost(LocalHost):
         self._ports = ports
 
     def open(self, completions: Completions) -> None:
-        super().open(_finishing(completions, self._ports))
+        super().open(finishing(completions, self._ports.finish))
 
     def start(self, batch: Batch) -> Outcome | None:
-        self._ports.prepare(batch)
         outcome = super().start(batch)
         return None if outcome is None else self._ports.finish(batch, outcome)
+
+    def _gather(self, tickets: Sequence[Ticket]) -> Work:
+        return self._ports.gather(tickets, may_write=self._may_write)
 
 
 class SequenceProcessHost(ProcessHost):
@@ -38,15 +43,18 @@ class SequenceProcessHost(ProcessHost):
         self._ports = ports
 
     def open(self, completions: Completions) -> None:
-        super().open(_finishing(completions, self._ports))
+        super().open(finishing(completions, self._ports.finish))
 
     def start(self, batch: Batch) -> Outcome | None:
-        self._ports.prepare(batch)
         outcome = super().start(batch)
         return None if outcome is None else self._ports.finish(batch, outcome)
 
+    def _gather(self, tickets: Sequence[Ticket]) -> Work:
+        return self._ports.gather(tickets)
 
-def _finishing(completions: Completions, ports: SequencePorts) -> Completions:
-    return Completions(
-        completions.token, lambda batch, outcome: completions.finished(batch, ports.finish(batch, outcome))
-    )
+
+def finishing(completions: Completions, finish: Callable[[Batch, Outcome], Outcome]) -> Completions:
+    """The same completions, for outcomes that are looked at first."""
+    first = Completions(completions.token, lambda batch, outcome: completions.finished(batch, finish(batch, outcome)))
+    first.calls = completions.calls
+    return first

@@ -20,6 +20,8 @@ from flowserve.runtime.process_link import Link
 from flowserve.runtime.stream_link import StreamLink
 from flowserve.runtime.streaming import Returned, Streaming, ThreadSender, sources
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.iterations import Source
+from flowserve.scheduling.router import Ticket
 
 
 class StreamHost(LocalHost):
@@ -33,16 +35,17 @@ class StreamHost(LocalHost):
         self._streaming = streaming
 
     def start(self, batch: Batch) -> Outcome | None:
-        work = self._gather(batch)
-        senders = []
-        for source in sources(batch):
-            sender = ThreadSender(source, self._streaming, self._execution)
-            sender.grant(self._streaming.start(source, sender, self))
-            senders.append(sender)
-        work.senders = senders
+        work = self._gather(batch.tickets)
+        work.senders = [self._sender(ticket) for ticket in batch.tickets]
         self.running = batch
         self._work.put((batch, work))
         return None
+
+    def _sender(self, ticket: Ticket) -> ThreadSender:
+        assert isinstance(ticket, Source)
+        sender = ThreadSender(ticket, self._streaming, self._execution)
+        sender.grant(self._streaming.start(ticket, sender, self))
+        return sender
 
     def _execution(self) -> Batch | None:
         return self.running if threading.current_thread() is self._thread else None
@@ -50,7 +53,7 @@ class StreamHost(LocalHost):
     def _run(self, batch: Batch, work: Work, *, inline: bool) -> Outcome:
         outcome = super()._run(batch, work, inline=inline)
         if isinstance(outcome, Results):
-            return Returned(outcome.gathered_ns, outcome.computed_ns)
+            return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
         assert isinstance(outcome, FlowserveError)
         for sender in work.senders or ():
             sender.fail(outcome)  # after what it has sent already; one that said that it is done is not failed
@@ -69,7 +72,7 @@ class StreamProcessHost(ProcessHost):
 
     def _send(self, link: Link, batch: Batch) -> None:
         assert isinstance(link, StreamLink)
-        link.start(batch, sources(batch))
+        link.start(batch, self._gather(batch.tickets))
 
     def start(self, batch: Batch) -> Outcome | None:
         outcome = super().start(batch)
@@ -87,7 +90,7 @@ class StreamProcessHost(ProcessHost):
 
     def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
         if isinstance(outcome, Results):
-            return Returned(outcome.gathered_ns, outcome.computed_ns)
+            return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
         assert isinstance(outcome, FlowserveError)
         if isinstance(self._link, StreamLink):
             self._link.over(outcome, batch.tickets)

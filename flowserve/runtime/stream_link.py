@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import trio
 
-from flowserve.backends.base import Sent
+from flowserve.backends.base import Sent, Work
 from flowserve.backends.child.protocol import ANSWER, GRANT, OVER, SPILLED_OUT, WAITS, WITHDRAW, heard, unpack
 from flowserve.errors import FlowserveError
 from flowserve.runtime.process_inputs import InputPacker, Packed
@@ -37,18 +37,22 @@ class StreamLink(Link):
         self._batch: Batch | None = None
         self._unsent: deque[bytes] = deque()
 
-    def start(self, batch: Batch, sources: Sequence[Source]) -> None:
+    def start(self, batch: Batch, work: Work) -> None:
         """As `send`; credits go before the batch."""
         self._batch = batch
-        number = self._number + 1
-        for m, source in enumerate(sources):
-            sender = LinkSender(self, number, m, source)
-            self._sources[number, m] = source
-            count = self._streaming.start(source, sender, batch.instance)
-            if count:
-                sender.grant(count)
+        for m, ticket in enumerate(batch.tickets):
+            self._begin(self._number + 1, m, ticket, batch)
         self._flush()
-        self.send(batch.tickets)
+        self.send(work)
+
+    def _begin(self, number: int, m: int, ticket: Ticket, batch: Batch) -> None:
+        """Before the batch itself: what its process hears of one of its members."""
+        assert isinstance(ticket, Source)
+        sender = LinkSender(self, number, m, ticket)
+        self._sources[number, m] = ticket
+        count = self._streaming.start(ticket, sender, batch.instance)
+        if count:
+            sender.grant(count)
 
     def over(self, why: FlowserveError, batch: Sequence[Ticket] | None = None) -> None:
         """Those steps that may still answer fail: all of them, or those of a batch."""
@@ -146,13 +150,13 @@ class LinkSender:
     """What the machines tell a step that runs in a process."""
 
     def __init__(self, link: StreamLink, number: int, member: int, source: Source) -> None:
-        self._link = link
-        self._key = (number, member)
+        self.link = link
+        self.key = (number, member)
         self._source = source
 
     def grant(self, count: int) -> None:
-        self._link.tell(marshal.dumps((GRANT, *self._key, count, self._link.come_home())))
+        self.link.tell(marshal.dumps((GRANT, *self.key, count, self.link.come_home())))
 
     def withdraw(self) -> None:
-        self._link.cancelled(self._source)
-        self._link.tell(marshal.dumps((WITHDRAW, *self._key)))
+        self.link.cancelled(self._source)
+        self.link.tell(marshal.dumps((WITHDRAW, *self.key)))

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any
 
 import trio
 
 from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
 from flowserve.errors import FlowserveError
+from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs, wall_clock_ms
 from flowserve.runtime.parameters import request_after
@@ -28,6 +29,9 @@ from flowserve.scheduling.iterations import Sender, Source
 from flowserve.scheduling.lineage import traced
 
 log = logging.getLogger("flowserve.runtime")
+
+# Given a step and the outputs of one of its answers, returns those that are the answer.
+Take = Callable[[Source, Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +84,10 @@ class Streaming:
         source.last_ns = now_ns
         self._streams.answer(source, sent.outputs, now_ns, sent.parameters or None, request)
         self._poke()
+
+    def goes_on(self, source: Source) -> None:
+        """A step that was started before is about to run again."""
+        source.started_ns = self._clock()
 
     def waits(self, source: Source, holder: Batch | None) -> None:
         """Somebody stands in its send without a credit, and keeps the instance of `holder` meanwhile."""
@@ -136,10 +144,34 @@ class Streaming:
         except trio.RunFinishedError:
             log.debug("an answer came after the server was gone")
 
+    def catch_up(self) -> None:
+        """Do now what was posted so far."""
+        self._drain()
+
+    def keeping(self, take: Take) -> Streaming:
+        """The same for a model whose answers are looked at first, by `take`."""
+        return _Keeping(take, self._token, self._dispatcher, self._clock, self._poke)
+
     def _drain(self) -> None:
         posted = self._posted
         while posted:
             posted.popleft()()
+
+
+class _Keeping(Streaming):
+    """`take` is given every answer's step and outputs, and returns the outputs that are the answer."""
+
+    def __init__(self, take: Take, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._take = take
+
+    def answered(self, source: Source, sent: Sent) -> None:
+        try:
+            sent.outputs = self._take(source, sent.outputs)
+        except FlowserveError as error:
+            self.over(source, error)
+            return
+        super().answered(source, sent)
 
 
 class ThreadSender(CreditSender):
@@ -147,9 +179,9 @@ class ThreadSender(CreditSender):
     for threads of the model's own.
     """
 
-    def __init__(self, source: Source, streaming: Streaming, execution: Callable[[], Batch | None]) -> None:
+    def __init__(self, source: Source | None, streaming: Streaming, execution: Callable[[], Batch | None]) -> None:
         super().__init__()
-        self._source: Source | None = source  # None once it is over: a model may keep what it was given for ever
+        self._source = source  # None once it is over: a model may keep what it was given for ever
         self._streaming = streaming
         self._execution = execution
 
@@ -182,4 +214,4 @@ def _observer(source: Source) -> Statistics:
 
 def sources(batch: Batch) -> list[Source]:
     """The steps of a decoupled model's batch."""
-    return cast("list[Source]", batch.tickets)
+    return [ticket for ticket in batch.tickets if isinstance(ticket, Source)]

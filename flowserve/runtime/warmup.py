@@ -29,6 +29,8 @@ from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.supervisor import end_overdue
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.scheduling.lines import Line
+from flowserve.scheduling.router import Ticket
 from flowserve.values import Array, DType, Request
 
 FOLDER: Final = "warmup"
@@ -80,7 +82,7 @@ async def _run_once(
     key = ModelKey(graph.name, graph.version)
     uncounted = Statistics(key.name, key.version)
     size = sample.batch_size
-    batcher = DynamicBatcher(BatchPolicy.simple(size, _ALL_COME_WITHIN_NS))
+    batcher = _AllTogether(BatchPolicy.simple(size, _ALL_COME_WITHIN_NS))
     queue = ModelQueue(key, batcher, [host], observer=uncounted)
     deployment = Deployment(config, graph, uncounted, [graph.version], (queue,))
     errors: list[FlowserveError] = []
@@ -88,6 +90,8 @@ async def _run_once(
     async def ask() -> None:
         # Copies: a model may write into what nobody else will read.
         request = Request({name: array.copy() for name, array in tensors.items()}, stamp=engine.next_stamp())
+        if config.sequence is not None:
+            request.sequence_id, request.sequence_start, request.sequence_end = 1, True, True
         try:
             async with engine.stream(deployment, request) as answers:  # who leaves is withdrawn
                 async for _ in answers:
@@ -106,6 +110,16 @@ async def _run_once(
         watch.cancel_scope.cancel()
     engine.dispatcher.remove(queue)
     return errors[0] if errors else None
+
+
+class _AllTogether(DynamicBatcher):
+    """Each request is a whole sequence, where the model has any."""
+
+    __slots__ = ()
+
+    def put(self, ticket: Ticket) -> None:
+        ticket.line = Line(1)
+        super().put(ticket)
 
 
 def _array(sample: WarmupSample, name: str, given: WarmupInput, config: ModelConfig, folder: Path) -> Array:

@@ -1,7 +1,7 @@
 """One sequence and its place: what is known of a correlation id, a slot, and who may begin.
 
-Decided here: what a request must be to begin a sequence, and in which order slots are taken. Who gets a slot and when a
-sequence is over is decided in sequences.py.
+Decided here: what a request must be to begin a sequence, and in which order slots are taken. Who gets one is decided in
+seats.py, when a sequence is over in sequences.py.
 """
 
 from __future__ import annotations

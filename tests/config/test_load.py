@@ -156,7 +156,7 @@ def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(draft: Read) 
     text = """name: "other"
 platform: "tensorrt_plan"
 max_batch_size: -1
-sequence_batching { iterative_sequence: true }
+model_repository_agents { agents { name: "checksum" } }
 output { name: "Y" data_type: TYPE_FP32 dims: [ 0 ] }
 """
     with pytest.raises(Problems) as caught:
@@ -165,7 +165,7 @@ output { name: "Y" data_type: TYPE_FP32 dims: [ 0 ] }
         ("M2", 1),
         ("N22", 2),
         ("M8", 3),
-        ("N1", 4),
+        ("N19", 4),
         ("M23", 5),
     ]
 

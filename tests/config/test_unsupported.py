@@ -69,6 +69,7 @@ def test_optional_inputs_of_a_model_are_served(refused: Refused) -> None:
         "dynamic_batching { priority_levels: 3 default_priority_level: 2 priority_queue_policy { key: 1 value { } } }",
         "dynamic_batching { default_queue_policy { default_timeout_microseconds: 1 max_queue_size: 1 } }",
         "response_cache { enable: false } model_transaction_policy { decoupled: false }",
+        "sequence_batching { iterative_sequence: true } model_transaction_policy { decoupled: true }",
         'model_metrics { metric_control { metric_identifier { family: "f" } histogram_options { buckets: 1 } } }',
         'parameters { key: "execution" value { string_value: "inline" } }',
         'parameters { key: "execution" value { string_value: "process" } }',
@@ -76,14 +77,6 @@ def test_optional_inputs_of_a_model_are_served(refused: Refused) -> None:
 )
 def test_what_changes_no_result_is_served(refused: Refused, text: str) -> None:
     assert refused(MODEL % "" + text) == []
-
-
-def test_refusal_N1_iterations(refused: Refused) -> None:
-    assert refused(MODEL % "" + "sequence_batching { }") == []
-    (said,) = refused(MODEL % "" + "sequence_batching { iterative_sequence: true }")
-    assert said.startswith("4:21: model 'm': iterative_sequence is not supported yet (leave it out")
-    (said,) = refused(MODEL % "" + "sequence_batching { } model_transaction_policy { decoupled: true }")
-    assert said.startswith("4:1: model 'm': sequence_batching of a decoupled model is not supported yet")
 
 
 def test_refusal_N2_decoupled_models_that_are_no_code(refused: Refused) -> None:

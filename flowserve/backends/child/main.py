@@ -221,9 +221,10 @@ class Server:
             os._exit(0)  # the model forked and both went on: only one answers, and the memory for answers is shared
         words += (results.gathered_ns, results.computed_ns)
         words += self._outputs.place(results.outputs)
-        if not results.errors and not results.parameters:
+        if not (results.errors or results.parameters or results.rescheduled):
             return None
-        return {**results.parameters, **{m: said(error) for m, error in results.errors.items()}}
+        failed = {m: said(error) for m, error in results.errors.items()}
+        return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed}
 
     def _send(self, message: bytes) -> None:
         if len(message) > MESSAGE_BYTES_MAX:

@@ -56,8 +56,11 @@ SPILLED: Final = 4
 # (GRANT, number, member, count, come home): so many more answers may be sent to that member of that batch; before the
 #   batch itself for those it may send from the beginning
 GRANT: Final = 16
-# (WITHDRAW, number, member): nobody wants its answers any more
+# (WITHDRAW, number, member): nobody wants its answers any more; before the batch itself where nobody ever did
 WITHDRAW: Final = 17
+# (GOES_ON, number, member, earlier number, member there): that member of the batch that comes next is one that was
+#   given back; it has the sender that it had
+GOES_ON: Final = 18
 
 # ---- from a child: 64-bit numbers, the first of them kind and count; a `TEXT` after them is JSON to the message's end
 # READY, or BROKEN TEXT [kind, text]: the instance is open, or is not
@@ -65,7 +68,8 @@ READY: Final = 1
 BROKEN: Final = 2
 # SEGMENT number, with a descriptor: memory that outputs will lie in
 SEGMENT: Final = 3
-# DONE number kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] or parameters}
+# DONE number kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] or parameters,
+#   or null where it is to be run again}
 #   kept: whether the model still holds views of this batch's inputs; GONE follows when it does not
 #   outputs: for each output NOTHING, or
 #     TOGETHER offset nbytes absent member... dimensions dim...    members side by side, those that are absent left out

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from flowserve.backends.base import Instance, Sent, Work
 from flowserve.backends.child.inputs import Run
 from flowserve.backends.child.main import Job, Server, Told
-from flowserve.backends.child.protocol import ANSWER, END, GRANT, NOTHING, OVER, WAITS, WITHDRAW, pack, said
+from flowserve.backends.child.protocol import ANSWER, END, GOES_ON, GRANT, NOTHING, OVER, WAITS, WITHDRAW, pack, said
 from flowserve.backends.credit import CreditSender
 from flowserve.errors import FlowserveError
 from flowserve.memory.arena import Place
@@ -35,6 +35,9 @@ class StreamServer(Server):
         # Held by the model's own senders; a model that lets go of one has nothing more to hear.
         self._senders: WeakValueDictionary[tuple[int, int], ProcessSender] = WeakValueDictionary()
         self._early: dict[tuple[int, int], int] = {}
+        self._unwanted: set[tuple[int, int]] = set()  # withdrawn, perhaps before their batch
+        self._goes_on: dict[tuple[int, int], tuple[int, int]] = {}  # members of the batch that comes next
+        self._given_back: dict[tuple[int, int], ProcessSender] = {}  # of requests that are to run again
         self._one_by_one = threading.Lock()
         self._executor = threading.current_thread()
 
@@ -56,9 +59,9 @@ class StreamServer(Server):
                 if message[0] == GRANT:
                     self._granted(*message[1:])
                 elif message[0] == WITHDRAW:
-                    sender = self._senders.get(message[1:])
-                    if sender is not None:
-                        sender.withdraw()
+                    self._withdrawn(message[1:])
+                elif message[0] == GOES_ON:
+                    self._goes_on[message[1:3]] = message[3:5]
                 else:
                     self._messages.put(message)
                     if message[0] == END:
@@ -80,6 +83,14 @@ class StreamServer(Server):
         elif len(self._early) < _EARLY_MAX:
             self._early[key] = self._early.get(key, 0) + count
 
+    def _withdrawn(self, key: tuple[int, int]) -> None:
+        if len(self._unwanted) < _EARLY_MAX:
+            self._unwanted.add(key)  # first: the sender may be made in this very moment
+        sender = self._senders.get(key)
+        if sender is not None:
+            sender.withdraw()
+            self._given_back.pop(key, None)
+
     def _run(self, number: int, come_home: Sequence[Place], *rest: Any) -> None:
         if come_home:
             with self._one_by_one:
@@ -96,17 +107,30 @@ class StreamServer(Server):
         wanted: list[tuple[str, ...]],
     ) -> Any:
         count = len(rows)
-        senders = [ProcessSender(self, run.number, m) for m in range(count)]
-        for sender in senders:
-            self._senders[sender.key] = sender
-        for sender in senders:
-            sender.grant(self._early.pop(sender.key, 0))
+        senders = [self._sender(run.number, m) for m in range(count)]
         self._early.clear()
+        self._unwanted.clear()
+        self._goes_on.clear()
         may_write = [[True] * count] * len(columns)
         work = Work(self._inputs.take(run, columns, count), rows, Told(requests), wanted, may_write, senders)
         results = self._instance.run(work, self._clock)
         words += (results.gathered_ns, results.computed_ns, 0, 0, 0, *[NOTHING] * len(self._job.outputs))
-        return None
+        for m in results.rescheduled:
+            self._given_back[senders[m].key] = senders[m]
+            if senders[m].is_cancelled():  # meanwhile
+                self._given_back.pop(senders[m].key, None)
+        return dict.fromkeys(results.rescheduled) or None
+
+    def _sender(self, number: int, m: int) -> ProcessSender:
+        earlier = self._goes_on.get((number, m))
+        sender = None if earlier is None else self._given_back.pop(earlier, None)
+        if sender is None:
+            sender = ProcessSender(self, number, m)
+            self._senders[sender.key] = sender
+            sender.grant(self._early.pop(sender.key, 0))
+            if sender.key in self._unwanted:
+                sender.withdraw()
+        return sender
 
     def _send(self, message: bytes) -> None:
         with self._one_by_one:
@@ -123,6 +147,7 @@ class StreamServer(Server):
             super()._send(pack(ANSWER, words, dict(sent.parameters) or None))
 
     def over(self, number: int, member: int, error: FlowserveError | None, *, is_empty: bool) -> None:
+        self._given_back.pop((number, member), None)
         self._send(pack(OVER, [number, member, int(is_empty)], None if error is None else said(error)))
 
     def waits(self, number: int, member: int) -> None:

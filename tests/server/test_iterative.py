@@ -1,0 +1,318 @@
+"""Requests that a model gives back until they are done, as clients see them; and decoupled models of sequences."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from flowserve.testing.serve import Served, serving
+
+CONFIG = """
+backend: "python"
+max_batch_size: 4
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }, { name: "ROWS" data_type: TYPE_INT32 dims: [ 1 ] } ]
+parameters { key: "execution" value { string_value: "%s" } }
+%s
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+ITERATIVE = "sequence_batching { iterative_sequence: true oldest { max_candidate_sequences: %d } %s }"
+STATE = 'state { input_name: "OLD" output_name: "NEW" data_type: TYPE_INT32 dims: [ 1 ] }'
+HEAD = """
+import os, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+AGAIN = pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+
+
+def value(request, name="IN"):
+    return int(pb_utils.get_input_tensor_by_name(request, name).as_numpy()[0, 0])
+
+
+def response(**values):
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor(name, np.array([[value]], np.int32)) for name, value in values.items()]
+    )
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.left, self.threads = {}, []
+
+"""
+# Answers IN - 1, IN - 2, ... 0, one number an execution, and how many rows that had. Its state is its own.
+COUNTS = (
+    HEAD
+    + """
+    def execute(self, requests):
+        time.sleep(0.01)
+        for request in requests:
+            which = request.correlation_id()
+            if request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+                self.left[which] = value(request)
+            self.left[which] -= 1
+            if self.left[which] == 665:
+                os._exit(3)
+            sender = request.get_response_sender()
+            sender.send(response(OUT=self.left[which], ROWS=len(requests)))
+            if self.left[which]:
+                request.set_release_flags(AGAIN)
+            else:
+                sender.send(flags=FINAL)
+"""
+)
+# Answers once, with IN squared, after as many executions as IN says. The server keeps its state.
+SQUARES = (
+    HEAD
+    + """
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        count, total = value(request), value(request, "OLD") + value(request)
+        pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[:] = -1  # it finds it as it was
+        if total < count * count:
+            request.set_release_flags(AGAIN)
+            return response(NEW=total)
+        return response(OUT=total, NEW=total)
+"""
+)
+# As COUNTS, with state that the server keeps and that is in every answer.
+COUNTS_WITH_STATE = (
+    HEAD
+    + """
+    def execute(self, requests):
+        for request in requests:
+            done = value(request, "OLD") + 1
+            sender = request.get_response_sender()
+            sender.send(response(OUT=value(request) - done, ROWS=len(requests), NEW=done))
+            if done < value(request):
+                request.set_release_flags(AGAIN)
+            else:
+                sender.send(flags=FINAL)
+"""
+)
+# 0: a thread answers while the request runs again. 1: done, and given back all the same. 2: no final flag.
+THREADS = (
+    HEAD
+    + """
+    def execute(self, requests):
+        for request in requests:
+            if not request.flags():
+                continue
+            case, sender = value(request), request.get_response_sender()
+            if case == 0:
+                threading.Thread(target=self.later, args=(sender,)).start()
+            elif case == 1:
+                sender.send(response(OUT=7), FINAL)
+            request.set_release_flags(AGAIN)
+
+    def later(self, sender):
+        time.sleep(0.05)
+        sender.send(response(OUT=5))
+        sender.send(flags=FINAL)
+"""
+)
+GIVES_BACK = (
+    HEAD
+    + """
+    def execute(self, requests):
+        for request in requests:
+            request.set_release_flags(AGAIN)
+        return [response(OUT=1) for _ in requests]
+"""
+)
+# Each request of a sequence is answered IN times, with what the sequence has been answered so far.
+REPEATS = (
+    HEAD
+    + """
+    def execute(self, requests):
+        for request in requests:
+            sender, total = request.get_response_sender(), value(request, "OLD")
+            for _ in range(value(request)):
+                total += 1
+                sender.send(response(OUT=total, NEW=total))
+            sender.send(flags=FINAL)
+"""
+)
+PLACES = ["process", "thread"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, add_model: Callable[..., Path], root: Path) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("iterative")
+
+    def add(name: str, place: str, code: str, *more: str) -> None:
+        add_model(folder, f"{name}_{place}", CONFIG % (place, "\n".join(more)), {"1/model.py": code})
+
+    for place in PLACES:
+        add("counts", place, COUNTS, DECOUPLED, ITERATIVE % (4, ""))
+        add("squares", place, SQUARES, ITERATIVE % (8, STATE))
+        add("state", place, COUNTS_WITH_STATE, DECOUPLED, f"sequence_batching {{ iterative_sequence: true {STATE} }}")
+        add("threads", place, THREADS, DECOUPLED, ITERATIVE % (4, ""))
+    add("squares", "inline", SQUARES, ITERATIVE % (8, STATE))
+    add("narrow", "thread", COUNTS, DECOUPLED, ITERATIVE % (1, ""))
+    add("wrong", "thread", GIVES_BACK, ITERATIVE % (4, ""))
+    add("dynamic", "thread", GIVES_BACK, "dynamic_batching { }")
+    add("repeats", "process", REPEATS, DECOUPLED, f"sequence_batching {{ {STATE} }}")
+    zero = 'inputs { key: "IN" value { data_type: TYPE_INT32 dims: [ 1 ] zero_data: true } }'
+    warm_up = f'model_warmup {{ name: "w" batch_size: 2 {zero} }}'
+    add("warm", "thread", COUNTS_WITH_STATE, DECOUPLED, ITERATIVE % (4, STATE), warm_up)
+    page = (root / "docs/iterative.md").read_text()
+    for name, config, code in zip(("numbers", "steps"), blocks(page, "pbtxt"), blocks(page, "python"), strict=True):
+        add_model(folder, name, config, {"1/model.py": code})
+    with serving(folder, "--allow-grpc", "true", "--grpc-port", "0") as served:
+        yield served
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [text for one, text in found if one == kind]
+
+
+def stream(served: Served, model: str, number: int, output: str = "OUT", **more: Any) -> list[Any]:
+    """What each event of generate_stream says of an output, or its error."""
+    url = f"{served.base_url}/v2/models/{model}/generate_stream"
+    with httpx.stream("POST", url, json={"IN": number, **more}, timeout=30, trust_env=False) as answer:
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line]
+    return [event.get(output, event.get("error")) for event in events]
+
+
+def infer(served: Served, model: str, number: int, **parameters: Any) -> tuple[int, Any]:
+    tensor = {"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [number]}
+    body = {"inputs": [tensor], "parameters": parameters}
+    url = f"{served.base_url}/v2/models/{model}/infer"
+    answer = httpx.post(url, json=body, timeout=30, trust_env=False)
+    told = answer.json()
+    return answer.status_code, told.get("error") or told["outputs"][0]["data"][0]
+
+
+def pending(served: Served, model: str) -> int:
+    """How many of its executions there were."""
+    url = f"{served.base_url}/v2/models/{model}/stats"
+    return int(httpx.get(url, trust_env=False).json()["model_stats"][0]["execution_count"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_request_is_run_again_until_it_is_done_beside_those_that_came_meanwhile(served: Served, place: str) -> None:
+    model = f"counts_{place}"
+    with ThreadPoolExecutor(2) as clients:
+        long = clients.submit(stream, served, model, 60, "ROWS")
+        while pending(served, model) < 5:
+            time.sleep(0.005)
+        began = pending(served, model)
+        assert stream(served, model, 4) == [3, 2, 1, 0]
+        assert pending(served, model) < began + 40
+        rows = long.result()
+    assert len(rows) == 60
+    assert (rows[0], rows.count(2), rows[-1]) == (1, 4, 1)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "inline"])
+def test_a_model_that_answers_once_does_so_when_it_is_done_and_its_state_is_kept_for_it(
+    served: Served, place: str
+) -> None:
+    with ThreadPoolExecutor(8) as clients:
+        numbers = [5, 1, 9, 3, 2, 7, 4, 6]
+        answers = clients.map(lambda number: infer(served, f"squares_{place}", number), numbers)
+        assert [*answers] == [(200, number * number) for number in numbers]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_state_that_comes_with_each_answer_is_that_of_the_next_execution(served: Served, place: str) -> None:
+    """With gaps between the rows: this one is direct."""
+    with ThreadPoolExecutor(4) as clients:
+        numbers = [2, 6, 1, 4, 3]
+        answers = clients.map(lambda number: stream(served, f"state_{place}", number), numbers)
+        assert [*answers] == [[*range(number - 1, -1, -1)] for number in numbers]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_sender_outlives_the_execution_that_it_was_asked_for_in(served: Served, place: str) -> None:
+    model = f"threads_{place}"
+    assert stream(served, model, 0) == [5]
+    assert stream(served, model, 1) == [7]
+    (said,) = stream(served, model, 2)
+    assert "let go of a response sender without sending TRITONSERVER_RESPONSE_COMPLETE_FINAL" in said
+
+
+def test_a_sequence_id_names_the_sequence_that_a_request_is(served: Served) -> None:
+    assert infer(served, "squares_thread", 3, sequence_id=7, sequence_start=True) == (200, 9)
+    assert infer(served, "squares_thread", 3, sequence_id="seven", sequence_start=True) == (200, 9)
+    status, text = infer(served, "squares_thread", 3, sequence_id=7)
+    assert status == 400
+    assert "inference request for sequence 7 to model 'squares_thread' must specify the START flag" in text
+
+
+def test_who_leaves_makes_room(served: Served) -> None:
+    url = f"{served.base_url}/v2/models/narrow_thread/generate_stream"
+    with httpx.stream("POST", url, json={"IN": 100_000}, timeout=30, trust_env=False) as answer:
+        next(answer.iter_lines())
+    assert stream(served, "narrow_thread", 2) == [1, 0]
+
+
+@pytest.mark.fault("Q12")
+def test_when_the_process_dies_everybody_in_it_is_told_and_others_may_begin(served: Served) -> None:
+    with ThreadPoolExecutor(2) as clients:
+        long = clients.submit(stream, served, "counts_process", 500)
+        while pending(served, "counts_process") == 0:
+            time.sleep(0.005)
+        died = stream(served, "counts_process", 666)
+        assert "exit status 3" in died[-1]
+        assert "exit status 3" in long.result()[-1]
+    assert stream(served, "counts_process", 2) == [1, 0]
+
+
+def test_a_request_that_is_given_back_is_not_answered(served: Served) -> None:
+    status, text = infer(served, "wrong_thread", 1)
+    assert status == 500
+    assert text.startswith("Expected a None object in the execute function return list for reschduled request")
+
+
+def test_only_a_model_of_iterative_sequences_gives_requests_back(served: Served) -> None:
+    status, text = infer(served, "dynamic_thread", 1)
+    assert status == 500
+    assert "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE" in text
+    assert "iterative_sequence: true" in text
+
+
+def test_a_decoupled_model_of_sequences_answers_each_request_as_often_as_it_likes(served: Served) -> None:
+    """All sent at once, over one gRPC stream; each is run when the one before it is done."""
+    told: Queue[Any] = Queue()
+    with triton.InferenceServerClient(served.grpc_address) as client:
+        client.start_stream(lambda result, error: told.put(error or int(result.as_numpy("OUT")[0, 0])))
+        for number, flags in ((2, {"sequence_start": True}), (1, {}), (3, {"sequence_end": True}), (1, {})):
+            tensor = triton.InferInput("IN", [1, 1], "INT32")
+            tensor.set_data_from_numpy(np.array([[number]], np.int32))
+            client.async_stream_infer("repeats_process", [tensor], sequence_id="five", **flags)
+        answers = [told.get(timeout=30) for _ in range(7)]
+        client.stop_stream()
+    assert [answer for answer in answers if isinstance(answer, int)] == [*range(1, 7)]
+    (refused,) = [str(answer) for answer in answers if not isinstance(answer, int)]
+    assert "inference request for sequence five to model 'repeats_process' must specify the START flag" in refused
+
+
+def test_the_page_about_iterative_sequences_does_what_it_says(served: Served, root: Path) -> None:
+    page = (root / "docs/iterative.md").read_text()
+    for command, printed in zip(blocks(page, ""), blocks(page, "text"), strict=True):
+        text = command.replace("localhost:8000", served.address)
+        done = subprocess.run(text, shell=True, capture_output=True, text=True, timeout=30, check=True)
+        assert done.stdout.strip() == printed.strip()
+
+
+def test_a_warm_up_runs_once(served: Served) -> None:
+    assert stream(served, "warm_thread", 2) == [1, 0]
