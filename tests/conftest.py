@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many mutated requests the HTTP fuzzer sends; 100000 before a release",
     )
     parser.addoption(
-        "--cycles", type=int, default=60, help="how often the test of growth loads and unloads; 500 before a release"
+        "--cycles", type=int, default=30, help="how often the test of growth loads and unloads; 500 before a release"
     )
 
 

@@ -510,19 +510,17 @@ async def test_a_decoupled_model_calls_from_a_thread_after_execute_has_returned(
             assert [answer.tolist() for answer in answers] == [[[2, 2]]] * 3
 
 
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        ("request('twice', given, timeout=-1)", "timeout and priority of a request are 0 or more"),
-        ("request('twice', given, parameters={'x': [1]})", "parameters of a request are a JSON object of strings"),
-        ("request('twice', given.astype(complex))", "has data type complex128, which no model takes"),
-        ("pb_utils.InferenceRequest(model_name='twice', inputs=[pb_utils.Tensor('IN', given)] * 2)", "an input twice"),
-    ],
-)
-async def test_a_request_that_cannot_be_one_is_raised(served: Served, made: str, text: str) -> None:
+async def test_a_request_that_cannot_be_one_is_raised(served: Served) -> None:
     await served.add("twice", TWICE)
-    await served.add("caller", f"return value({made}.exec())")
-    await fails(served, "caller", text)
+    mistakes = {
+        "request('twice', given, timeout=-1)": "timeout and priority of a request are 0 or more",
+        "request('twice', given, parameters={'x': [1]})": "parameters of a request are a JSON object of strings",
+        "request('twice', given.astype(complex))": "has data type complex128, which no model takes",
+        "pb_utils.InferenceRequest(model_name='twice', inputs=[pb_utils.Tensor('IN', given)] * 2)": "an input twice",
+    }
+    for number, (made, text) in enumerate(mistakes.items()):
+        await served.add(f"caller_{number}", f"return value({made}.exec())")
+        await fails(served, f"caller_{number}", text)
 
 
 async def test_what_a_request_says_of_itself_arrives(served: Served) -> None:
@@ -546,33 +544,31 @@ async def test_what_a_request_says_of_itself_arrives(served: Served) -> None:
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
-@pytest.mark.parametrize(
-    "said",
-    [
+async def test_a_process_that_says_what_cannot_be_of_its_calls_is_ended(tmp_path: Path) -> None:
+    lies = (
         "b'x'",
         "pack(CALL, [1, 0, 99, 0, 8, 0], [])",
         "pack(CALL, [9, 0, 99, 0, 8, 0], ['m', '', [], None, '', 0, 0, 0, False, False, {}])",
         "pack(CALL, [9, 0, 1 << 60, 1, 1 << 60, 1 << 60], ['m', '', [], None, '', 0, 0, 0, False, False, {'a': []}])",
         "pack(READ, [12345])",
         "pack(77, [1])",
-    ],
-)
-async def test_a_process_that_says_what_cannot_be_of_its_calls_is_ended(tmp_path: Path, said: str) -> None:
+    )
     async with open_engine(EngineOptions()) as engine:
         served = Served(engine, tmp_path, "process")
         await served.add("twice", TWICE)
-        await served.add(
-            "liar",
-            "from flowserve.backends.child.protocol import CALL, READ, pack\n"
-            "from flowserve.backends.python_import import scope\n"
-            "value(request('twice', given).exec())\n"
-            f"scope.owner.calls._caller._socket.send({said})\n"
-            "time.sleep(30)\n"
-            "return given",
-        )
-        with pytest.raises(InstanceDied, match="what its process said cannot be"):
-            await served.ask("liar", 1)
-        assert await served.ask("twice", 1) == [2]
+        for number, said in enumerate(lies):
+            await served.add(
+                f"liar_{number}",
+                "from flowserve.backends.child.protocol import CALL, READ, pack\n"
+                "from flowserve.backends.python_import import scope\n"
+                "value(request('twice', given).exec())\n"
+                f"scope.owner.calls._caller._socket.send({said})\n"
+                "time.sleep(30)\n"
+                "return given",
+            )
+            with pytest.raises(InstanceDied, match="what its process said cannot be"):
+                await served.ask(f"liar_{number}", 1)
+            assert await served.ask("twice", 1) == [2]
 
 
 async def test_a_call_that_nobody_waits_for_is_made_whoever_leaves(served: Served) -> None:

@@ -98,22 +98,19 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.fault("R2")
-@pytest.mark.parametrize(
-    ("text", "how"),
-    [
-        ("os._exit(3)", "ended with exit status 3"),
-        ("sys.exit(4)", "ended with exit status 4"),
-        ("1 / 0", "ended with exit status 1"),
-        ("pass", "ended with exit status 0"),
-        ("import ctypes; ctypes.string_at(0)", "was killed by signal 11 (SIGSEGV)"),
-        ("os.abort()", "was killed by signal 6 (SIGABRT)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal 9 (SIGKILL)"),
-        ("os.kill(os.getpid(), signal.SIGRTMIN)", f"was killed by signal {int(signal.SIGRTMIN)}"),
-    ],
-)
-async def test_an_end_is_called_by_its_name(children: Children, text: str, how: str) -> None:
-    child = await begin(children, text)
-    assert (await end_of(child)).startswith(f"model 'm', instance 'm_0': its process {how}")
+async def test_an_end_is_called_by_its_name(children: Children) -> None:
+    for text, how in {
+        "os._exit(3)": "ended with exit status 3",
+        "sys.exit(4)": "ended with exit status 4",
+        "1 / 0": "ended with exit status 1",
+        "pass": "ended with exit status 0",
+        "import ctypes; ctypes.string_at(0)": "was killed by signal 11 (SIGSEGV)",
+        "os.abort()": "was killed by signal 6 (SIGABRT)",
+        "os.kill(os.getpid(), signal.SIGKILL)": "was killed by signal 9 (SIGKILL)",
+        "os.kill(os.getpid(), signal.SIGRTMIN)": f"was killed by signal {int(signal.SIGRTMIN)}",
+    }.items():
+        child = await begin(children, text)
+        assert (await end_of(child)).startswith(f"model 'm', instance 'm_0': its process {how}"), text
 
 
 async def test_arguments_and_answers_travel(children: Children) -> None:

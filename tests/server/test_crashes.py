@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,21 +128,33 @@ def write_repository(folder: Path, bad_parameters: str = "") -> Path:
     return repository
 
 
+@contextmanager
+def surviving(folder: Path) -> Iterator[Mischief]:
+    with serving(write_repository(folder), "--python-execution", "process") as served:
+        yield Mischief(served, folder)
+        assert served.process.poll() is None, served.log
+
+
 @pytest.fixture
 def mischief(tmp_path: Path) -> Iterator[Mischief]:
     """A server of the test's own, which must survive it."""
-    with serving(write_repository(tmp_path), "--python-execution", "process") as served:
-        yield Mischief(served, tmp_path)
-        assert served.process.poll() is None, served.log
+    with surviving(tmp_path) as mischief:
+        yield mischief
+
+
+# Deaths in a row are followed by longer and longer pauses, so few tests share a server.
 
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mischief]:
-    """One server for all tests after which few instances have died."""
-    folder = tmp_path_factory.mktemp("mischief")
-    with serving(write_repository(folder), "--python-execution", "process") as served:
-        yield Mischief(served, folder)
-        assert served.process.poll() is None, served.log
+    with surviving(tmp_path_factory.mktemp("mischief")) as mischief:
+        yield mischief
+
+
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mischief]:
+    with surviving(tmp_path_factory.mktemp("mortal")) as mischief:
+        yield mischief
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
@@ -189,34 +202,32 @@ def test_what_execute_raises_is_the_clients_text_and_the_logs_traceback(patient:
         ("os.kill(os.getpid(), signal.SIGKILL)", "its process was killed by signal 9 (SIGKILL)"),
     ],
 )
-def test_a_death_fails_its_request_at_once_and_the_instance_comes_back(
-    mischief: Mischief, death: str, how: str
-) -> None:
-    mischief.file("gate").touch()  # it stays away until we say so
+def test_a_death_fails_its_request_at_once_and_the_instance_comes_back(mortal: Mischief, death: str, how: str) -> None:
+    mortal.file("gate").touch()  # it stays away until we say so
     with ThreadPoolExecutor(8) as clients:
         began = time.monotonic()
-        failed = clients.submit(mischief.ask, "bad", death).result()
+        failed = clients.submit(mortal.ask, "bad", death).result()
         assert time.monotonic() - began < 5  # 1 s is the promise; the machine may be busy
         assert failed.status_code == 500
         assert failed.json() == {"error": f"model 'bad', instance 'bad_0': {how}"}
-        waiting = [clients.submit(mischief.ask, "bad", "pass") for _ in range(3)]
-        waiting.append(clients.submit(mischief.ask, "chain", "pass"))
+        waiting = [clients.submit(mortal.ask, "bad", "pass") for _ in range(3)]
+        waiting.append(clients.submit(mortal.ask, "chain", "pass"))
         for path in ("/v2/models/bad/ready", "/v2/models/bad/versions/1/ready", "/v2/models/chain/ready"):
-            assert mischief.status(path) == 400, path
-        assert mischief.status("/v2/health/ready") == 400
-        assert mischief.status("/v2/health/live") == 200
-        assert mischief.status("/v2/models/good/ready") == 200
+            assert mortal.status(path) == 400, path
+        assert mortal.status("/v2/health/ready") == 400
+        assert mortal.status("/v2/health/live") == 200
+        assert mortal.status("/v2/models/good/ready") == 200
         for name in ("bad", "chain"):
-            assert mischief.index()[name]["state"] == "UNAVAILABLE"
-            assert mischief.index()[name]["reason"].startswith(f"model 'bad', instance 'bad_0': {how}")
-        assert [mischief.said("good", "pass") for _ in range(20)] == ["done"] * 20
-        mischief.file("gate").unlink()
+            assert mortal.index()[name]["state"] == "UNAVAILABLE"
+            assert mortal.index()[name]["reason"].startswith(f"model 'bad', instance 'bad_0': {how}")
+        assert [mortal.said("good", "pass") for _ in range(20)] == ["done"] * 20
+        mortal.file("gate").unlink()
         # The next start was near: who came meanwhile has waited for it.
         assert [each.result().status_code for each in waiting] == [200] * 4
-    assert mischief.is_back()
-    assert mischief.status("/v2/health/ready") == 200
-    assert mischief.index()["bad"]["state"] == "READY"
-    assert how in mischief.served.log
+    assert mortal.is_back()
+    assert mortal.status("/v2/health/ready") == 200
+    assert mortal.index()["bad"]["state"] == "READY"
+    assert how in mortal.served.log
 
 
 @pytest.mark.fault("R3")

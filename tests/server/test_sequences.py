@@ -97,6 +97,14 @@ def adding_file(dims: Sequence[int | str] = ("N", 1)) -> bytes:
     )
 
 
+def doubling_file() -> bytes:
+    return onnx_model(
+        [onnx_node("Add", ["IN", "IN"], ["OUT"])],
+        [onnx_value("IN", DType.INT32, ["N", 1])],
+        [onnx_value("OUT", DType.INT32, ["N", 1])],
+    )
+
+
 def growing_file() -> bytes:
     """Everything that came so far, and the newest: OUT = NEW = OLD, IN."""
     return onnx_model(
@@ -156,8 +164,16 @@ def initial(content: str, dims: str = "1") -> str:
 
 
 @pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory, add_model: Add) -> Iterator[Served]:
-    """A server of models whose state it keeps."""
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the model `gated` stands until this file exists; it says so with `gate.busy`."""
+    return tmp_path_factory.mktemp("gate") / "gate"
+
+
+@pytest.fixture(scope="module")
+def states(
+    tmp_path_factory: pytest.TempPathFactory, add_model: Add, make_ensemble: Callable[..., str], gate: Path
+) -> Iterator[Served]:
+    """A server of models whose state it keeps, and of some that keep it themselves."""
     folder = tmp_path_factory.mktemp("states")
     gathers = "direct { minimum_slot_utilization: 0.75 max_queue_delay_microseconds: 20000000 }"
     adding = {"1/model.onnx": adding_file()}
@@ -183,8 +199,23 @@ def states(tmp_path_factory: pytest.TempPathFactory, add_model: Add) -> Iterator
     seen = IN_OUT.replace("] } ]\ninstance", '] }, { name: "NEW" data_type: TYPE_INT32 dims: [ 1 ] } ]\ninstance')
     add_model(folder, "listed", seen % (4, "1", 1, f"{plain} {state}"), adding)
     add_model(folder, "widens", IN_OUT % (4, "-1", 1, f"{plain} {state}"), {"1/model.onnx": growing_file()})
+    pairs = f"direct {{ minimum_slot_utilization: 0.5 max_queue_delay_microseconds: 20000000 }} {FOREVER} {CONTROLS}"
+    for place in ("process", "thread"):
+        there = f'parameters {{ key: "execution" value {{ string_value: "{place}" }} }}'
+        add_model(folder, f"tells_{place}", IN_OUT % (4, "4, 5", 1, pairs) + there, {"1/model.py": TELLS})
+    add_model(folder, "sums", IN_OUT % (2, "1", 2, f"oldest {{ }} {FOREVER}"), {"1/model.py": SUMS})
+    slow = "direct { } max_sequence_idle_microseconds: 400000"
+    add_model(folder, "gated", IN_OUT % (1, "1", 1, slow), {"1/model.py": SUMS.replace("GATE", str(gate))})
+    add_model(folder, "double", "", {"1/model.onnx": doubling_file()})
+    steps = [
+        ("double", {"IN": "IN"}, {"OUT": "a"}),
+        ("direct", {"IN": "a"}, {"OUT": "b"}),
+        ("double", {"IN": "b"}, {"OUT": "OUT"}),
+    ]
+    add_model(folder, "pipe", make_ensemble(["IN"], ["OUT"], steps, 2, "data_type: TYPE_INT32 dims: [ 1 ]"))
     with serving(folder) as served:
         yield served
+        assert served.stop(signal.SIGTERM) == 0
 
 
 def ask(
@@ -404,26 +435,22 @@ def test_state_of_another_shape_than_promised_names_the_state(states: Served) ->
     assert "output 'NEW': the configuration promises shape [1,1], the model answered [1,2]" in text
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ({}, "initial state file 'm/initial_state/ten' cannot be read: No such file or directory"),
-        ({"initial_state/ten": b"123"}, "initial state file 'm/initial_state/ten' has 3 bytes, and the state needs 4"),
-        (
-            {"initial_state/ten": b"12345"},
-            "initial state file 'm/initial_state/ten' has 5 bytes, and the state needs 4",
-        ),
-    ],
-)
 @pytest.mark.fault("Q13")
-def test_an_initial_state_that_cannot_be_is_refused_with_its_path(
-    tmp_path: Path, add_model: Add, files: dict[str, bytes], said: str
-) -> None:
+def test_an_initial_state_that_cannot_be_is_refused_with_its_path(tmp_path: Path, add_model: Add) -> None:
     state = STATE % ("1", initial('data_file: "ten"'))
-    add_model(tmp_path, "m", IN_OUT % (2, "1", 1, f"direct {{ }} {state}"), {"1/model.onnx": adding_file(), **files})
+    config = IN_OUT % (2, "1", 1, f"direct {{ }} {state}")
+    expected = {
+        "none": "cannot be read: No such file or directory",
+        "short": "has 3 bytes, and the state needs 4",
+        "long": "has 5 bytes, and the state needs 4",
+    }
+    for name, content in {"none": None, "short": b"123", "long": b"12345"}.items():
+        files = {} if content is None else {"initial_state/ten": content}
+        add_model(tmp_path, name, config, {"1/model.onnx": adding_file(), **files})
     with pytest.raises(DidNotServe) as caught, serving(tmp_path):
         pass
-    assert said in caught.value.log
+    for name, said in expected.items():
+        assert f"initial state file '{name}/initial_state/ten' {said}" in caught.value.log
 
 
 # ---------------------------------------------------------------------------------------------------------- controls
@@ -440,25 +467,22 @@ def test_controls_say_what_a_request_is(states: Served) -> None:
 @pytest.mark.fault("Q15")
 @pytest.mark.parametrize("place", ["process", "thread"])
 def test_a_gap_between_slots_is_a_row_that_is_not_ready_and_holds_zeros(
-    tmp_path: Path, add_model: Add, wire_to: Any, place: str
+    states: Served, wire_to: Any, place: str
 ) -> None:
-    pairs = f"direct {{ minimum_slot_utilization: 0.5 max_queue_delay_microseconds: 20000000 }} {FOREVER} {CONTROLS}"
-    config = IN_OUT % (4, "4, 5", 1, pairs) + f'parameters {{ key: "execution" value {{ string_value: "{place}" }} }}'
-    add_model(tmp_path, "tells", config, {"1/model.py": TELLS})
-    with serving(tmp_path) as served:
-        for first in (1, 3):
-            two = [Later(served, "tells", 10 * (first + n), first + n, start=True) for n in range(2)]
-            for one in two:
-                one.result()
-        seats = [ask_both(served, "tells", (n, 0), (1 if n != 1 else 2, 0)) for n in range(2, 5)]
-        # Which sequence sits where depends on who came first; that the gaps are empty does not.
-        for seen in seats:
-            ready = [row for row in seen if row[0] == 1]
-            assert len(ready) == 2
-            assert all(row in ([0, 0, 0, 0, 0], [-1] * 5) for row in seen if row[0] != 1)
-        assert any([0, 0, 0, 0, 0] in seen for seen in seats)
-        before = wire_to(served).statistics("tells")
-        assert before["inference_stats"]["success"]["count"] == 10  # fillers are nobody's requests
+    model = f"tells_{place}"
+    for first in (1, 3):
+        two = [Later(states, model, 10 * (first + n), first + n, start=True) for n in range(2)]
+        for one in two:
+            one.result()
+    seats = [ask_both(states, model, (n, 0), (1 if n != 1 else 2, 0)) for n in range(2, 5)]
+    # Which sequence sits where depends on who came first; that the gaps are empty does not.
+    for seen in seats:
+        ready = [row for row in seen if row[0] == 1]
+        assert len(ready) == 2
+        assert all(row in ([0, 0, 0, 0, 0], [-1] * 5) for row in seen if row[0] != 1)
+    assert any([0, 0, 0, 0, 0] in seen for seen in seats)
+    before = wire_to(states).statistics(model)
+    assert before["inference_stats"]["success"]["count"] == 10  # fillers are nobody's requests
 
 
 def ask_both(served: Served, model: str, one: tuple[int, int], other: tuple[int, int]) -> Any:
@@ -484,57 +508,46 @@ def test_requests_of_one_sequence_that_come_at_once_run_one_after_the_other(
 
 @pytest.mark.fault("Q12")
 def test_sequences_of_a_process_that_dies_end_with_an_error_that_says_so_and_may_begin_again(
-    tmp_path: Path, add_model: Add
+    states: Served,
 ) -> None:
-    add_model(tmp_path, "sums", IN_OUT % (2, "1", 2, f"oldest {{ }} {FOREVER}"), {"1/model.py": SUMS})
-    with serving(tmp_path) as served:
-        assert ask(served, "sums", 1, 1, start=True) == [1]  # each in an instance of its own
-        assert ask(served, "sums", 1, 2, start=True) == [1]
-        assert refused(served, "sums", 666, 1)[0] == "500"
-        status, text = refused(served, "sums", 1, 1)
-        assert status == "400"
-        assert text.endswith("the instance of model 'sums' that had it has ended; begin again with START")
-        assert ask(served, "sums", 5, 2) == [6]
-        assert ask(served, "sums", 7, 1, start=True) == [7]
-        assert refused(served, "sums", 13, 1) == ("500", "thirteen is not for me")
-        assert ask(served, "sums", 1, 1, end=True) == [8]
-        assert served.stop(signal.SIGTERM) == 0
+    assert ask(states, "sums", 1, 1, start=True) == [1]  # each in an instance of its own
+    assert ask(states, "sums", 1, 2, start=True) == [1]
+    assert refused(states, "sums", 666, 1)[0] == "500"
+    status, text = refused(states, "sums", 1, 1)
+    assert status == "400"
+    assert text.endswith("the instance of model 'sums' that had it has ended; begin again with START")
+    assert ask(states, "sums", 5, 2, end=True) == [6]
+    assert ask(states, "sums", 7, 1, start=True) == [7]
+    assert refused(states, "sums", 13, 1) == ("500", "thirteen is not for me")
+    assert ask(states, "sums", 1, 1, end=True) == [8]
 
 
 @pytest.mark.fault("Q9")
 def test_whoever_leaves_while_its_sequence_waits_ends_it_and_its_slot_is_free_once(
-    tmp_path: Path, add_model: Add, wire_to: Any
+    states: Served, gate: Path, wire_to: Any
 ) -> None:
-    gate = tmp_path / "gate"
-    code = SUMS.replace("GATE", str(gate))
-    folder = tmp_path / "models"
-    slow = "direct { } max_sequence_idle_microseconds: 400000"
-    add_model(folder, "sums", IN_OUT % (1, "1", 1, slow), {"1/model.py": code})
-    with serving(folder) as served:
-        wire = wire_to(served)
-        holds = Later(served, "sums", -1, 1, start=True)
-        wire.until((tmp_path / "gate.busy").exists, "a batch runs")
-        waits = Later(served, "sums", 5, 1)  # behind it, in the slot
-        wire.until(lambda: wire.waiting("sums") == 1, "one waits in the slot")
-        body = (
-            b'{"inputs":[{"name":"IN","shape":[1,1],"datatype":"INT32","data":[9]}],"parameters":{"sequence_id":%d%s}}'
-        )
-        for sequence in (1, 2):  # one in the slot, one in the backlog
-            leaver = wire.connect()
-            flags = b',"sequence_start":true' if sequence == 2 else b""
-            count = wire.waiting("sums")
-            leaver.sendall(wire.request("POST", "/v2/models/sums/infer", body % (sequence, flags)))
-            wire.until(lambda count=count: wire.waiting("sums") == count + 1, "the leaver waits")
-            leaver.close()
-            wire.until(lambda: wire.waiting("sums") == 0, "nobody waits")
-        with pytest.raises(InferenceServerException, match="a request of it was cancelled"):
-            waits.result()
-        gate.touch()
-        assert holds.result() == [-1]
-        assert ask(served, "sums", 3, 3, start=True) == [3]
-        later = Later(served, "sums", 4, 4, start=True, end=True)  # in the backlog until 3 is idle for too long
-        assert later.result() == [4]
-        assert "must specify the START flag" in refused(served, "sums", 1, 1)[1]
+    wire = wire_to(states)
+    holds = Later(states, "gated", -1, 1, start=True)
+    wire.until(Path(f"{gate}.busy").exists, "a batch runs")
+    waits = Later(states, "gated", 5, 1)  # behind it, in the slot
+    wire.until(lambda: wire.waiting("gated") == 1, "one waits in the slot")
+    body = b'{"inputs":[{"name":"IN","shape":[1,1],"datatype":"INT32","data":[9]}],"parameters":{"sequence_id":%d%s}}'
+    for sequence in (1, 2):  # one in the slot, one in the backlog
+        leaver = wire.connect()
+        flags = b',"sequence_start":true' if sequence == 2 else b""
+        count = wire.waiting("gated")
+        leaver.sendall(wire.request("POST", "/v2/models/gated/infer", body % (sequence, flags)))
+        wire.until(lambda count=count: wire.waiting("gated") == count + 1, "the leaver waits")
+        leaver.close()
+        wire.until(lambda: wire.waiting("gated") == 0, "nobody waits")
+    with pytest.raises(InferenceServerException, match="a request of it was cancelled"):
+        waits.result()
+    gate.touch()
+    assert holds.result() == [-1]
+    assert ask(states, "gated", 3, 3, start=True) == [3]
+    later = Later(states, "gated", 4, 4, start=True, end=True)  # in the backlog until 3 is idle for too long
+    assert later.result() == [4]
+    assert "must specify the START flag" in refused(states, "gated", 1, 1)[1]
 
 
 def test_a_sequence_goes_on_where_it_began_when_its_model_is_loaded_anew(
@@ -576,32 +589,14 @@ def test_a_sequence_goes_on_where_it_began_when_its_model_is_loaded_anew(
 # -------------------------------------------------------------------------------------------------------- in a graph
 
 
-def test_a_stateful_step_has_the_sequence_of_the_ensembles_request(
-    tmp_path: Path, add_model: Add, make_ensemble: Callable[..., str]
-) -> None:
+def test_a_stateful_step_has_the_sequence_of_the_ensembles_request(states: Served) -> None:
     """Before and behind it stand models that know no sequences."""
-    add_model(
-        tmp_path, "sums", IN_OUT % (2, "1", 1, f"direct {{ }} {STATE % ('1', '')}"), {"1/model.onnx": adding_file()}
-    )
-    double = onnx_model(
-        [onnx_node("Add", ["IN", "IN"], ["OUT"])],
-        [onnx_value("IN", DType.INT32, ["N", 1])],
-        [onnx_value("OUT", DType.INT32, ["N", 1])],
-    )
-    add_model(tmp_path, "double", "", {"1/model.onnx": double})
-    steps = [
-        ("double", {"IN": "IN"}, {"OUT": "a"}),
-        ("sums", {"IN": "a"}, {"OUT": "b"}),
-        ("double", {"IN": "b"}, {"OUT": "OUT"}),
-    ]
-    add_model(tmp_path, "pipe", make_ensemble(["IN"], ["OUT"], steps, 2, "data_type: TYPE_INT32 dims: [ 1 ]"))
-    with serving(tmp_path) as served:
-        assert ask(served, "pipe", 1, 9, start=True) == [4]
-        assert ask(served, "pipe", 2, 9) == [12]
-        assert ask(served, "sums", 1, 9, end=True) == [7]  # it is the model's sequence, whoever asks
-        status, text = refused(served, "pipe", 1, 9)
-        assert (status, "in ensemble 'pipe', inference request for sequence 9 to model 'sums'" in text) == ("400", True)
-        assert refused(served, "pipe", 1)[0] == "400"
+    assert ask(states, "pipe", 1, 9, start=True) == [4]
+    assert ask(states, "pipe", 2, 9) == [12]
+    assert ask(states, "direct", 1, 9, end=True) == [7]  # it is the model's sequence, whoever asks
+    status, text = refused(states, "pipe", 1, 9)
+    assert (status, "in ensemble 'pipe', inference request for sequence 9 to model 'direct'" in text) == ("400", True)
+    assert refused(states, "pipe", 1)[0] == "400"
 
 
 def test_the_example_of_the_page_about_sequences_does_what_the_page_says(tmp_path: Path, root: Path) -> None:
