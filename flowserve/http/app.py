@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, TooLarge, Unavailable
 from flowserve.http.compression import UnknownEncoding, expand, is_compressed
+from flowserve.http.connection import Connection
 from flowserve.http.documents import json_response
 from flowserve.http.errors import error_body, status_of
 from flowserve.http.forwarding import ForwardingInferRoute
@@ -62,17 +63,31 @@ def make_app(engine: Engine, options: AppOptions | None = None, control: Control
     options = options or AppOptions()
     route = (engine, options.max_body_bytes, options.client_memory)
     infer = InferRoute(*route) if options.forwarding is None else ForwardingInferRoute(options.forwarding, *route)
-    rest = _starlette(make_routes(engine, options, control))
+    app = _App(infer, _starlette(make_routes(engine, options, control)))
+    return restricted(app, options.restrictions) if options.restrictions else app
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+
+class _App:
+    """Inference in front of everything else."""
+
+    def __init__(self, infer: InferRoute, rest: ASGIApp) -> None:
+        self._infer = infer
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             found = target(scope["path"])
             if found is not None:
-                await infer(scope, receive, send, *found)
+                await self._infer(scope, receive, send, *found)
                 return
-        await rest(scope, receive, send)
+        await self._rest(scope, receive, send)
 
-    return restricted(app, options.restrictions) if options.restrictions else app
+    def begin(self, scope: Scope, exchange: Connection) -> bool:
+        """What our own server asks first: answer, or promise to, without waiting. False where that cannot be."""
+        if scope["method"] != "POST":
+            return False
+        found = target(scope["path"])
+        return found is not None and self._infer.begin(scope["headers"], exchange, *found)
 
 
 def make_metrics_app(engine: Engine) -> ASGIApp:

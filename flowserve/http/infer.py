@@ -74,31 +74,44 @@ class InferRoute:
         """Run one request and answer it, whatever comes of it."""
         # Our own server's connection takes whole bodies and gives whole answers; every other server speaks ASGI.
         exchange: Connection | None = scope.get("flowserve.exchange")
+        if exchange is not None and self.begin(scope["headers"], exchange, name, version):
+            return
         try:
-            engine = self._engine
-            deployment = engine.find(name, version)
+            deployment = self._engine.find(name, version)
             body = await self._collect(receive) if exchange is None else exchange.take_body()
             decoded = self._decode(scope["headers"], body, deployment)
             if decoded is None:
                 answer = await self._otherwise(scope["headers"], body, deployment)
-            elif exchange is None:
-                answer = await self._infer(decoded, deployment)
             else:
-                request, form = decoded
-                request.stamp = engine.next_stamp()
-                flow = engine.submit(deployment, request)
-                if not flow.done:
-                    exchange.promise(_Promise(self, exchange, form, flow))
-                    return
-                answer = self._encode(engine.response(flow), form, deployment)
+                answer = await self._infer(decoded, deployment)
         except (FlowserveError, UnknownEncoding) as error:
             answer = _refusal(error)
         if exchange is not None:
-            await exchange.answer(*answer)
+            exchange.reply(*answer)
             return
         status, headers, parts = answer
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
+
+    def begin(self, headers: Headers, exchange: Connection, name: str, version: str) -> bool:
+        """Answer, or promise to, without waiting. False where that cannot be; then nothing has happened."""
+        try:
+            engine = self._engine
+            deployment = engine.find(name, version)
+            decoded = self._decode(headers, exchange.body, deployment)
+            if decoded is None:
+                return False
+            request, form = decoded
+            request.stamp = engine.next_stamp()
+            flow = engine.submit(deployment, request)
+            if not flow.done:
+                exchange.promise(_Promise(self, exchange, form, flow))
+                return True
+            answer = self._encode(engine.response(flow), form, deployment)
+        except (FlowserveError, UnknownEncoding) as error:
+            answer = _refusal(error)
+        exchange.reply(*answer)
+        return True
 
     def outcome(self, flow: Flow, form: AnswerForm) -> Answer:
         """The answer to a flow that is done."""

@@ -44,7 +44,7 @@ class ClientLeft(OSError):
 class Line:
     """One accepted socket. Cancelling `scope` ends whatever it waits for."""
 
-    __slots__ = ("_is_in_outbox", "_rest", "deadline", "phase", "scope", "server", "sock")
+    __slots__ = ("_is_in_outbox", "_rest", "_unsent", "deadline", "phase", "scope", "server", "sock")
 
     def __init__(self, server: Server, sock: socket.socket) -> None:
         self.server = server
@@ -53,7 +53,8 @@ class Line:
         self.phase = Phase.IDLE
         self.deadline = server.deadline_in(server.limits.header_timeout_s)
         self._is_in_outbox = False  # an answer waits for this turn's burst
-        self._rest: trio.Event | None = None  # set when what a burst could not send is gone; None: there is nothing
+        self._rest: trio.Event | None = None  # set when what the kernel did not take is gone; None: there is nothing
+        self._unsent: list[memoryview] = []  # that
 
     def enter(self, phase: Phase, limit_s: float) -> None:
         """Begin a phase that may last `limit_s` seconds."""
@@ -105,12 +106,8 @@ class Line:
         if self._rest is not None:
             await self._rest.wait()
 
-    async def write(self, parts: list[Any], *, in_burst: bool = False) -> None:
-        """All of `parts`, buffers of bytes. Returns when the kernel has them; raises `ClientLeft` where it cannot.
-
-        `in_burst`: small ones may go at the end of this turn instead, with those of other lines; whoever closes the
-        line after that must `settle` first.
-        """
+    async def write(self, parts: list[Any]) -> None:
+        """All of `parts`, buffers of bytes. Returns when the kernel has them; raises `ClientLeft` where it cannot."""
         try:
             if self._is_in_outbox or self._rest is not None:
                 await self.settle()
@@ -120,10 +117,6 @@ class Line:
                 data = b"".join(parts)
             else:
                 await self._write_parts([memoryview(part).cast("B") for part in parts if len(part)])
-                return
-            if in_burst and self.server.running > 1:
-                self._is_in_outbox = True
-                self.server.outbox.put(self, data)
                 return
             try:
                 sent = self.sock.send(data)
@@ -136,11 +129,13 @@ class Line:
 
     def post(self, parts: list[Any]) -> None:
         """All of `parts`, without waiting: small ones at the end of this turn with those of other lines, unless theirs
-        is the only request under way. What was posted first leaves first. Only for a line on which everything before is
-        with the kernel or in the outbox.
+        is the only request under way. What was posted first leaves first; whoever closes the line must `settle` first.
         """
         if self._is_in_outbox:
             self.server.outbox.flush()
+        if self._rest is not None:
+            self._unsent += [memoryview(part).cast("B") for part in parts if len(part)]
+            return
         if len(parts) == 1 or sum(map(len, parts)) <= _JOINED_BYTES_MAX:
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             if self.server.running > 1 or self.server.outbox.waiting:
@@ -175,6 +170,7 @@ class Line:
 
     def _send_rest(self, views: list[memoryview]) -> None:
         self._rest = trio.Event()
+        self._unsent = views
         self.server.start_soon(self._write_rest, views, self._rest)
 
     async def _write_rest(self, views: list[memoryview], done: trio.Event) -> None:

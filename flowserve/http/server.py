@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import trio
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from trio.lowlevel import wait_readable
 
 from flowserve.http.connection import Connection
@@ -42,6 +42,9 @@ _ACCEPT_PAUSE_S: Final = 0.1
 _LEAVING_GRACE_S: Final = 0.002  # a client that half-closes after a fast request still gets its answer
 _SWEEP_S_MAX: Final = 0.5
 _SWEEP_S_MIN: Final = 0.01
+_EVENTS_MAX: Final = 256  # taken at once
+# Edges only: what is left unread is not told of again.
+_LEAVING: Final = select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
 
 _log = logging.getLogger("flowserve.http")
 
@@ -68,6 +71,9 @@ class Server:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.app = app
+        # An app may have this besides: called with a scope (without the connection's own part) and the exchange, it
+        # answers or promises to without waiting, or returns False.
+        self.begin: Callable[[Scope, Connection], bool] | None = getattr(app, "begin", None)
         self.limits = limits or Limits()
         self.pool = pool or Pool()
         self.heads = HeadCache(self.limits)
@@ -92,7 +98,7 @@ class Server:
         try:
             async with trio.open_nursery() as housekeeping:
                 housekeeping.start_soon(self._sweep, name="http sweeper")
-                housekeeping.start_soon(self._watch_for_leavers, name="http watch")
+                housekeeping.start_soon(self._watch, housekeeping, name="http watch")
                 housekeeping.start_soon(self.outbox.run, name="http outbox")
                 # Connections live outside the accepting scope: ending that one must not end them.
                 async with trio.open_nursery() as connections:
@@ -159,7 +165,7 @@ class Server:
         descriptor = connection.sock.fileno()
         self._connections[descriptor] = connection
         if self._epoll is not None:
-            self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLET)
+            self._epoll.register(descriptor, _LEAVING | select.EPOLLIN)
         try:
             await connection.run()
         finally:
@@ -175,18 +181,44 @@ class Server:
                 if is_over or (connection.phase is not Phase.RUNNING and now >= connection.deadline):
                     connection.scope.cancel()
 
-    async def _watch_for_leavers(self) -> None:
-        """Cancel the requests of clients that hung up. Where there is no epoll they are noticed when their answer is
-        sent."""
+    @property
+    def is_watching(self) -> bool:
+        """Whether connections are told of what comes (`Connection.readable`), or must wait for it themselves."""
+        return self._epoll is not None
+
+    def watch_input(self, connection: Connection, *, is_wanted: bool) -> None:
+        """Whether a connection is told of bytes that come. Told again, it hears of those that are there already."""
+        if self._epoll is not None:
+            self._epoll.modify(connection.sock, _LEAVING | select.EPOLLIN if is_wanted else _LEAVING)
+
+    async def _watch(self, housekeeping: trio.Nursery) -> None:
+        """Tell connections what the kernel tells: one wait for all of them, so that a small request wakes no task of
+        its own. Where there is no epoll each waits for itself, and who left is noticed when the answer is sent.
+        """
         if self._epoll is None:
             return
         while True:
             await wait_readable(self._epoll)
-            leaving = [self._connections.get(descriptor) for descriptor, _ in self._epoll.poll(0)]
-            await trio.sleep(_LEAVING_GRACE_S)
-            for connection in leaving:
-                if connection is not None and connection.phase is Phase.RUNNING:
-                    connection.scope.cancel()
+            leaving: list[Connection] = []
+            for descriptor, events in self._epoll.poll(0, _EVENTS_MAX):
+                connection = self._connections.get(descriptor)
+                if connection is None:
+                    continue
+                if events & select.EPOLLIN:
+                    connection.readable()
+                if events & ~select.EPOLLIN:
+                    leaving.append(connection)
+            if leaving:
+                housekeeping.start_soon(self._let_leave, leaving)
+
+    async def _let_leave(self, leaving: Sequence[Connection]) -> None:
+        """Cancel the requests of clients that hung up."""
+        await trio.sleep(_LEAVING_GRACE_S)
+        for connection in leaving:
+            if connection.phase is Phase.RUNNING:
+                connection.scope.cancel()
+            else:
+                connection.readable()  # the end, which nothing else will tell of again
 
 
 def open_listeners(host: str, port: int) -> list[socket.socket]:

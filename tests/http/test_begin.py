@@ -1,0 +1,157 @@
+"""Small requests that an app begins without waiting, while the connection's task sleeps, and what interrupts them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+from starlette.types import Receive, Scope, Send
+
+from flowserve.http.connection import Connection
+
+Start = Callable[..., Awaitable[Any]]
+
+
+def post(body: bytes, extra: bytes = b"") -> bytes:
+    return b"POST /begun HTTP/1.1\r\nHost: h\r\n%bContent-Length: %d\r\n\r\n%b" % (extra, len(body), body)
+
+
+class App:
+    """Begins what is posted to /begun: answers it at once, or on `keep` where the body says "later". Everything else,
+    and everything that is not offered to it in one piece, it answers as any ASGI app does.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.called = 0
+        self.withdrawn = 0
+        self.promised: list[tuple[Connection, bytes]] = []
+
+    def begin(self, scope: Scope, exchange: Connection) -> bool:
+        if scope["path"] != "/begun" or exchange.body == b"not this":
+            return False
+        body = bytes(exchange.take_body())
+        if body == b"broken":
+            raise ValueError("a mistake")
+        self.begun += 1
+        if body == b"later":
+            self.promised.append((exchange, body))
+            exchange.promise(self)
+        else:
+            exchange.reply(200, [], [body])
+        return True
+
+    def withdraw(self) -> None:
+        self.withdrawn += 1
+
+    def keep(self) -> None:
+        exchange, body = self.promised.pop(0)
+        exchange.keep_promise(200, [], [body])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.called += 1
+        exchange = scope["flowserve.exchange"]
+        if not self.begin(scope, exchange):
+            exchange.reply(200, [], [b"called"])
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    with trio.fail_after(5):
+        while not is_so():  # noqa: ASYNC110 - nothing tells of it
+            await trio.sleep(0.002)
+
+
+async def test_small_requests_are_begun_without_the_task_and_what_is_anything_else_by_it(start: Start) -> None:
+    app = App()
+    client = await (await start(app)).connect()
+    assert (await client.ask(post(b"one"))).body == b"one"
+    called = app.called  # the first may have come before the connection was parked
+    assert [(await client.ask(post(b"%d" % n))).body for n in range(5)] == [b"%d" % n for n in range(5)]
+    assert app.called == called
+    assert (await client.ask(post(b"not this"))).body == b"called"
+    assert (await client.ask(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")).body == b"called"
+    large = bytes(100_000)
+    assert (await client.ask(post(large))).body == large
+    for cut in (1, 20, len(post(b"ab")) - 1):  # in the middle of the first line, of the head, of the body
+        await client.say(post(b"ab")[:cut])
+        await trio.sleep(0.01)
+        assert (await client.ask(post(b"ab")[cut:])).body == b"ab"
+    assert (await client.ask(b"\r\n" + post(b"after an empty line"))).body == b"after an empty line"
+    assert app.called == called + 6
+    assert (await client.ask(post(b"last"))).body == b"last"
+    assert app.called == called + 6
+
+
+async def test_pipelined_requests_are_answered_in_order_however_they_are_begun(start: Start) -> None:
+    app = App()
+    client = await (await start(app)).connect()
+    assert (await client.ask(post(b"first"))).body == b"first"
+    await client.say(post(b"later"))
+    await until(lambda: len(app.promised) == 1)
+    await client.say(post(b"second") + b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" + post(b"third")[:-2])
+    await trio.sleep(0.02)
+    assert app.begun == 2  # nothing is begun before what came first is answered
+    app.keep()
+    assert [(await client.answer()).body for _ in range(3)] == [b"later", b"second", b"called"]
+    await client.say(b"rd")
+    assert (await client.answer()).body == b"third"
+
+
+async def test_a_client_that_half_closes_after_a_small_request_is_answered_and_its_connection_ends(
+    start: Start,
+) -> None:
+    app = App()
+    running = await start(app)
+    client = await running.connect()
+    assert (await client.ask(post(b"first"))).body == b"first"
+    await client.say(post(b"second"))
+    client.stream.socket.shutdown(socket.SHUT_WR)
+    assert (await client.rest()).endswith(b"second")
+    await until(lambda: running.server.statistics().connections == 0)
+
+
+async def test_a_client_that_leaves_a_promised_answer_withdraws_it(start: Start) -> None:
+    app = App()
+    running = await start(app)
+    client = await running.connect()
+    assert (await client.ask(post(b"first"))).body == b"first"
+    await client.say(post(b"later"))
+    await until(lambda: len(app.promised) == 1)
+    await client.stream.aclose()
+    await until(lambda: app.withdrawn == 1 and running.server.statistics().connections == 0)
+    assert running.server.running == 0
+    app.keep()  # too late, and harmless
+
+
+async def test_an_app_that_breaks_while_it_begins_answers_500_and_ends_that_connection_only(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App()
+    running = await start(app)
+    client, other = await running.connect(), await running.connect()
+    assert (await client.ask(post(b"first"))).body == b"first"
+    assert (await other.ask(post(b"first"))).body == b"first"
+    assert (await client.ask(post(b"broken"))).status == 500
+    assert await client.rest() == b""
+    assert (await other.ask(post(b"second"))).body == b"second"
+    assert "a mistake" in caplog.text
+    assert running.server.running == 0
+
+
+async def test_draining_ends_a_parked_connection_after_the_answer_that_it_was_promised(start: Start) -> None:
+    app = App()
+    running = await start(app)
+    client, idle = await running.connect(), await running.connect()
+    for one in (client, idle):
+        assert (await one.ask(post(b"first"))).body == b"first"
+    await client.say(post(b"later"))
+    await until(lambda: len(app.promised) == 1)
+    running.server.drain()
+    assert await idle.rest() == b""
+    app.keep()
+    answer = await client.answer()
+    assert (answer.body, answer.headers["connection"]) == (b"later", "close")
+    assert await client.rest() == b""
