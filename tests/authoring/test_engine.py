@@ -353,7 +353,7 @@ def test_answers_of_one_request_come_one_by_one(counting: Path) -> None:
 
 def test_who_takes_no_more_answers_leaves(counting: Path) -> None:
     with Engine(counting, python_execution="thread") as engine:
-        for answer in engine.stream("count", to(100_000)):
+        for answer in engine.stream("count", to(2_000)):
             if answer["NUMBER"][0] == 3:
                 break
         assert len(list(engine.stream("count", to(2)))) == 2  # its one instance is free again
@@ -361,7 +361,7 @@ def test_who_takes_no_more_answers_leaves(counting: Path) -> None:
 
 def test_an_iterator_may_outlive_its_engine(counting: Path) -> None:
     with Engine(counting, python_execution="thread") as engine:
-        answers = engine.stream("count", to(100_000))
+        answers = engine.stream("count", to(2_000))
         next(answers)
     # Leaving sent the model home, which stood in its send: its thread has ended and did not have to be left behind.
     assert not [thread.name for thread in threading.enumerate() if "count_0" in thread.name]
@@ -372,7 +372,7 @@ def test_an_iterator_may_outlive_its_engine(counting: Path) -> None:
 
 async def test_a_stream_under_trio_is_left_with_its_block(counting: Path) -> None:
     async with Engine(counting, python_execution="thread") as engine:
-        async with engine.stream("count", to(100_000)) as answers:
+        async with engine.stream("count", to(2_000)) as answers:
             assert int((await anext(answers))["NUMBER"][0]) == 0
         async with engine.stream("count", to(2)) as answers:
             assert [int(answer["NUMBER"][0]) async for answer in answers] == [0, 1]

@@ -223,16 +223,27 @@ def test_a_variant_keeps_what_it_does_not_vary(songs: Path) -> None:
     assert (private.path / "songs").is_symlink()
 
 
+def test_a_sweep_tries_instances_batch_sizes_and_delays_the_plainest_first(songs: Path) -> None:
+    variants = Subject(songs, "songs_count").variants()
+    assert [str(variant) for variant in variants[:2]] == [
+        "1 instance, no dynamic batching",
+        "2 instances, no dynamic batching",
+    ]
+    assert len(set(variants)) == 3 + 3 * 2 * 3
+
+
 @pytest.mark.slow
 def test_a_sweep_recommends_a_configuration_that_the_repository_can_have(
-    songs: Path, capsys: pytest.CaptureFixture[str]
+    songs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("flowserve.cli.sweep.INSTANCES", (1, 2))
+    monkeypatch.setattr("flowserve.cli.sweep.DELAYS_US", (0,))
     assert (
         main(["bench", "--sweep", str(songs), "songs_count", "--concurrency", "4", "--seconds", "0.02", "--json"]) == 0
     )
     found = json.loads(capsys.readouterr().out)
-    assert len(found["tried"]) == 21
-    assert found["recommended"]["instances"] in (1, 2, 4)
+    assert len(found["tried"]) == 6
+    assert found["recommended"]["instances"] in (1, 2)
     assert (songs / "songs_count" / "config.pbtxt").read_text().startswith("# Counts the letters")
 
 
