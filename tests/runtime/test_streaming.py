@@ -177,6 +177,82 @@ async def test_an_error_comes_after_the_answers_before_it_and_is_the_last(reposi
         assert await answers(engine, "repeat", ask(2)) == [2, 3]
 
 
+SPEAKS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for n in range(3):
+                said = [{"n": n, "text": "x" * 40_000}, {"sequence_id": 7, "sequence_end": True}, {}][n]
+                out = pb_utils.Tensor("OUT", np.array([[n]], np.int32))
+                sender.send(pb_utils.InferenceResponse([out], parameters=said))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+HEARS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        told = request.correlation_id() * 10 + request.flags()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[told]], np.int32))])
+"""
+
+
+async def test_what_an_answer_says_reaches_its_client_and_of_a_step_the_sequence_reaches_what_is_behind_it(
+    repository: Path, execution: str
+) -> None:
+    write(repository, "speaks", DECOUPLED, SPEAKS)
+    write(repository, "hears", 'backend: "python" max_batch_size: 4\n' + PORTS, HEARS)
+    write(repository, "chain", ensemble(("speaks", "IN", "mid"), ("hears", "mid", "OUT")))
+    async with served(repository, execution) as engine:
+        said = [dict(one.parameters) async for one in engine.stream(engine.find("speaks"), ask(1))]
+        assert said == [{"n": 0, "text": "x" * 40_000}, {"sequence_id": 7, "sequence_end": True}, {}]
+        got = [one async for one in engine.stream(engine.find("chain"), ask(1))]
+        assert [int(one.outputs["OUT"].item()) for one in got] == [0, 72, 0], "the id, and END"
+        stateless = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+        assert [dict(one.parameters) for one in got] == [
+            stateless,
+            {"sequence_id": 7, "sequence_start": False, "sequence_end": True},
+            stateless,
+        ]
+
+
+async def test_failures_of_steps_that_answer_many_times_say_where_they_happened(
+    repository: Path, execution: str
+) -> None:
+    async with served(repository, execution) as engine:
+        with pytest.raises(FlowserveError) as raised:
+            await answers(engine, "repeat_square", ask(5, fails_at=3))
+        assert str(raised.value) == (
+            "in ensemble 'repeat_square', no more (step 'repeat' at repeat_square/config.pbtxt:3:56, "
+            "instance repeat_0, inputs IN [1,1])"
+        )
+        with pytest.raises(FlowserveError) as raised:
+            await answers(engine, "repeat_square", ask(5, raises_at=1))
+        assert "(step 'repeat' at repeat_square/config.pbtxt:3:56, instance repeat_0, inputs IN [1,1])" in str(
+            raised.value
+        )
+        (row,) = engine.statistics("repeat")
+        counts = {place: {what: one["count"] for what, one in row["response_stats"][place].items()} for place in "0123"}
+        good = {"compute_infer": 2, "compute_output": 2, "success": 2, "fail": 0, "empty_response": 0, "cancel": 0}
+        assert counts["0"] == good
+        assert counts["1"] == {**good, "success": 1, "fail": 1}
+        assert counts["3"] == {**good, "compute_infer": 1, "compute_output": 1, "success": 0, "fail": 1}
+        async with engine.stream(engine.find("repeat"), ask(50, thread=True)) as some:
+            await anext(some)
+        (row,) = engine.statistics("repeat")
+        assert sum(place["cancel"]["count"] for place in row["response_stats"].values()) == 1
+
+
 @pytest.mark.fault("P9")
 async def test_what_comes_after_the_final_flag_is_refused_and_a_sender_that_is_dropped_fails_its_request(
     repository: Path, execution: str, tmp_path: Path
