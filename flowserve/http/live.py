@@ -33,9 +33,9 @@ from flowserve.runtime.sampler import INTERVAL_S, Sampler
 from flowserve.version import __version__
 
 VIEWERS_MAX: Final = 32
-SCRIPTS: Final = ("base", "live", "request", "timeline", "start")  # in this order they are one
+SCRIPTS: Final = ("base", "server", "list", "shown", "graph", "request", "timeline", "start")  # in this order one
 END: Final = b'{"end":true}'  # the server ends, and so do the events
-# What the page writes into the picture: as wide as it may get. page/live.js writes these lines.
+# What the page writes into the picture: as wide as it may get. page/graph.js writes these lines.
 SPARE: Final = Spare(("0000/s, batches of 000.0", "queue 00000, busy 00/00", "p50 0000 ms, p99 0000 ms"), "  0000 MB/s")
 
 

@@ -319,9 +319,7 @@ class Engine:
     def response(self, flow: Flow) -> Response:
         """What a flow that is done came to. Raises what its steps failed with."""
         if flow.error is not None:
-            error = _own(flow.error, flow.owner)
-            flow.owner.statistics.told(str(error), wall_clock_ms())
-            raise error
+            raise _own(flow.error, flow.owner)
         return self.response_from(flow)
 
     def response_from(self, flow: Flow) -> Response:
@@ -515,6 +513,7 @@ def _is_version(text: str) -> bool:
 def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:
     """An error of the caller's own: one failure may be raised in many tasks, and tracebacks must not pile up on it."""
     text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
+    deployment.statistics.told(text, wall_clock_ms())
     return type(error)(text)
 
 

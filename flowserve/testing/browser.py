@@ -29,7 +29,7 @@ OPTIONS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-WAIT_S = 30.0
+WAIT_S = 15.0
 _FREE = 10  # descriptors from here on are neither of the two
 
 
@@ -45,8 +45,9 @@ class Page:
         self.said: list[str] = []  # what the page complained about: the console, its policy, what it did not catch
 
     def open(self, url: str) -> None:
-        """Go there; waits for nothing."""
+        """Go there, and wait until what the page is made of has come."""
         self.ask("Page.navigate", url=url)
+        self.until("document.readyState === 'complete'")
 
     def attach(self) -> None:
         """Make a tab, which all that follows is about."""

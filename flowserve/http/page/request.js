@@ -10,6 +10,8 @@ const ITEMS = {
 };
 const TIMED = { "flowserve-timing": "1" }; // the answer says where its time went
 const NOT_AS_JSON = new Set(["FP16", "BF16"]);
+const FILES = { file: "raw little-endian elements", image: "an image, as its pixels" };
+const isPixels = ({ dtype, dims }) => dtype === "UINT8" && dims.length === 3 && dims[2] === 3;
 const product = (dims) => dims.reduce((all, dim) => all * dim, 1);
 
 // -------------------------------------------------------------------------------------------------------------- the form
@@ -28,10 +30,11 @@ function inputField(input, graph) {
   const dims = graph.max_batch_size ? [-1, ...input.dims] : input.dims;
   const size = product(dims.map((dim) => (dim < 0 ? 1 : dim)));
   const ways = isText ? ["text", "file"] : NOT_AS_JSON.has(input.dtype) ? ["zeros", "file"] : ["JSON", "zeros", "random", "file"];
+  if (isPixels(input)) ways.unshift("image");
   const usable = picture.isStream ? ways.filter((way) => ["text", "JSON", "file"].includes(way)) : ways;
   const id = `input-${graph.inputs.indexOf(input)}`;
   const way = el("select", { id: `${id}-way` }, ...usable.map((one) => el("option", { value: one, text: one })));
-  if (!isText && size > FILL_MAX && usable.includes("zeros")) way.value = "zeros";
+  if (usable[0] === "image" || (!isText && size > FILL_MAX && usable.includes("zeros"))) way.value = "zeros";
   const shape = el("input", { class: "code", id: `${id}-shape`, placeholder: "as it fits", size: "14", autocomplete: "off" });
   const text = el("textarea", { id, rows: isText ? "2" : "3", spellcheck: "false" });
   text.value = isText ? "" : JSON.stringify(Array(Math.min(size, FILL_MAX)).fill(input.dtype === "BOOL" ? false : 0));
@@ -39,14 +42,16 @@ function inputField(input, graph) {
   const isSent = el("input", { type: "checkbox" });
   isSent.checked = !input.optional;
   const textLabel = el("label", { for: id, class: "hidden", text: `${input.name} as ${isText ? "text, an element a line" : "JSON"}` });
-  const fileLabel = el("label", { text: isText ? "one element, as it is: an image, a text" : "raw little-endian elements" }, file);
+  const fileWords = el("span");
+  const fileLabel = el("label", {}, fileWords, file);
   const controls = el("div", { class: "row" },
     el("label", { text: "from" }, way), el("label", { text: `shape of [${dims.join(",")}]` }, shape), fileLabel);
   if (input.optional) controls.append(el("label", { class: "check" }, isSent, "send it"));
   const field = { input, dims, size, way, shape, text, file, isSent };
   const swap = () => {
     text.hidden = textLabel.hidden = !["text", "JSON"].includes(way.value);
-    fileLabel.hidden = way.value !== "file";
+    fileLabel.hidden = !["file", "image"].includes(way.value);
+    say(fileWords, isText ? "one element, as it is: an image, a text" : FILES[way.value] || "");
   };
   way.addEventListener("change", swap);
   swap();
@@ -69,6 +74,7 @@ function sequenceField() {
 async function tensorOf(field) {
   const { input, way } = field;
   if (way.value === "file") return fromFile(field);
+  if (way.value === "image") return fromImage(field);
   if (way.value === "text") {
     const lines = field.text.value.split("\n");
     return { shape: shapeOf(field, lines.length), data: JSON.stringify(lines) };
@@ -112,6 +118,17 @@ async function fromFile(field) {
   new DataView(bytes.buffer).setUint32(0, content.length, true);
   bytes.set(content, 4);
   return { shape: shapeOf(field, 1), bytes };
+}
+
+// The pixels, row by row, in the size that the input asks for, else in their own.
+async function fromImage({ input, file, dims }) {
+  if (!file.files[0]) throw new Error(`${input.name}: choose an image`);
+  const image = await createImageBitmap(file.files[0]);
+  const [height, width] = [input.dims[0], input.dims[1]].map((dim, i) => (dim < 0 ? [image.height, image.width][i] : dim));
+  const pen = new OffscreenCanvas(width, height).getContext("2d");
+  pen.drawImage(image, 0, 0, width, height);
+  const bytes = pen.getImageData(0, 0, width, height).data.filter((_, i) => i % 4 < 3);
+  return { shape: [...dims.slice(0, -3).map(() => 1), height, width, 3], bytes: new Uint8Array(bytes) };
 }
 
 // What was typed; else the innermost dimension that varies takes what the others leave.

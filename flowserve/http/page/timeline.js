@@ -41,7 +41,7 @@ function showTimeline(header) {
   const end = Math.max(total.dur, ...entries.map((entry) => entry.start + entry.dur)) || 1;
   const words = total.desc ? `, ${total.desc}` : "";
   const heading = el("h3", { text: `Where its time went: ${time(total.dur)} in the server${words}` });
-  $("timeline").replaceChildren(heading, ...[...found].map(([name, phases]) => lane(name, phases, end)), legend());
+  $("timeline").replaceChildren(heading, ...[...found].map(([name, phases]) => lane(name, phases, end)), legend(), reasons(found));
   const left = entries.find((entry) => entry.name === "more");
   if (left) $("timeline").append(el("p", { class: "quiet", text: left.desc }));
   $("timeline").hidden = false;
@@ -58,9 +58,14 @@ function lane(name, phases, end) {
     box.append(draw("title", {}, `${PHASES[one.phase]} ${time(one.dur)}${one.desc ? `: ${one.desc}` : ""}`));
     bar.append(box);
   }
-  const words = phases.map((one) => `${PHASES[one.phase]} ${time(one.dur)}${one.desc ? ` (${one.desc})` : ""}`).join(", ");
-  return el("div", {}, el("div", { class: "lane" }, el("span", { class: "label", text: name, title: name }), bar,
-    el("span", { class: "took", text: time(sumOf(phases)) })), el("p", { class: "why quiet", text: words }));
+  return el("div", { class: "lane" }, el("span", { class: "label", text: name, title: name }), bar,
+    el("span", { class: "took", text: time(sumOf(phases)) }));
+}
+
+function reasons(found) {
+  const said = (one) => `${PHASES[one.phase]} ${time(one.dur)}${one.desc ? ` (${one.desc})` : ""}`;
+  const lines = [...found].map(([name, phases]) => el("li", {}, el("b", { text: name }), `: ${phases.map(said).join(", ")}`));
+  return el("details", {}, el("summary", { text: "What each step waited for, and with whom it ran" }), el("ul", {}, ...lines));
 }
 
 function legend() {

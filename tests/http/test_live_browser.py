@@ -1,0 +1,245 @@
+"""The live page as a browser shows it, over a real server. Skipped where there is no Chromium.
+
+The tests share one server and one tab, and go on from where the one before left it: each is a step of a visit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from flowserve.testing.browser import CHROMIUM, Page, browsing
+from flowserve.testing.onnx_files import onnx_identity
+from flowserve.testing.serve import Served, serving
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.server,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs the browser Chromium (apt-get install chromium)"),
+]
+
+MARKUP = "<img src=x onerror=document.title=1>"
+KEY = "--http-restricted-api=statistics:admin-key=secret"
+OPTIONS = (
+    *(KEY, "--model-control-mode", "explicit", "--load-model", "*", "--exit-on-error", "false"),
+    *("--python-execution", "thread"),
+)
+ECHO = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        inputs = [pb_utils.get_input_tensor_by_name(one, "x").as_numpy() for one in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", one)]) for one in inputs]
+"""
+ECHO_CONFIG = """
+backend: "python"
+input [ { name: "x" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+PAIR = """
+platform: "ensemble" max_batch_size: 4
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 4 ] } ]
+ensemble_scheduling {
+  step { model_name: "same" model_version: -1 input_map { key: "x" value: "IN" } output_map { key: "y" value: "T" } }
+  step { model_name: "same" model_version: -1 input_map { key: "x" value: "T" } output_map { key: "y" value: "OUT" } }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("live")
+    for name in ("same", MARKUP):
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "1" / "model.onnx").write_bytes(onnx_identity())
+    for name, config in (("pair", PAIR), ("wrong", PAIR.replace('"same"', f'"no {MARKUP}"')), ("echo", ECHO_CONFIG)):
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(config)
+    (folder / "echo" / "1" / "model.py").write_text(ECHO)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def served(repository: Path, stack: ExitStack) -> Served:
+    return stack.enter_context(serving(repository, *OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def page(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browsing(tmp_path_factory.mktemp("browser") / "profile") as page:
+        page.look("light", 1280, 900)
+        page.open(f"{served.base_url}/")
+        yield page
+
+
+def infer(served: Served, times: int) -> None:
+    inputs = [{"name": "IN", "datatype": "FP32", "shape": [2, 4], "data": [1.0] * 8}]
+    for _ in range(times):
+        urllib.request.urlopen(
+            f"{served.base_url}/v2/models/pair/infer", json.dumps({"inputs": inputs}).encode()
+        ).close()
+
+
+def text(page: Page, element: str) -> str:
+    return str(page.run(f"document.querySelector({json.dumps(element)}).innerText"))
+
+
+def choose(page: Page, name: str) -> None:
+    """Look at another deployment, as a click on it in the list does."""
+    named = f"[...document.querySelectorAll('#list .who')].find(who => who.innerText === {json.dumps(name)})"
+    page.until(f"!!{named}")
+    page.run(f"{named}.closest('button').click()")
+    page.until(f"document.querySelector('#title').innerText === {json.dumps(name)}")
+
+
+def test_without_its_key_the_page_asks_for_it_and_with_it_shows_what_is_served(page: Page) -> None:
+    page.until("document.querySelector('#keys').open")
+    assert "admin-key" in text(page, "#keys-why")
+    page.run("document.querySelector('#keys-text').focus()")
+    page.ask("Input.insertText", text="admin-key: secret")
+    page.run("document.querySelector('#keys-save').focus()")
+    page.press("Enter", 13)
+    page.until("document.querySelector('#link').innerText === 'live'")
+    listed = page.run("[...document.querySelectorAll('#list .who')].map(who => who.innerText)")
+    assert listed == sorted([MARKUP, "echo", "pair", "same", "wrong"])
+    page.until("document.querySelectorAll('#picture [data-node]').length === 2")
+    assert text(page, "#title") == "pair"  # a graph, where there is one
+    assert text(page, "#state") == "ready"
+    assert page.run("[...document.querySelectorAll('#steps td:first-child')].map(one => one.innerText)") == [
+        "same",
+        "same#2",
+    ]
+
+
+def test_names_and_errors_are_shown_as_they_are_and_nothing_in_them_runs(page: Page) -> None:
+    choose(page, MARKUP)
+    page.until("document.querySelectorAll('#picture [data-node]').length === 1")
+    choose(page, "wrong")
+    assert MARKUP in text(page, "#reason")
+    assert text(page, "#state") == "unavailable"
+    assert page.run("document.querySelectorAll('img').length") == 0
+    assert page.run("document.title") == "wrong · flowserve"
+    assert [said for said in page.said if "403" not in said] == [], "its own policy stopped something of the page"
+
+
+def test_figures_move_in_the_picture_and_in_the_tables(served: Served, page: Page) -> None:
+    choose(page, "pair")
+    page.until("document.querySelector('#picture .live')?.textContent === 'idle'")
+    infer(served, 20)
+    page.until("document.querySelector('#picture .works .live')?.textContent.endsWith('batches of 2')")
+    assert page.run("document.querySelectorAll('#picture path.flows').length") == 3
+    assert "B/s" in page.run("document.querySelector('#picture text[data-edges]').textContent")
+    assert page.run("document.querySelectorAll('#steps tr')[1].children[3].innerText") == "2"
+    assert page.run("document.querySelector('#cards dd').innerText") != "0 /s"
+
+
+def test_a_request_is_sent_with_the_keyboard_and_its_time_is_drawn(page: Page) -> None:
+    page.run("document.querySelector('#input-0').value = '[1, 2, 3, 4, 5, 6, 7, 8]'")
+    page.run("document.querySelector('#send').focus()")
+    page.press("Enter", 13)
+    page.until("!document.querySelector('#timeline').hidden")
+    assert "OUT FP32 [2,4]" in text(page, "#answer")
+    assert "1, 2, 3, 4, 5, 6, 7, 8" in text(page, "#answer")
+    assert page.run("[...document.querySelectorAll('.lane .label')].map(one => one.innerText).slice(-2)") == [
+        "same",
+        "same#2",
+    ]
+    assert page.run("document.querySelectorAll('#picture [data-node] text.took').length") == 2
+    page.run("document.querySelector('#picture [data-node=\"1\"]').focus()")
+    page.press("Enter", 13)
+    assert page.run("document.querySelectorAll('#steps tr')[1].className") == "marked"
+    page.run("document.querySelector('#input-0').value = '[1, 2, 3]'")
+    page.run("document.querySelector('#send').focus()")
+    page.press("Enter", 13)
+    page.until("!!document.querySelector('#answer .failed')")
+
+
+def test_a_file_is_one_element_of_bytes_and_an_image_that_comes_back_is_shown(page: Page) -> None:
+    choose(page, "echo")
+    page.until("!!document.querySelector('#input-0-way')")
+    page.run(
+        """(() => {
+          const way = document.querySelector("#input-0-way");
+          way.value = "file";
+          way.dispatchEvent(new Event("change"));
+          const chosen = new DataTransfer();
+          const dot = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC";
+          chosen.items.add(new File([Uint8Array.from(atob(dot), (c) => c.charCodeAt(0))], "dot.png"));
+          document.querySelector("#input-0-file").files = chosen.files;
+          document.querySelector("#send").click();
+        })()"""
+    )
+    page.until("document.querySelector('#answer img.shot')?.naturalWidth === 1")
+
+
+def test_what_may_be_unloaded_is_unloaded_and_loaded_again(page: Page) -> None:
+    page.run("document.querySelector('#unload').click()")
+    page.until("document.querySelector('#state').innerText === 'unavailable'")
+    page.until("!document.querySelector('#load').disabled && document.querySelector('#unload').hidden")
+    page.run("document.querySelector('#load').click()")
+    page.until("document.querySelector('#state').innerText === 'ready'")
+
+
+def test_what_the_page_remembers_does_not_grow(page: Page) -> None:
+    choose(page, "pair")
+    page.until("document.querySelectorAll('#picture [data-node]').length === 2")
+    grown = page.run(
+        """(() => {
+          const times = { p50: 1, p99: 2, queue_p50: 1, queue_p99: 1, compute_p50: 1, compute_p99: 1 };
+          const node = { batches: 5, mean_batch: 2, waiting: 1, in_flight: 2, busy: 1, instances: 1, away: 0,
+            model: { rate: 9, failing: 0, ...times } };
+          const edge = { bytes: 9, copied: 0 };
+          const graph = { name: "pair", version: "1", picture: picture.word, nodes: [node, node],
+            edges: [edge, edge, null] };
+          const frame = { server: { is_ready: true, in_flight: 1 }, names: null, deployments: [], can_load: true, graph };
+          show(frame);
+          const before = document.querySelectorAll("*").length;
+          for (let i = 0; i < 1100; i++) {
+            frame.deployments = [{ ...rows.get(keyOf("pair", "1")), rate: i }];
+            show(frame);
+          }
+          const { ring } = cards.rate;
+          return [document.querySelectorAll("*").length - before, ring.size, ring.values.length, rows.size];
+        })()"""
+    )
+    assert grown == [0, 1000, 1000, 5]
+
+
+def test_it_is_dark_where_the_viewer_likes_it_dark(page: Page) -> None:
+    shades = {}
+    for scheme in ("light", "dark"):
+        page.look(scheme, 1280, 900)
+        background = page.run("getComputedStyle(document.body).backgroundColor")
+        box = page.run("getComputedStyle(document.querySelector('#picture rect.n')).fill")
+        shades[scheme] = [sum(map(int, color[4:-1].split(","))) / 3 for color in (background, box)]
+        assert page.screenshot().startswith(b"\x89PNG")
+    assert min(shades["light"]) > 200
+    assert max(shades["dark"]) < 60
+
+
+def test_a_server_that_ends_does_not_wait_for_viewers_and_the_page_finds_the_next_one(
+    served: Served, page: Page, repository: Path, stack: ExitStack
+) -> None:
+    began = time.monotonic()
+    assert served.stop() == 0
+    assert time.monotonic() - began < 5
+    page.until("document.querySelector('#link').innerText.startsWith('lost')")
+    assert "old" in text(page, "#trouble")
+    stack.enter_context(serving(repository, KEY, "--model-control-mode", "explicit", "--http-port", str(served.port)))
+    page.until("document.querySelector('#link').innerText === 'live'")
+    assert page.run("document.querySelector('#trouble').hidden")
