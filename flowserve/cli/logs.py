@@ -1,4 +1,4 @@
-"""How the program's log reads: one line per record, on standard error.
+"""How the program's log reads: one line per record, on standard error or in the operator's file.
 
 Decided here: the shape of a line, and that nothing a client or a file sent can forge one: control characters leave
 escaped, whatever room wrote them. Who logs what is each room's own matter (`logging.getLogger(__name__)`).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
 from typing import Final
 
 from flowserve.observe.log_settings import LogChoice, LogSettings
@@ -54,11 +55,12 @@ class _Chosen(logging.Filter):
         return choice.log_warning if record.levelno >= logging.WARNING else choice.log_info
 
 
-def configure(verbose: int, style: str) -> LogSettings:
-    """Send the log to standard error. `verbose` 0: information and worse; 1: our own details; 2: everybody's. What
-    comes back can change that while the server runs.
+def configure(verbose: int, style: str, file: str = "") -> LogSettings:
+    """Send the log to standard error, or to `file`, behind what is there; a file that was moved away is begun anew.
+    `verbose` 0: information and worse; 1: our own details; 2: everybody's. What comes back can change that while the
+    server runs. Raises OSError where the file cannot be opened.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = WatchedFileHandler(file, encoding="utf-8") if file else logging.StreamHandler(sys.stderr)
     logging.basicConfig(handlers=[handler], force=True)
     chosen = logging.Filter()
 
@@ -72,6 +74,6 @@ def configure(verbose: int, style: str) -> LogSettings:
         logging.getLogger().setLevel(logging.DEBUG if level > 1 else logging.INFO)
         logging.getLogger("flowserve").setLevel(logging.DEBUG if level else logging.INFO)
 
-    choice = LogChoice(log_verbose_level=verbose, log_format=style)
+    choice = LogChoice(log_file=file, log_verbose_level=verbose, log_format=style)
     apply(choice)
     return LogSettings(choice, apply)

@@ -26,6 +26,7 @@ from flowserve.cli.option_values import (
     restriction,
     whole_number,
 )
+from flowserve.cli.trace_options import TraceSetting, trace_choice, trace_setting
 
 if TYPE_CHECKING:
     from flowserve.runtime.restriction import Restriction
@@ -64,8 +65,10 @@ class RunOptions:
     rate_limit: bool = False
     rate_limit_resources: tuple[tuple[str, int, int | None], ...] = ()
     cache_bytes: int | None = None
+    trace: tuple[TraceSetting, ...] = ()
     log_verbose: int = 0
     log_format: str = "default"
+    log_file: str = ""
 
 
 # Options of tritonserver whose feature this server does not have. Naming the feature beats "unknown option", and both
@@ -92,7 +95,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--host-policy": "host policies",
     "--http-thread-count": "HTTP threads (one event loop serves all connections)",
     "--id": "naming the server",
-    "--log-file": "logging to a file (redirect standard error)",
     "--metrics-address": "a separate address for metrics (--metrics-port listens where HTTP does)",
     "--metrics-config": "metrics configuration",
     "--metrics-interval-ms": "metrics configuration",
@@ -103,7 +105,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--model-namespacing": "model namespacing",
     "--pinned-memory-pool-byte-size": "pinned memory pools",
     "--reuse-http-port": "sharing a port between servers",
-    "--trace-config": "tracing",
 }
 
 # Said instead of "not supported", where the thing exists under another name.
@@ -112,6 +113,11 @@ INSTEAD: Final[Mapping[str, str]] = {
     "--model-store": "the repository is named without an option: flowserve run REPO",
     "--port": "the option is --http-port",
     "--host": "the option is --http-address",
+    "--trace-file": "the option is --trace-config triton,file=PATH",
+    "--trace-level": "the option is --trace-config level=LEVEL",
+    "--trace-rate": "the option is --trace-config rate=N",
+    "--trace-count": "the option is --trace-config count=N",
+    "--trace-log-frequency": "the option is --trace-config triton,log-frequency=N",
     "--response-cache-byte-size": "the option is --cache-config local,size=BYTES",
 }
 
@@ -267,7 +273,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (default): the GPUs of this machine; off: models that ask for one run on the CPU",
     )
 
-    process = parser.add_argument_group("how it logs and ends")
+    process = parser.add_argument_group("how it logs, traces and ends")
     process.add_argument(
         "--exit-timeout-secs",
         metavar="SECONDS",
@@ -289,6 +295,21 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         default="default",
         help="default or ISO8601: how a line tells the time",
     )
+    process.add_argument(
+        "--log-file",
+        metavar="PATH",
+        default="",
+        help="where the log goes, behind what is there; default: standard error",
+    )
+    process.add_argument(
+        "--trace-config",
+        metavar="SETTING",
+        type=trace_setting,
+        action="append",
+        default=[],
+        help="level=TIMESTAMPS, level=TENSORS, rate=N, count=N, mode=triton or mode=opentelemetry; triton,file=PATH, "
+        "triton,log-frequency=N; opentelemetry,url=URL, opentelemetry,resource=KEY=VALUE; repeatable",
+    )
 
 
 def contradiction(arguments: argparse.Namespace) -> str:
@@ -304,6 +325,8 @@ def contradiction(arguments: argparse.Namespace) -> str:
         return "--http-server-cert and --http-server-key go together"
     if arguments.http_root_cert and not arguments.http_server_cert:
         return "--http-root-cert says nothing without --http-server-cert"
+    if flaw := trace_choice(arguments.trace_config).flaw:
+        return f"--trace-config: {flaw}"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:
         return "Wildcard model name '*' must be the ONLY startup model if specified at all."
     return ""
@@ -348,6 +371,8 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         rate_limit=arguments.rate_limit == "execution_count",
         rate_limit_resources=tuple(arguments.rate_limit_resource),
         cache_bytes=arguments.cache_config,
+        trace=tuple(arguments.trace_config),
         log_verbose=arguments.log_verbose,
         log_format=arguments.log_format,
+        log_file=arguments.log_file,
     )

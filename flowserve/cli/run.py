@@ -25,6 +25,7 @@ from flowserve.cli.listen import UNIX, listen, url
 from flowserve.cli.options import RunOptions
 from flowserve.cli.progress import Progress, output, served_table
 from flowserve.cli.shutdown import Shutdown, end_now
+from flowserve.cli.trace_options import opentelemetry_settings, trace_choice
 from flowserve.config.instances import OFF
 from flowserve.errors import FlowserveError
 from flowserve.http.app import AppOptions, make_app, make_metrics_app
@@ -39,6 +40,7 @@ from flowserve.runtime.control import Control, ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.hosts import PYTHON_EXECUTION
 from flowserve.runtime.request_parameters import forwarding_of
+from flowserve.runtime.traces import TraceOptions
 from flowserve.scheduling.limiter import Available
 
 if TYPE_CHECKING:
@@ -51,7 +53,10 @@ DESCRIPTORS_WANTED: Final = 65536
 
 def run(options: RunOptions) -> int:
     """Serve until told to stop. Returns the exit status."""
-    log_settings = logs.configure(options.log_verbose, options.log_format)
+    try:
+        log_settings = logs.configure(options.log_verbose, options.log_format, options.log_file)
+    except OSError as error:
+        return _failed(f"--log-file: '{options.log_file}' cannot be written: {error.strerror}")
     tune_malloc()
     # A worker thread that finished computing waits this long for a busy loop to let go of the interpreter; Python's
     # own 5 ms are longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the throughput.
@@ -83,11 +88,13 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             what = "is not a folder" if repository.exists() else "does not exist"
             return _failed(f"model repository '{repository}' {what}")
     with Shutdown(options.exit_timeout_s, options.repositories) as shutdown:
+        trace = TraceOptions(trace_choice(options.trace), opentelemetry_settings(options.trace))
         try:
             tls = tls_context(*options.http_certificate) if options.http_certificate else None
             listeners = listen(options.http_address, options.http_port)
             metrics_listeners = _metrics_listeners(options)
             grpc_server = open_grpc(options.grpc)
+            trace.check()
         except FlowserveError as error:
             return _failed(str(error))
         where = url(listeners[0], options.http_address, "https" if tls else "http")
@@ -100,6 +107,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             else None,
             cache_bytes=options.cache_bytes,
             backend_settings=options.backend_settings,
+            trace=trace,
         )
         if options.rate_limit_resources and not options.rate_limit:
             _log.warning("--rate-limit-resource says nothing without --rate-limit execution_count")

@@ -22,6 +22,7 @@ from flowserve.memory.client_memory import ClientMemory, Window
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.classification import rank
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.watch import Watch
 from flowserve.scheduling.router import Flow
 from flowserve.values import Response
 
@@ -40,6 +41,7 @@ class Call:
     """
 
     __slots__ = (
+        "_context",
         "_crossing",
         "_deployment",
         "_engine",
@@ -52,6 +54,7 @@ class Call:
         "_scope",
         "_told",
         "_version",
+        "_watch",
         "_windows",
         "asked",
     )
@@ -65,6 +68,7 @@ class Call:
         asked: Asked,
         told: Callable[[Outcome], object],
         many: Callable[[Outcome], object] | None = None,
+        context: str = "",
     ) -> None:
         self._engine = engine
         self._memory = memory
@@ -73,6 +77,8 @@ class Call:
         self.asked = asked
         self._told = told
         self._many = many
+        self._context = context
+        self._watch: Watch | None = None  # where it is traced
         self._flow: Flow | None = None
         self._scope: trio.CancelScope | None = None  # of the task that takes many answers
         self._has_left = False
@@ -111,8 +117,10 @@ class Call:
             flow = self._submit()
         except FlowserveError as error:
             self._crossing.post(self._told, error)
+            self._close()
         except Exception as error:
             self._crossing.post(self._told, broken(error))
+            self._close()
         else:
             if flow is None:
                 self._crossing.post(self._told, STREAMED)
@@ -125,6 +133,10 @@ class Call:
     def _submit(self) -> Flow | None:
         """The flow, None where its answers come one by one."""
         engine, asked = self._engine, self.asked
+        watch = engine.traces.sample(self._name, self._context) if engine.traces.is_on else None
+        if watch is not None:
+            watch.mark("GRPC_WAITREAD_START")
+            self._watch = watch
         deployment = self._deployment = engine.find(self._name, self._version)
         if asked.shared:
             self._read(asked)
@@ -132,13 +144,16 @@ class Call:
             self._windows = self._memory.windows(asked.portions)
         request = asked.request
         request.stamp = engine.next_stamp()
+        if watch is not None:
+            watch.mark("GRPC_WAITREAD_END")
         if not deployment.is_decoupled:
-            return engine.submit(deployment, request)
+            return engine.submit(deployment, request, None if watch is None else watch.make(deployment.make_flow))
         if self._many is None:
             raise Unsupported(f"{ONE_ANSWER}: '{deployment.name}' answers in a stream")
         self._room = trio.Semaphore(AHEAD_MAX)
         self._scope = trio.CancelScope()
-        self._crossing.nursery.start_soon(self._hand_on, engine.stream(deployment, request), self._scope, self._many)
+        answers = engine.stream(deployment, request, watch)
+        self._crossing.nursery.start_soon(self._hand_on, answers, self._scope, self._many)
         return None
 
     def _read(self, asked: Asked) -> None:
@@ -156,7 +171,12 @@ class Call:
             outcome = error
         except Exception as error:
             outcome = broken(error)
+        if self._watch is not None:
+            self._watch.mark("GRPC_SEND_START")
         self._crossing.post(self._told, outcome)
+        if self._watch is not None:
+            self._watch.mark("GRPC_SEND_END")
+            self._watch.close()
 
     async def _hand_on(self, answers: Answers, scope: trio.CancelScope, many: Callable[[Outcome], object]) -> None:
         end: FlowserveError | None = Unavailable(STOPPING)
@@ -183,3 +203,8 @@ class Call:
             self._scope.cancel()
         if self._flow is not None:
             self._engine.withdraw(self._flow)
+            self._close()
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()

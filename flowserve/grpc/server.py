@@ -145,7 +145,9 @@ class GrpcServer:
     def _handlers(self, served: service.Service) -> tuple[Any, ...]:
         calls = {
             name: grpc.unary_unary_rpc_method_handler(
-                _answering(_alone(partial(method, served))), _reader(kind), _written
+                _answering(served.infer if name == service.INFER_CALL else _alone(partial(method, served))),
+                _reader(kind),
+                _written,
             )
             for name, (kind, method) in service.CALLS.items()
         }

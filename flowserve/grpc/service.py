@@ -21,7 +21,6 @@ from flowserve.grpc.decode import Asked, decode
 from flowserve.grpc.stream import Stream
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
-from flowserve.observe.trace_settings import SETTINGS, change_trace_settings
 from flowserve.runtime.control import Control
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.metadata import model_metadata, server_metadata
@@ -29,6 +28,8 @@ from flowserve.runtime.repository_calls import allowed, one_of_several, override
 
 SERVICE: Final = "inference.GRPCInferenceService"
 ERROR_HEADER: Final = "triton_grpc_error"
+TRACEPARENT: Final = "traceparent"
+INFER_CALL: Final = "ModelInfer"
 _TRACE_LISTS: Final = frozenset({"trace_level"})
 
 
@@ -47,9 +48,11 @@ class Service:
 
     # ------------------------------------------------------------------ inference
 
-    async def infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    async def infer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         waiting = Waiting(self._loop)
-        call = self._call((request.model_name, request.model_version), decode(request), waiting.settle)
+        trace_context = self._trace_context(context) if self._engine.traces.is_on else ""
+        target = request.model_name, request.model_version
+        call = self._call(target, decode(request), waiting.settle, context=trace_context)
         call.begin()
         try:
             response = await waiting.outcome()
@@ -69,8 +72,13 @@ class Service:
         asked: Asked,
         told: Callable[[Outcome], object],
         many: Callable[[Outcome], object] | None = None,
+        context: str = "",
     ) -> Call:
-        return Call(self._engine, self._memory, self._crossing, target, asked, told, many)
+        return Call(self._engine, self._memory, self._crossing, target, asked, told, many, context)
+
+    def _trace_context(self, context: Any) -> str:
+        """In which its caller traces it."""
+        return str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
 
     # ------------------------------------------------------------------ health, metadata, statistics
 
@@ -172,14 +180,14 @@ class Service:
     async def trace(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         asked = {key: _trace_value(key, list(value.value)) for key, value in request.settings.items()}
 
-        def ask() -> None:
+        def ask() -> dict[str, Any]:
             if request.model_name and request.model_name not in self._engine.entries:
                 raise Invalid(f"request for unknown model '{request.model_name}': it has no trace settings")
-            change_trace_settings(asked)
+            self._engine.traces.change(asked, request.model_name)
+            return self._engine.traces.as_json(request.model_name)
 
-        await self._crossing.ask(ask)
         answer = pb.TraceSettingResponse()
-        for key, value in SETTINGS.items():
+        for key, value in (await self._crossing.ask(ask)).items():
             answer.settings[key].value.extend(value if isinstance(value, list) else [value])
         return answer
 
@@ -222,7 +230,7 @@ CALLS: Final[Mapping[str, tuple[type[Message], Any]]] = {
     "ModelReady": (pb.ModelReadyRequest, Service.model_ready),
     "ServerMetadata": (pb.ServerMetadataRequest, Service.metadata),
     "ModelMetadata": (pb.ModelMetadataRequest, Service.model_metadata),
-    "ModelInfer": (pb.ModelInferRequest, Service.infer),
+    INFER_CALL: (pb.ModelInferRequest, Service.infer),
     "ModelConfig": (pb.ModelConfigRequest, Service.config),
     "ModelStatistics": (pb.ModelStatisticsRequest, Service.statistics),
     "RepositoryIndex": (pb.RepositoryIndexRequest, Service.index),

@@ -32,6 +32,7 @@ from flowserve.http.openapi import openapi
 from flowserve.http.restricted import restricted
 from flowserve.http.settings import settings_routes
 from flowserve.http.shared_memory import shared_memory_routes
+from flowserve.http.traced import TracedInferRoute
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
 from flowserve.observe.machine import Machine
@@ -42,6 +43,7 @@ from flowserve.runtime.engine import Engine
 from flowserve.runtime.metadata import model_metadata, server_metadata
 from flowserve.runtime.request_parameters import Forwarding
 from flowserve.runtime.restriction import Restriction
+from flowserve.runtime.traces import Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,21 @@ def make_app(engine: Engine, options: AppOptions | None = None, control: Control
     options = options or AppOptions()
     route = (engine, options.max_body_bytes, options.client_memory)
     infer = InferRoute(*route) if options.forwarding is None else ForwardingInferRoute(options.forwarding, *route)
-    app = _App(infer, _starlette(make_routes(engine, options, control)))
+    app = _App(infer, engine.traces, _starlette(make_routes(engine, options, control)))
     return restricted(app, options.restrictions) if options.restrictions else app
 
 
 class _App:
     """Inference in front of everything else."""
 
-    def __init__(self, infer: InferRoute, rest: ASGIApp) -> None:
-        self._infer = infer
+    def __init__(self, infer: InferRoute, traces: Traces, rest: ASGIApp) -> None:
+        self._infer: InferRoute | TracedInferRoute = infer
         self._rest = rest
+
+        def trace(is_on: bool) -> None:
+            self._infer = TracedInferRoute(infer, traces) if is_on else infer
+
+        traces.listen(trace)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":

@@ -27,12 +27,15 @@ from flowserve.http.encode import json_data
 from flowserve.http.errors import error_body
 from flowserve.http.events import Say, send_events
 from flowserve.http.forwarding import forward
-from flowserve.http.infer import PREFIX, is_version
+from flowserve.http.infer import PREFIX, is_timed, is_version
 from flowserve.http.infer_header import InputHeader, load_json
+from flowserve.http.traced import context_of
+from flowserve.observe.server_timing import server_timing
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.request_parameters import Forwarding
+from flowserve.runtime.watch import Watch
 from flowserve.values import BY_NUMPY, Array, Parameter, Request, Response, TensorSpec
 
 PARAMETERS: Final = "parameters"
@@ -60,15 +63,19 @@ class GenerateRoutes:
 
     async def generate(self, request: HttpRequest) -> HttpResponse:
         """One JSON object; refused where the model makes none or several."""
-        async with await self._begin(request) as answers:
+        watch = self._watch(request)
+        async with await self._begin(request, watch) as answers:
             first = await anext(answers, None)
             if first is None or await anext(answers, None) is not None:
                 raise Invalid(NOT_ONE)
-            return HttpResponse(_document(first), media_type="application/json")
+            made = HttpResponse(_document(first), media_type="application/json")
+        if watch is not None and watch.trace is not None and is_timed(request.headers.raw):
+            made.headers["server-timing"] = server_timing(watch.trace)
+        return made
 
     async def generate_stream(self, request: HttpRequest) -> HttpResponse:
         """An event for each response, as it comes. What fails before the first is an answer with a status."""
-        answers = await self._begin(request)
+        answers = await self._begin(request, self._watch(request))
         try:
             first = await anext(answers, None)
             return _Events(answers, None if first is None else _document(first))
@@ -76,18 +83,28 @@ class GenerateRoutes:
             answers.leave()
             raise
 
-    async def _begin(self, request: HttpRequest) -> Answers:
+    def _watch(self, request: HttpRequest) -> Watch | None:
+        """How the request is traced, None for not at all."""
+        engine, headers = self._engine, request.headers.raw
+        watch = engine.traces.sample(request.path_params["name"], context_of(headers)) if engine.traces.is_on else None
+        return engine.tracing.watch() if watch is None and is_timed(headers) else watch
+
+    async def _begin(self, request: HttpRequest, watch: Watch | None) -> Answers:
         if is_compressed(request.headers.raw):
             raise Invalid("the generate extension takes no compressed bodies; send the body as it is")
         version = request.path_params.get("version", "")
         if version and not is_version(version):
             raise Invalid(f"'{version}' is no version")
+        if watch is not None:
+            watch.mark("HTTP_RECV_START")
         deployment = self._engine.find(request.path_params["name"], version)
         asked = _asked(await self._body(request), deployment)
         if self._forwarding is not None:
             forward(self._forwarding, request.headers.raw, asked)
         asked.stamp = self._engine.next_stamp()
-        return self._engine.stream(deployment, asked)
+        if watch is not None:
+            watch.mark("HTTP_RECV_END")
+        return self._engine.stream(deployment, asked, watch)
 
 
 class _Events(HttpResponse):

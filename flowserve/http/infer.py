@@ -38,7 +38,7 @@ from flowserve.observe.server_timing import server_timing
 from flowserve.runtime.classification import rank
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
-from flowserve.runtime.tracing import Watch
+from flowserve.runtime.watch import Watch
 from flowserve.scheduling.router import Flow
 from flowserve.values import Request, Response
 
@@ -89,9 +89,7 @@ class InferRoute:
         if exchange is not None:
             exchange.reply(*answer)
             return
-        status, headers, parts = answer
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b"".join(parts)})
+        await _say(send, answer)
 
     def begin(self, headers: Headers, exchange: Connection, name: str, version: str) -> bool:
         """Answer, or promise to, without waiting. False where that cannot be; then nothing has happened."""
@@ -133,16 +131,59 @@ class InferRoute:
 
     async def _otherwise(self, headers: Headers, body: Body, deployment: Deployment) -> Answer:
         """The way of a request that asks for its timing, or one of whose two bodies is compressed."""
-        if not any(name == TIMING and _matters(name, value) for name, value in headers):
-            return await self._compressed(headers, body, deployment)
-        watch = self._engine.tracing.watch()
+        if is_timed(headers):
+            return await self._watched(headers, body, deployment, self._engine.tracing.watch())
+        return await self._compressed(headers, body, deployment)
+
+    async def traced(self, scope: Scope, receive: Receive, send: Send, name: str, version: str, watch: Watch) -> None:
+        """As a call, for a request that is traced."""
+        exchange: Connection | None = scope.get("flowserve.exchange")
+        watch.mark("HTTP_RECV_START")
+        try:
+            deployment = self._engine.find(name, version)
+            body = await self._collect(receive) if exchange is None else exchange.take_body()
+            answer = await self._watched(scope["headers"], body, deployment, watch)
+        except (FlowserveError, UnknownEncoding) as error:
+            answer = _refusal(error)
+        watch.mark("HTTP_SEND_START")
+        if exchange is not None:
+            exchange.reply(*answer)
+        else:
+            await _say(send, answer)
+        watch.mark("HTTP_SEND_END")
+
+    def begin_traced(self, headers: Headers, exchange: Connection, name: str, version: str, watch: Watch) -> None:
+        """As `begin`, for a request that is traced and goes the common way. The watch is closed with the answer."""
+        watch.mark("HTTP_RECV_START")
+        try:
+            engine = self._engine
+            deployment = engine.find(name, version)
+            decoded = self._decode(headers, exchange.body, deployment)
+            assert decoded is not None  # whoever calls this has looked
+            watch.mark("HTTP_RECV_END")
+            request, form = decoded
+            request.stamp = engine.next_stamp()
+            flow = engine.submit(deployment, request, watch.make(deployment.make_flow))
+            if not flow.done:
+                exchange.promise(_TracedPromise(self, exchange, form, flow, watch))
+                return
+            answer = self._encode(engine.response(flow), form, deployment)
+        except (FlowserveError, UnknownEncoding) as error:
+            answer = _refusal(error)
+        watch.mark("HTTP_SEND_START")
+        exchange.reply(*answer)
+        watch.mark("HTTP_SEND_END")
+        watch.close()
+
+    async def _watched(self, headers: Headers, body: Body, deployment: Deployment, watch: Watch) -> Answer:
+        """The way of a request that is traced."""
         try:
             status, said, parts = await self._compressed(headers, body, deployment, watch)
         except FlowserveError as error:
             status, said, parts = _refusal(error)
         finally:
-            watch.close()
-        if watch.trace is not None:
+            watch.settle()
+        if watch.trace is not None and is_timed(headers):
             said = (*said, (SERVER_TIMING, server_timing(watch.trace).encode()))
         return status, said, parts
 
@@ -156,6 +197,8 @@ class InferRoute:
         encoding = wanted(headers)
         decoded = self._decode([one for one in headers if one[0] not in _ELSEWHERE], body, deployment)
         assert decoded is not None  # nothing in these headers says that it is compressed
+        if watch is not None:
+            watch.mark("HTTP_RECV_END")
         status, said, parts = await self._infer(decoded, deployment, watch)
         if not encoding:
             return status, said, parts
@@ -222,6 +265,43 @@ class _Promise:
             _log.exception("an answer of model '%s' could not be written", flow.plan.graph.name)
             answer = 500, JSON_HEADERS, [error_body("internal server error")]
         self._exchange.keep_promise(*answer)
+
+
+class _TracedPromise(_Promise):
+    """The same for a request that is traced."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, route: InferRoute, exchange: Connection, form: AnswerForm, flow: Flow, watch: Watch) -> None:
+        super().__init__(route, exchange, form, flow)
+        self._watch = watch
+
+    def withdraw(self) -> None:
+        super().withdraw()
+        self._watch.close()
+
+    def _keep(self, flow: Flow) -> None:
+        self._watch.mark("HTTP_SEND_START")
+        super()._keep(flow)
+        self._watch.mark("HTTP_SEND_END")
+        self._watch.close()
+
+
+async def _say(send: Send, answer: Answer) -> None:
+    """As a server hears it that is not our own."""
+    status, headers, parts = answer
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"".join(parts)})
+
+
+def goes_elsewhere(headers: Headers) -> bool:
+    """Whether the request cannot go the common way. Raises `UnknownEncoding`."""
+    return any(name in _ELSEWHERE and _matters(name, value) for name, value in headers)
+
+
+def is_timed(headers: Headers) -> bool:
+    """Whether the request asks for its timing."""
+    return any(name == TIMING and _matters(name, value) for name, value in headers)
 
 
 def _refusal(error: FlowserveError | UnknownEncoding) -> Answer:

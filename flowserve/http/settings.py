@@ -12,7 +12,6 @@ from starlette.routing import Route
 from flowserve.errors import Invalid
 from flowserve.http.documents import ReadBody, document, json_response
 from flowserve.observe.log_settings import LogSettings
-from flowserve.observe.trace_settings import SETTINGS, change_trace_settings
 from flowserve.runtime.engine import Engine
 
 
@@ -29,8 +28,8 @@ def settings_routes(engine: Engine, log: LogSettings, body: ReadBody) -> list[Ro
         if name and name not in engine.entries:
             raise Invalid(f"request for unknown model '{name}': it has no trace settings")
         if request.method == "POST":
-            change_trace_settings(await document(request, body))
-        return json_response(SETTINGS)
+            engine.traces.change(await document(request, body), name)
+        return json_response(engine.traces.as_json(name))
 
     both = ["GET", "POST"]
     return [

@@ -18,7 +18,7 @@ _VERBOSE_MAX: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class LogChoice:
-    """One state of the settings, in Triton's words. `log_file` is always "": standard error."""
+    """One state of the settings, in Triton's words. `log_file` "": standard error."""
 
     log_file: str = ""
     log_info: bool = True

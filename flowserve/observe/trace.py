@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.observe.waits import Wait
+from flowserve.values import Array
+
+# Triton's words for where a tensor was seen: entering the queue of a model, leaving a model.
+QUEUE_INPUT: Final = "TENSOR_QUEUE_INPUT"
+BACKEND_OUTPUT: Final = "TENSOR_BACKEND_OUTPUT"
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +49,15 @@ class Execution:
         self.ended_ns = max(ended_ns, self.computed_ns)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSeen:
+    """A tensor as it passed, where tensors are traced: a copy. `activity` is Triton's word for where that was."""
+
+    activity: str
+    name: str
+    array: Array
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """One attempt at a node: a step whose batch failed and is tried again in halves has another. `ready_ns`:
@@ -59,6 +74,7 @@ class Step:
     ended_ns: int = 0
     error: str = ""
     answers: int = 0
+    tensors: list[TensorSeen] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +96,7 @@ class Trace:
     waits: list[Wait] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)
+    tensors: list[TensorSeen] = field(default_factory=list)
 
     def executions(self) -> Sequence[Execution]:
         """Each once, in the order in which they left their queues."""

@@ -1,54 +1,202 @@
-"""The settings of Triton's trace extension, as far as there is something to set.
+"""The settings of Triton's trace extension, and which requests they choose.
 
-Decided here: what clients read (tracing is off), what is no setting at all, and that a change which would have no
-effect is refused instead of being stored and ignored.
+Decided here: what each setting may be, how the settings of a model, of the server and of the command line follow each
+other, and which request is the next to be traced: of so many requests one (`trace_rate`), until so many were
+(`trace_count`). Over the wire nobody chooses a file, and nobody turns on what would have nowhere to go. Where traces
+are written is decided in trace_file.py and otel.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from flowserve.errors import Invalid, Unsupported
 
-SETTINGS: Final[Mapping[str, Any]] = {
-    "trace_file": "",
-    "trace_level": ["OFF"],
-    "trace_rate": "1000",
-    "trace_count": "-1",
-    "log_frequency": "0",
-    "trace_mode": "triton",
-}
-_LEVELS: Final = frozenset({"OFF", "TIMESTAMPS", "TENSORS"})
+TRITON: Final = "triton"
+OPENTELEMETRY: Final = "opentelemetry"
+MODES: Final = (TRITON, OPENTELEMETRY)
+OFF: Final = "OFF"
+TIMESTAMPS: Final = "TIMESTAMPS"
+TENSORS: Final = "TENSORS"
+LEVELS: Final = (OFF, TIMESTAMPS, TENSORS)
 _LEAST: Final[Mapping[str, int]] = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
+_MOST: Final[Mapping[str, int]] = {"trace_rate": 2**32 - 1, "trace_count": 2**31 - 1, "log_frequency": 2**32 - 1}
 
 
-def change_trace_settings(asked: Mapping[str, Any]) -> None:
-    """Accept what leaves the settings as they are; null is a model's way to the server's. Raises `Invalid` for what is
-    no setting, `Unsupported` for what would be one if there were traces.
+@dataclass(frozen=True, slots=True)
+class TraceChoice:
+    """One state of the settings, in Triton's words. `trace_count` -1: any number."""
+
+    trace_file: str = ""
+    trace_level: tuple[str, ...] = (OFF,)
+    trace_rate: int = 1000
+    trace_count: int = -1
+    log_frequency: int = 0
+    trace_mode: str = TRITON
+
+    @property
+    def is_on(self) -> bool:
+        return self.trace_level != (OFF,)
+
+    @property
+    def has_tensors(self) -> bool:
+        return TENSORS in self.trace_level
+
+    @property
+    def flaw(self) -> str:
+        """Why nothing could be traced with this, "" where it could or is off."""
+        if not self.is_on:
+            return ""
+        if self.trace_mode == TRITON and not self.trace_file:
+            return "trace file name is not given: the server has none (--trace-config triton,file=PATH)"
+        if self.trace_mode == TRITON and self.trace_rate == 0:
+            return "sample rate must be non-zero"
+        if self.trace_mode == OPENTELEMETRY and self.has_tensors:
+            return "tensors are not traced in mode opentelemetry"
+        return ""
+
+
+class Setting:
+    """The settings of one model, or of all that have none of their own, from one change to the next. `left`: how many
+    more are to be traced, -1 for any number; `begun` of them were, and `written` are over.
     """
-    for key, value in asked.items():
-        _check(key, value)
-    for key, value in asked.items():
-        if value is not None and value != SETTINGS[key]:
-            raise Unsupported(f"tracing is not supported yet: '{key}' cannot be changed, trace_level is OFF")
+
+    __slots__ = ("_seen", "begun", "choice", "left", "written")
+
+    def __init__(self, choice: TraceChoice) -> None:
+        self.choice = choice
+        self.left = choice.trace_count
+        self.begun = 0
+        self.written = 0
+        self._seen = 0
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether it may choose any more requests."""
+        return self.choice.is_on and (self.left != 0 or self.choice.trace_mode == OPENTELEMETRY)
+
+    def sample(self, *, has_context: bool = False) -> bool:
+        """Whether the next request is traced. `has_context`: its caller traces it, and decides."""
+        if not self.choice.is_on:
+            return False
+        if not (has_context and self.choice.trace_mode == OPENTELEMETRY):
+            if self.left == 0 or not self.choice.trace_rate:
+                return False
+            self._seen += 1
+            if self._seen % self.choice.trace_rate:
+                return False
+            if self.left > 0:
+                self.left -= 1
+        self.begun += 1
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        choice = self.choice
+        return {
+            "trace_file": choice.trace_file,
+            "trace_level": [*choice.trace_level],
+            "trace_rate": str(choice.trace_rate),
+            "trace_count": str(self.left),
+            "log_frequency": str(choice.log_frequency),
+            "trace_mode": choice.trace_mode,
+        }
 
 
-def _check(key: str, value: Any) -> None:
-    if key not in SETTINGS:
+class TraceSettings:
+    """The settings in force. `retired` is told of each that is replaced, `check` of each choice that is to be in force
+    and raises why it cannot be.
+    """
+
+    def __init__(
+        self,
+        default: TraceChoice | None = None,
+        *,
+        retired: Callable[[Setting], None] = lambda _: None,
+        check: Callable[[TraceChoice], None] = lambda _: None,
+    ) -> None:
+        self._default = default or TraceChoice()
+        self._retired = retired
+        self._check = check
+        self._own: dict[str, dict[str, Any]] = {"": {}}  # what was set, of each model and ("") of the server
+        self._settings: dict[str, Setting] = {"": Setting(self._default)}
+
+    def of(self, model: str = "") -> Setting:
+        """The setting that counts for a model; "": for those without one of their own."""
+        return self._settings.get(model) or self._settings[""]
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether any request may be traced because of these."""
+        return any(setting.is_tracing for setting in self._settings.values())
+
+    def change(self, asked: Mapping[str, Any], model: str = "") -> None:
+        """Change what is asked for, all of it or nothing; null goes back to the server's setting, or for the server to
+        the command line's. Raises `Invalid` naming the setting, `Unsupported` for one that nobody may change.
+        """
+        wanted = {key: _checked(key, value) for key, value in asked.items()}
+        mode = wanted.pop("trace_mode", None)
+        if mode not in (None, self._default.trace_mode):
+            raise Unsupported("trace mode can not be updated through network protocol: it is chosen at start")
+        if not wanted:
+            return
+        own = {name: self._kept(name) for name in self._own}
+        own[model] = {**own.get(model, {}), **wanted}
+        own[model] = {key: value for key, value in own[model].items() if value is not None}
+        if model and not own[model]:
+            del own[model]
+        choices = self._choices(own)
+        for name in choices.keys() if not model else choices.keys() & {model}:
+            if choices[name].flaw:
+                raise Invalid(f"Attempting to set invalid trace setting: {choices[name].flaw}")
+            self._check(choices[name])
+        former, self._own = self._settings, own
+        replaced = {model} if model else {*former, *choices}
+        self._settings = {name: former[name] for name in former if name not in replaced}
+        self._settings |= {name: Setting(choices[name]) for name in choices if name in replaced}
+        for name in replaced & former.keys():
+            self._retired(former[name])
+
+    def _kept(self, name: str) -> dict[str, Any]:
+        """What was set before and stays; of a count, what is left of it."""
+        own = self._own[name]
+        return {**own, "trace_count": self._settings[name].left} if "trace_count" in own else own
+
+    def _choices(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, TraceChoice]:
+        server = replace(self._default, **own[""])
+        return {name: replace(server, **changed) if name else server for name, changed in own.items()}
+
+
+_KEYS: Final = frozenset(field.name for field in fields(TraceChoice))
+
+
+def _checked(key: str, value: Any) -> Any:
+    """The setting's value, None for null. Raises what is wrong with it."""
+    if key not in _KEYS:
         raise Invalid(f"unknown trace setting '{key[:100]}'")
     if value is None:
-        return
+        return None
     if key == "trace_file":
         raise Unsupported("trace file location can not be updated through network protocol")
     if key == "trace_level":
-        if not isinstance(value, list) or any(not isinstance(one, str) or one not in _LEVELS for one in value):
-            raise Invalid(f"trace setting '{key}' is a list of {', '.join(sorted(_LEVELS))}")
-    elif key in _LEAST:
-        if not isinstance(value, str) or not _is_number(value) or int(value) < _LEAST[key]:
-            raise Invalid(f"trace setting '{key}' is a whole number in a string, {_LEAST[key]} or more")
-    elif not isinstance(value, str):
-        raise Invalid(f"trace setting '{key}' is a string")
+        return _levels(value)
+    if key == "trace_mode":
+        if value not in MODES:
+            raise Invalid(f"trace setting '{key}' is one of {', '.join(MODES)}")
+        return value
+    if not isinstance(value, str) or not _is_number(value) or not _LEAST[key] <= int(value) <= _MOST[key]:
+        raise Invalid(f"trace setting '{key}' is a whole number in a string, from {_LEAST[key]} to {_MOST[key]}")
+    return int(value)
+
+
+def _levels(value: Any) -> tuple[str, ...]:
+    """In the order of LEVELS, each once."""
+    if not isinstance(value, list) or not value or any(not isinstance(one, str) or one not in LEVELS for one in value):
+        raise Invalid(f"trace setting 'trace_level' is a list of {', '.join(LEVELS)}")
+    if OFF in value and len(set(value)) > 1:
+        raise Invalid("Expect only one trace level 'OFF' is specified")
+    return tuple(level for level in LEVELS if level in value)
 
 
 def _is_number(text: str) -> bool:

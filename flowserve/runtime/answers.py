@@ -18,6 +18,7 @@ from flowserve.values import Response
 
 if TYPE_CHECKING:
     from flowserve.runtime.engine import Engine
+    from flowserve.runtime.watch import Watch
 
 
 class Answers:
@@ -26,9 +27,10 @@ class Answers:
     Raises what the request failed with, after the answers before. Made by `Engine.stream`; for one task.
     """
 
-    def __init__(self, engine: Engine, flow: Flow) -> None:
+    def __init__(self, engine: Engine, flow: Flow, watch: Watch | None = None) -> None:
         self._engine = engine
         self._flow = flow
+        self._watch = watch  # where the request is traced
         self._is_taken = False  # the one answer of a flow that has one
 
     async def __aenter__(self) -> Self:
@@ -43,6 +45,8 @@ class Answers:
         """Nobody wants any more of them. Harmless at the end."""
         if not self._flow.done:
             self._engine.withdraw(self._flow)
+        if self._watch is not None:
+            self._watch.close()
 
     def __aiter__(self) -> Answers:
         return self

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import trio
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
@@ -40,8 +40,10 @@ from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Pump
 from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor
+from flowserve.runtime.traces import TraceOptions, Traces
 from flowserve.runtime.tracing import Tracing
 from flowserve.runtime.turnstile import Turnstile
+from flowserve.runtime.watch import Watch
 from flowserve.scheduling.backoff import DELAYS, Delays
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher
@@ -53,6 +55,8 @@ from flowserve.scheduling.router import Flow, Ticket
 from flowserve.values import Request, Response
 
 log = logging.getLogger("flowserve.runtime")
+
+TRACES_S_MAX: Final = 5.0  # what is not written by then is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class EngineOptions:
     restarts: Delays = DELAYS
     cache_bytes: int | None = None
     backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    trace: TraceOptions = field(default_factory=TraceOptions)
 
 
 class Engine:
@@ -100,6 +105,7 @@ class Engine:
         self.tracing = Tracing(
             self.dispatcher, self.completions, self.clock, self._start, self._finished, self._answered
         )
+        self.traces = Traces(options.trace, self.tracing)
         self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
         self._stamps = count(1)
@@ -223,11 +229,12 @@ class Engine:
             await wait_task_rescheduled(leave)
         return self.response(flow)
 
-    def stream(self, deployment: Deployment, request: Request) -> Answers:
+    def stream(self, deployment: Deployment, request: Request, watch: Watch | None = None) -> Answers:
         """Begin one request whose answers are taken one by one, however many there are. Raises as `infer` does for what
-        is refused at the door.
+        is refused at the door. `watch`: where it is traced; closed when nobody takes answers any more.
         """
-        return Answers(self, self.submit(deployment, request, deployment.make_stream))
+        make = deployment.make_stream if watch is None else watch.make(deployment.make_stream)
+        return Answers(self, self.submit(deployment, request, make), watch)
 
     def call(self, batch: Batch | None, deployment: Deployment, request: Request, *, is_stream: bool) -> Called:
         """Begin a request that a model makes, in the execution of `batch` if in any. As `submit`, but also while the
@@ -537,6 +544,8 @@ async def open_engine(
         finally:
             with trio.CancelScope(shield=True):
                 hung = await engine.close(trio.current_time() + exit_timeout_s)
+                with trio.move_on_after(TRACES_S_MAX):
+                    await trio.to_thread.run_sync(engine.traces.close, abandon_on_cancel=True)
                 if on_close is not None:
                     on_close(hung)
                 if engine.processes is not None:

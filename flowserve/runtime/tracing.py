@@ -1,8 +1,8 @@
 """Where traces are taken: what is noticed about a traced request on its way.
 
-Decided here: a front end asks for a `Watch` where a request is to be traced, and makes its flow through it. While any
-such flow is under way, tracing stands between the dispatcher and the engine, and sees every batch begin and end; while
-there is none it stands nowhere, and requests pay nothing. What a trace holds is decided in observe/trace.py.
+Decided here: while any flow that was made through a `Watch` (watch.py) is under way, tracing stands between the
+dispatcher and the engine, and sees every batch begin and end; while there is none it stands nowhere, and requests pay
+nothing. What a trace holds is decided in observe/trace.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, InstanceDied
-from flowserve.observe.trace import Execution, Step, Trace
+from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, Step, TensorSeen, Trace
 from flowserve.observe.waits import (
     AGAIN,
     CLOSED,
@@ -34,6 +36,7 @@ from flowserve.observe.waits import (
 )
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome
+from flowserve.runtime.watch import Told, Watch
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import DynamicBatcher
 from flowserve.scheduling.dispatcher import Dispatcher
@@ -41,56 +44,16 @@ from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.queues import PolicyBatcher
 from flowserve.scheduling.router import Flow, Ticket
 
-MakeFlow = Callable[..., Flow]
-Told = Callable[[Trace], None]
-
-
-class Watch:
-    """One request that is traced, as the front end that took it sees it. `told` hear of its trace when it is over."""
-
-    __slots__ = ("_flow", "_marks", "_parent", "_told", "_tracing", "trace")
-
-    def __init__(self, tracing: Tracing, told: Sequence[Told] = (), parent: str = "") -> None:
-        self._tracing = tracing
-        self._told = told
-        self._parent = parent
-        self._marks: list[tuple[str, int]] = []
-        self._flow: Flow | None = None
-        self.trace: Trace | None = None  # once it is submitted
-
-    def make(self, make: MakeFlow) -> MakeFlow:
-        """How its flow is made, in place of `make`."""
-
-        def traced(*facts: Any) -> Flow:
-            flow = self._flow = make(*facts)
-            self.trace = self._tracing.begin(flow, self._parent)
-            return flow
-
-        return traced
-
-    def mark(self, name: str) -> None:
-        """The front end is so far."""
-        self._marks.append((name, self._tracing.clock()))
-
-    def close(self) -> None:
-        """The request is over for the front end too. Harmless afterwards."""
-        flow, self._flow = self._flow, None
-        if flow is None or self.trace is None:
-            return
-        self._tracing.end(flow)
-        self.trace.marks += self._marks
-        for told in self._told:
-            told(self.trace)
-
 
 class _Live:
     """A trace under way. `attempts`: the last step of each ticket. `over`: when the nodes of each iteration were."""
 
-    __slots__ = ("attempts", "over", "trace", "would_wait")
+    __slots__ = ("attempts", "has_tensors", "over", "trace", "would_wait")
 
-    def __init__(self, trace: Trace, *, would_wait: bool) -> None:
+    def __init__(self, trace: Trace, *, would_wait: bool, has_tensors: bool) -> None:
         self.trace = trace
         self.would_wait = would_wait  # at the gate
+        self.has_tensors = has_tensors
         self.attempts: dict[Ticket, Step] = {}
         self.over: dict[tuple[Flow, int], int] = {}
 
@@ -125,11 +88,11 @@ class Tracing:
         """Whether anything that is traced is under way."""
         return bool(self._live)
 
-    def watch(self, *told: Told, parent: str = "") -> Watch:
-        """Trace a request that is about to be submitted."""
-        return Watch(self, told, parent)
+    def watch(self, *told: Told, parent: str = "", has_tensors: bool = False) -> Watch:
+        """Trace a request that is about to be submitted. `parent`: the `traceparent` that it came with."""
+        return Watch(self, told, parent, has_tensors=has_tensors)
 
-    def begin(self, flow: Flow, parent: str = "") -> Trace:
+    def begin(self, flow: Flow, parent: str = "", *, has_tensors: bool = False) -> Trace:
         """A flow that is traced was made, and will be submitted next."""
         graph, request, gate = flow.plan.graph, flow.request, flow.owner.gate
         rows = len(next(iter(request.inputs.values()), ())) if graph.max_batch_size else 1
@@ -137,7 +100,10 @@ class Tracing:
         if not self._live:
             self._dispatcher.tell(self._run, self._over)
             self._completions.finished = self._came_back
-        self._live[flow] = _Live(trace, would_wait=gate is not None and gate.would_wait(flow))
+        would_wait = gate is not None and gate.would_wait(flow)
+        self._live[flow] = _Live(trace, would_wait=would_wait, has_tensors=has_tensors)
+        if has_tensors:
+            trace.tensors += [_seen(QUEUE_INPUT, name, array) for name, array in request.inputs.items()]
         for queue in flow.route:
             if queue not in self._spells:
                 spells = self._spells[queue] = Spells()
@@ -149,7 +115,8 @@ class Tracing:
         """A model makes a request in the execution of `batch`, and the flow for it was made."""
         running = self._running.get(batch)
         if running is not None:
-            running[0].calls.append(self.begin(flow))
+            execution, taken = running
+            execution.calls.append(self.begin(flow, has_tensors=any(live.has_tensors for _, live, _, _ in taken)))
 
     def end(self, flow: Flow, *, has_left: bool = False) -> None:
         """It is over, or never began. Harmless afterwards."""
@@ -158,6 +125,10 @@ class Tracing:
             return
         trace = live.trace
         trace.ended_ns = self.clock()
+        if live.has_tensors and flow.done and flow.error is None and not has_left and not flow.owner.is_decoupled:
+            slots = flow.owner.output_slot
+            made = [(name, flow.tensors[slots[name]]) for name in flow.wanted]
+            trace.tensors += [_seen(BACKEND_OUTPUT, name, one.array) for name, one in made if one is not None]
         if flow.error is not None:
             trace.error = str(flow.error)
         elif has_left:
@@ -231,6 +202,10 @@ class Tracing:
                 add(live.trace.waits, GATE if live.would_wait else TURN, live.trace.arrived_ns, queued_ns)
             step = live.attempts[ticket] = Step(node, ticket.rows, ready_ns, queued_ns, execution, waits)
             live.trace.steps.append(step)
+            if live.has_tensors:
+                inputs = zip(node.inputs, ticket.node.inputs, strict=True)
+                given = [(spec.name, ticket.flow.tensors[slot]) for spec, slot in inputs if slot >= 0]
+                step.tensors += [_seen(QUEUE_INPUT, name, one.array) for name, one in given if one is not None]
             taken.append((m, live, ticket, step))
         self._running[batch] = execution, taken
 
@@ -258,7 +233,17 @@ class Tracing:
             step.error = execution.error
             if isinstance(outcome, Results) and m in outcome.errors:
                 step.error = str(outcome.errors[m])
+            elif live.has_tensors and isinstance(outcome, Results):
+                given = [
+                    (spec.name, column[m]) for spec, column in zip(step.node.outputs, outcome.outputs, strict=True)
+                ]
+                step.tensors += [_seen(BACKEND_OUTPUT, name, one.array) for name, one in given if one is not None]
             live.over[ticket.flow, ticket.node.index] = now_ns
+
+
+def _seen(activity: str, name: str, array: Any) -> TensorSeen:
+    """A copy: what lies there now is somebody else's in a moment."""
+    return TensorSeen(activity, name, np.array(array))
 
 
 def _queued(dispatcher: Dispatcher, batch: Batch, queued_ns: int, taken_ns: int, spells: Spells) -> list[Wait]:

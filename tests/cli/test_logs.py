@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flowserve.cli.logs import LineFormatter, configure, escape
+from flowserve.cli.options import RunOptions
+from flowserve.cli.run import run
 
 
 def _record(message: str, *arguments: object) -> logging.LogRecord:
@@ -71,3 +74,29 @@ def test_what_the_log_says_changes_while_the_server_runs(
     settings.change({"log_info": True, "log_error": True, "log_verbose_level": 0, "log_format": "ISO8601"})
     loggers.warning("text")
     assert capsys.readouterr().err.split(" ", 1)[1] == "WARNING flowserve] text\n"
+
+
+def test_the_log_goes_into_the_operators_file_and_follows_it_when_it_is_moved_away(
+    loggers: logging.Logger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("before\n")
+    settings = configure(0, "default", str(path))
+    try:
+        assert settings.as_json()["log_file"] == str(path)
+        loggers.warning("one")
+        path.rename(tmp_path / "server.log.1")
+        loggers.warning("two")
+    finally:
+        logging.getLogger().handlers[0].close()
+    assert capsys.readouterr().err == ""
+    kept = (tmp_path / "server.log.1").read_text().splitlines()
+    assert kept[0] == "before"
+    assert kept[1].endswith("flowserve] one")
+    assert path.read_text().endswith("flowserve] two\n")
+
+
+def test_a_log_file_that_cannot_be_opened_ends_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "nowhere/server.log"
+    assert run(RunOptions((tmp_path,), log_file=str(path))) == 1
+    assert capsys.readouterr().err == f"flowserve: --log-file: '{path}' cannot be written: No such file or directory\n"

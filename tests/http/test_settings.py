@@ -101,16 +101,6 @@ async def test_a_program_around_the_server_keeps_its_log(api: Any) -> None:
     assert "belongs to the program around it" in answer["error"]
 
 
-@pytest.mark.parametrize("path", ["/v2/trace/setting", "/v2/models/double/trace/setting"])
-async def test_tracing_is_off_and_says_so_instead_of_pretending(api: Any, path: str) -> None:
-    assert await ask(api, "GET", path) == (200, TRACE)
-    assert await ask(api, "POST", path, {"trace_level": ["OFF"], "trace_rate": None}) == (200, TRACE)
-    for asked in ({"trace_level": ["TIMESTAMPS"]}, {"trace_rate": "1"}, {"trace_mode": "opentelemetry"}):
-        status, answer = await ask(api, "POST", path, asked)
-        assert status == 501
-        assert answer["error"].startswith("tracing is not supported yet")
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -126,6 +116,19 @@ async def test_tracing_is_off_and_says_so_instead_of_pretending(api: Any, path: 
 )
 async def test_a_wrong_trace_setting_is_the_clients_fault(api: Any, asked: Any) -> None:
     assert (await ask(api, "POST", "/v2/trace/setting", asked))[0] == 400
+
+
+async def test_trace_settings_of_a_server_without_a_file_cannot_turn_traces_on(api: Any, engine: Engine) -> None:
+    status, answer = await ask(api, "POST", "/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]})
+    assert status == 400
+    assert answer["error"].startswith("Attempting to set invalid trace setting: trace file name is not given")
+    own = {**TRACE, "trace_rate": "7"}
+    assert await ask(api, "POST", "/v2/models/double/trace/setting", {"trace_rate": "7"}) == (200, own)
+    assert await ask(api, "GET", "/v2/models/double/trace/setting") == (200, own)
+    assert await ask(api, "POST", "/v2/models/double/trace/setting", {"trace_rate": None}) == (200, TRACE)
+    assert (await ask(api, "POST", "/v2/trace/setting", {"trace_mode": "opentelemetry"}))[0] == 501
+    assert await ask(api, "GET", "/v2/trace/setting") == (200, TRACE)
+    assert not engine.traces.is_on
 
 
 async def test_an_unknown_model_has_no_trace_settings(api: Any) -> None:

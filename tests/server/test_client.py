@@ -425,13 +425,15 @@ def test_log_settings_are_told_and_changed(client: Client, served: Served) -> No
     refused(501, text, client.update_log_settings, {"log_file": "/tmp/elsewhere"})
 
 
-def test_trace_settings_are_told_and_tracing_is_refused_by_name(client: Client) -> None:
+def test_trace_settings_are_told_and_changed(client: Client) -> None:
     off = client.get_trace_settings()
     assert off["trace_level"] == ["OFF"]
     assert client.get_trace_settings("times_three") == off
     assert client.update_trace_settings("times_three", {"trace_level": None}) == off
-    text = "tracing is not supported yet"
-    refused(501, text, client.update_trace_settings, None, {"trace_level": ["TIMESTAMPS"]})
+    assert client.update_trace_settings("times_three", {"trace_rate": "5"}) == {**off, "trace_rate": "5"}
+    assert client.update_trace_settings("times_three", {"trace_rate": None}) == off
+    text = "Attempting to set invalid trace setting: trace file name is not given"
+    refused(400, text, client.update_trace_settings, None, {"trace_level": ["TIMESTAMPS"]})
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -1,0 +1,104 @@
+"""Which requests are traced because somebody set it so, and where their traces go.
+
+Decided here: a front end asks for each request while `is_on`, and not at all while it is not; who wants to be told
+when that changes, is. A request may be traced for several reasons at once, and is traced once. What the settings mean
+is decided in observe/trace_settings.py, what a trace notices in tracing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flowserve.observe.trace import Trace
+from flowserve.observe.trace_file import TraceFile
+from flowserve.observe.trace_settings import TRITON, Setting, TraceChoice, TraceSettings
+from flowserve.runtime.tracing import Tracing
+from flowserve.runtime.watch import Told, Watch
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What the operator chose. `opentelemetry` are the settings of that mode, each as often as it was given."""
+
+    choice: TraceChoice = field(default_factory=TraceChoice)
+    opentelemetry: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises `Invalid` where what is traced could not be written."""
+        if self.choice.is_on and self.choice.trace_mode == TRITON:
+            TraceFile(Path(self.choice.trace_file)).check()
+
+
+class Traces:
+    """One for an engine, touched only on its loop."""
+
+    def __init__(self, options: TraceOptions, tracing: Tracing) -> None:
+        self._tracing = tracing
+        path = options.choice.trace_file
+        self._file = TraceFile(Path(path)) if path else None
+        self._settings = TraceSettings(options.choice, retired=self._retired, check=self._check)
+        self._listeners: list[Callable[[bool], None]] = []
+        self.is_on = False
+        self._look()
+
+    # ------------------------------------------------------------------ for front ends
+
+    def listen(self, listener: Callable[[bool], None]) -> None:
+        """Tell it whether requests are traced, now and whenever that changes."""
+        self._listeners.append(listener)
+        listener(self.is_on)
+
+    def sample(self, model: str, context: str = "") -> Watch | None:
+        """How the next request of a model is traced, None for not at all. `context`: the `traceparent` that came with
+        it, "" for none.
+        """
+        setting = self._settings.of(model)
+        told: list[Told] = []
+        if setting.sample(has_context=bool(context)):
+            told.append(partial(self._put, setting))
+            if not setting.is_tracing:  # it was the last one
+                self._look()
+        if not told:
+            return None
+        return self._tracing.watch(*told, parent=context, has_tensors=setting.choice.has_tensors)
+
+    # ------------------------------------------------------------------ for whoever sets it so
+
+    def as_json(self, model: str = "") -> dict[str, Any]:
+        """The settings in force, as clients read them."""
+        return self._settings.of(model).as_json()
+
+    def change(self, asked: Mapping[str, Any], model: str = "") -> None:
+        """Raises as `TraceSettings.change` does."""
+        self._settings.change(asked, model)
+        self._look()
+
+    def close(self) -> None:
+        """Write what is not written yet. Blocks; called when nothing is traced any more."""
+        if self._file is not None:
+            self._file.close()
+
+    # ------------------------------------------------------------------ where traces go
+
+    def _put(self, setting: Setting, trace: Trace) -> None:
+        if self._file is not None:
+            self._file.put(setting, trace)
+
+    def _retired(self, setting: Setting) -> None:
+        if self._file is not None:
+            self._file.retire(setting)
+
+    def _check(self, choice: TraceChoice) -> None:
+        if choice.is_on and choice.trace_mode == TRITON and self._file is not None:
+            self._file.check()
+
+    def _look(self) -> None:
+        is_on = self._settings.is_tracing
+        if is_on != self.is_on:
+            self.is_on = is_on
+            for listener in self._listeners:
+                listener(is_on)

@@ -1,0 +1,125 @@
+"""Trace settings: what may be set, whose settings count, and which request is the next to be traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.errors import Invalid, Unsupported
+from flowserve.observe.trace_settings import OPENTELEMETRY, Setting, TraceChoice, TraceSettings
+
+ON = TraceChoice("trace.json", ("TIMESTAMPS",), 1)
+
+
+@given(st.integers(1, 20), st.integers(-1, 5), st.integers(0, 200))
+def test_one_request_of_so_many_is_traced_until_so_many_were(rate: int, count: int, requests: int) -> None:
+    setting = Setting(TraceChoice("f", ("TIMESTAMPS",), rate, count))
+    traced = [number for number in range(1, requests + 1) if setting.sample()]
+    every = [*range(rate, requests + 1, rate)]
+    assert traced == (every if count < 0 else every[:count])
+    assert setting.left == (count if count < 0 else count - len(traced))
+
+
+def test_who_is_traced_by_its_caller_is_traced_whatever_rate_and_count_say() -> None:
+    setting = Setting(TraceChoice(trace_level=("TIMESTAMPS",), trace_rate=0, trace_count=0, trace_mode=OPENTELEMETRY))
+    assert setting.sample(has_context=True)
+    assert not setting.sample()
+    assert not Setting(TraceChoice("f", ("TIMESTAMPS",), 1, 0)).sample(has_context=True)
+    assert not Setting(TraceChoice(trace_mode=OPENTELEMETRY)).sample(has_context=True)
+
+
+def test_a_model_has_the_servers_settings_but_for_its_own() -> None:
+    settings = TraceSettings(ON)
+    assert settings.of("m") is settings.of()
+    settings.change({"trace_rate": "12", "log_frequency": "34"}, "m")
+    settings.change({"trace_rate": "56", "trace_count": "78", "trace_level": ["OFF"]})
+    assert settings.of().as_json() == {
+        "trace_file": "trace.json",
+        "trace_level": ["OFF"],
+        "trace_rate": "56",
+        "trace_count": "78",
+        "log_frequency": "0",
+        "trace_mode": "triton",
+    }
+    assert settings.of("m").as_json() == {**settings.of().as_json(), "trace_rate": "12", "log_frequency": "34"}
+    settings.change({"trace_rate": None, "trace_count": None})
+    assert settings.of().as_json()["trace_rate"] == "1"
+    assert settings.of("m").as_json()["trace_count"] == "-1"
+    settings.change({"trace_rate": None, "log_frequency": None}, "m")
+    assert settings.of("m") is settings.of()
+
+
+def test_what_is_left_of_a_count_stays_when_something_else_changes() -> None:
+    settings = TraceSettings(ON)
+    settings.change({"trace_count": "5"})
+    assert settings.of().sample()
+    settings.change({"log_frequency": "2"})
+    assert settings.of().as_json()["trace_count"] == "4"
+    settings.change({"trace_count": "5"})
+    assert settings.of().as_json()["trace_count"] == "5"
+
+
+def test_a_setting_that_is_replaced_is_told() -> None:
+    retired: list[Setting] = []
+    settings = TraceSettings(ON, retired=retired.append)
+    settings.change({"trace_rate": "3"}, "m")
+    assert retired == []
+    of_model, of_server = settings.of("m"), settings.of()
+    settings.change({"trace_count": "3"})
+    assert set(retired) == {of_model, of_server}
+    retired.clear()
+    settings.change({})
+    assert retired == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"trace_rate": 5}, "trace setting 'trace_rate' is a whole number in a string, from 0"),
+        ({"trace_rate": "x"}, "'trace_rate' is a whole number"),
+        ({"trace_rate": "-1"}, "'trace_rate' is a whole number"),
+        ({"trace_count": "-2"}, "'trace_count' is a whole number in a string, from -1"),
+        ({"log_frequency": "4294967296"}, "'log_frequency' is a whole number"),
+        ({"trace_level": "TIMESTAMPS"}, "is a list of OFF, TIMESTAMPS, TENSORS"),
+        ({"trace_level": []}, "is a list of OFF, TIMESTAMPS, TENSORS"),
+        ({"trace_level": ["OFF", "TENSORS"]}, "Expect only one trace level 'OFF' is specified"),
+        ({"trace_mode": "mine"}, "is one of triton, opentelemetry"),
+        ({"colour": "red"}, "unknown trace setting 'colour'"),
+        ({"trace_rate": "0"}, "Attempting to set invalid trace setting: sample rate must be non-zero"),
+    ],
+)
+@pytest.mark.parametrize("model", ["", "m"])
+def test_what_cannot_be_is_refused_and_changes_nothing(asked: dict[str, Any], text: str, model: str) -> None:
+    settings = TraceSettings(ON)
+    before = settings.of(model).as_json()
+    with pytest.raises(Invalid, match="^" + ".*" + text.replace("'", ".")):
+        settings.change({"trace_count": "9", **asked}, model)
+    assert settings.of(model).as_json() == before
+
+
+@pytest.mark.fault("Z3")
+def test_over_the_wire_nobody_chooses_a_file_or_a_mode() -> None:
+    settings = TraceSettings(ON)
+    with pytest.raises(Unsupported, match="trace file location can not be updated through network protocol"):
+        settings.change({"trace_file": "/tmp/elsewhere"})
+    with pytest.raises(Unsupported, match="trace mode can not be updated through network protocol"):
+        settings.change({"trace_mode": "opentelemetry"})
+    settings.change({"trace_mode": "triton", "trace_file": None})
+    assert settings.of().as_json()["trace_file"] == "trace.json"
+
+
+def test_nothing_is_turned_on_that_would_have_nowhere_to_go() -> None:
+    settings = TraceSettings()
+    with pytest.raises(Invalid, match="trace file name is not given"):
+        settings.change({"trace_level": ["TIMESTAMPS"]})
+
+    def check(choice: TraceChoice) -> None:
+        raise Invalid("no room")
+
+    settings = TraceSettings(TraceChoice("trace.json"), check=check)
+    with pytest.raises(Invalid, match="no room"):
+        settings.change({"trace_level": ["TIMESTAMPS"]})
+    assert not settings.is_tracing

@@ -1,0 +1,165 @@
+"""Traces as an operator and a client of Triton see them: options, settings over HTTP and gRPC, and the file."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+
+from flowserve.testing.onnx_files import onnx_identity
+from flowserve.testing.serve import DidNotServe, Served, serving
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about the age of its generated code
+    import tritonclient.grpc as triton_grpc
+
+MODEL = 'backend: "onnxruntime" max_batch_size: 8 dynamic_batching {}'
+ENSEMBLE = """platform: "ensemble" max_batch_size: 8
+input [{ name: "x" data_type: TYPE_FP32 dims: [4] }] output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
+ensemble_scheduling { step [
+  { model_name: "same" model_version: -1 input_map { key: "x" value: "x" } output_map { key: "y" value: "middle" } },
+  { model_name: "same" model_version: -1 input_map { key: "x" value: "middle" } output_map { key: "y" value: "y" } }
+] }"""
+CALLER = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        inputs = [pb_utils.Tensor("x", pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy())]
+        answer = pb_utils.InferenceRequest(model_name="same", inputs=inputs, requested_output_names=["y"]).exec()
+        return [pb_utils.InferenceResponse(answer.output_tensors()) for _ in requests]
+"""
+CALLER_CONFIG = """backend: "python" max_batch_size: 8
+input [{ name: "x" data_type: TYPE_FP32 dims: [4] }] output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
+parameters { key: "execution" value: { string_value: "thread" } }"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tracing")
+    for path, text in {
+        "same/config.pbtxt": MODEL,
+        "twice/config.pbtxt": ENSEMBLE,
+        "caller/config.pbtxt": CALLER_CONFIG,
+        "caller/1/model.py": CALLER,
+    }.items():
+        (folder / "models" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "models" / path).write_text(text)
+    (folder / "models/same/1").mkdir()
+    (folder / "models/same/1/model.onnx").write_bytes(onnx_identity())
+    (folder / "models/twice/1").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def traced(folder: Path) -> Iterator[Served]:
+    """It traces nothing until it is told to."""
+    file = f"triton,file={folder / 'trace.json'}"
+    grpc = ("--allow-grpc", "true", "--grpc-port", "0")
+    with serving(folder / "models", *grpc, "--trace-config", file, "--trace-config", "rate=1") as served:
+        yield served
+
+
+def infer(served: Served, model: str, request_id: str = "") -> None:
+    with triton.InferenceServerClient(served.address) as client:
+        given = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
+        client.infer(model, [given], request_id=request_id)
+
+
+def infer_by_grpc(served: Served, model: str) -> None:
+    with triton_grpc.InferenceServerClient(served.grpc_address) as client:
+        given = triton_grpc.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
+        client.infer(model, [given])
+
+
+def traces(path: Path) -> list[Any]:
+    """Each trace with its head, its timestamps by name and its tensors, as a summary tool puts them together."""
+    found: dict[int, Any] = {}
+    for one in json.loads(path.read_text()):
+        trace = found.setdefault(one["id"], {"timestamps": {}, "tensors": []})
+        stamps = {stamp["name"]: stamp["ns"] for stamp in one.pop("timestamps", ())}
+        trace["timestamps"] |= stamps
+        if "tensor" in one:
+            trace["tensors"].append((one["activity"], one["tensor"]))
+        else:
+            trace.update(one)
+    return [found[number] for number in sorted(found)]
+
+
+def test_settings_choose_what_is_traced_and_a_count_that_is_used_up_is_written(traced: Served, folder: Path) -> None:
+    with triton.InferenceServerClient(traced.address) as client:
+        before = client.get_trace_settings()
+        assert before["trace_level"] == ["OFF"]
+        assert before["trace_file"] == str(folder / "trace.json")
+        infer(traced, "twice")
+        asked = {"trace_level": ["TIMESTAMPS", "TENSORS"], "trace_count": "1"}
+        assert client.update_trace_settings("twice", asked) == {**before, **asked}
+        infer(traced, "same")
+        infer(traced, "twice", "r1")
+        infer(traced, "twice", "r2")
+        assert client.get_trace_settings("twice")["trace_count"] == "0"
+        assert client.update_trace_settings("twice", dict.fromkeys(asked)) == before
+    whole, *steps = traces(_written(folder / "trace.json.0"))
+    assert (whole["model_name"], whole["request_id"]) == ("twice", "r1")
+    assert [(step["model_name"], step["parent_id"]) for step in steps] == [("same", whole["id"])] * 2
+    for step in steps:
+        told = step["timestamps"]
+        in_order = ["REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START"]
+        moments = [told[name] for name in (*in_order, "COMPUTE_END", "REQUEST_END")]
+        assert moments == sorted(moments)
+        activities = [(activity, tensor["name"], tensor["data"]) for activity, tensor in step["tensors"]]
+        ones = "1.0,1.0,1.0,1.0"
+        assert activities == [("TENSOR_QUEUE_INPUT", "x", ones), ("TENSOR_BACKEND_OUTPUT", "y", ones)]
+    in_order = ["HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"]
+    moments = [whole["timestamps"][name] for name in in_order]
+    assert moments == sorted(moments)
+
+
+def test_what_is_asked_over_grpc_is_traced_and_so_is_what_a_model_calls(traced: Served, folder: Path) -> None:
+    with triton_grpc.InferenceServerClient(traced.grpc_address) as client:
+        client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "log_frequency": "2"})
+        infer_by_grpc(traced, "caller")
+        infer(traced, "same")
+        assert client.get_trace_settings().settings["trace_level"].value == ["TIMESTAMPS"]
+        client.update_trace_settings(settings={"trace_level": None, "log_frequency": None})
+    outer, inner, plain = traces(_written(folder / "trace.json.1"))
+    assert "GRPC_WAITREAD_START" in outer["timestamps"]
+    assert "GRPC_SEND_END" in outer["timestamps"]
+    assert [outer["model_name"], inner["model_name"], plain["model_name"]] == ["caller", "same", "same"]
+    assert inner["parent_id"] == outer["id"]
+    assert "parent_id" not in plain
+
+
+def test_a_request_is_told_its_own_timing_while_it_is_traced(traced: Served, folder: Path) -> None:
+    with triton.InferenceServerClient(traced.address) as client:
+        client.update_trace_settings("same", {"trace_level": ["TIMESTAMPS"], "trace_count": "1"})
+        given = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
+        told = client.infer("same", [given], headers={"Flowserve-Timing": "1"}).get_response()
+        client.update_trace_settings("same", {"trace_level": None, "trace_count": None})
+    assert told["model_name"] == "same"
+    assert [trace["model_name"] for trace in traces(_written(folder / "trace.json.2"))] == ["same"]
+
+
+def test_a_trace_file_that_cannot_be_written_is_said_before_anything_is_loaded(folder: Path) -> None:
+    path = folder / "nowhere/trace.json"
+    options = ("--trace-config", f"triton,file={path}", "--trace-config", "level=TIMESTAMPS")
+    with pytest.raises(DidNotServe) as ended, serving(folder / "models", *options):
+        pass
+    assert ended.value.log.startswith(f"flowserve: trace file '{path}' cannot be written: there is no folder")
+
+
+def _written(path: Path) -> Path:
+    """It is written in a moment, by a thread of its own."""
+    for _ in range(500):
+        if path.exists() and path.read_bytes().endswith(b"]"):
+            return path
+        time.sleep(0.01)
+    raise AssertionError(f"{path} was not written")
