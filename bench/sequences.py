@@ -64,12 +64,14 @@ def measure_sequences(concurrency: int, rounds: int, seconds: float, say: Callab
         command = flowserve_command(folder / "models", "process")
         with serving(FLOWSERVE, command, folder / "log", environment={}) as server:
             for i in range(concurrency):
-                _begin(server, i)
+                _ask(server, i, "sequence_start")
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
                 for name, figures in found.items():
                     measured = run_load(folder / name, server, concurrency, WARM_UP_S, seconds)
                     figures.append(measured.requests / measured.seconds)
+            for i in range(concurrency):
+                _ask(server, i, "sequence_end")  # or the server would wait for more when it is told to stop
     return Stateful(concurrency, *(statistics.median(found[name]) for name in (STATEFUL, STATELESS)))
 
 
@@ -107,9 +109,9 @@ def _write_requests(folder: Path, name: str, count: int) -> None:
         (folder / f"{i}.answer").write_bytes(answers[i : i + 1].astype("<f4").tobytes())
 
 
-def _begin(server: Server, i: int) -> None:
+def _ask(server: Server, i: int, flag: str) -> None:
     tensor = {"name": "X", "shape": [1, networks.FEATURES], "datatype": "FP32", "data": [0.0] * networks.FEATURES}
-    body = {"parameters": {"sequence_id": i + 1, "sequence_start": True}, "inputs": [tensor]}
+    body = {"parameters": {"sequence_id": i + 1, flag: True}, "inputs": [tensor]}
     url = f"http://127.0.0.1:{server.port}/v2/models/{STATEFUL}/infer"
     with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=30) as answer:
         answer.read()

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flowserve.cli")
 
 DESCRIPTORS_WANTED: Final = 65536
+# Of the exit timeout: what open sequences have at most. The rest is for what they asked last, and for closing.
+SEQUENCES_SHARE: Final = 0.9
 
 
 def run(options: RunOptions) -> int:
@@ -176,10 +178,17 @@ async def _load(
 
 
 async def _drain(engine: Engine, fronts: Sequence[Server | GrpcServer], shutdown: Shutdown) -> None:
-    """Let what is under way finish, until the deadline; what does not finish then ends the process with status 1."""
+    """Let what is under way finish, until the deadline; what does not finish then ends the process with status 1.
+
+    Clients of sequences may still come, to end them: the doors close when none is open any more, or it is high time.
+    """
     deadline = shutdown.deadline if shutdown.asked.is_set() else trio.current_time()
+    engine.refuse_new()
     if shutdown.asked.is_set():
-        _log.info("stopping: %d requests under way", engine.dispatcher.in_flight)
+        now = trio.current_time()
+        under_way = engine.dispatcher.in_flight, engine.dispatcher.open_sequences
+        _log.info("stopping: %d requests under way, %d sequences open", *under_way)
+        await engine.sequences_over(now + (deadline - now) * SEQUENCES_SHARE)
     for front in fronts:
         front.drain(max(deadline - trio.current_time(), 0))
     hung = await engine.drain(deadline)

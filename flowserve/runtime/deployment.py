@@ -84,10 +84,14 @@ class Deployment:
         if request.sequence_id and not request.sequence_start:
             place: Deployment | None = self
             while place is not None:
-                if any(sequences.is_live(request.sequence_id) for sequences in place.sequences):
+                if place.goes_on(request):
                     return place
                 place = place.elder
         return self
+
+    def goes_on(self, request: Request) -> bool:
+        """Whether a request belongs to a sequence that is open here."""
+        return not request.sequence_start and any(one.is_live(request.sequence_id) for one in self.sequences)
 
     def replaces(self, elder: Deployment | None) -> None:
         """From now on requests come here; sequences that have begun there, or in what that replaced, go on until the

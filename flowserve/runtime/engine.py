@@ -273,7 +273,7 @@ class Engine:
         if deployment.elder is not None:
             deployment = deployment.place_of(request)
         admission = deployment.admission
-        if self._is_draining and take is None:
+        if self._is_draining and take is None and not deployment.goes_on(request):
             deployment.statistics.failed(1, 0, REJECTED)
             raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
         try:
@@ -488,13 +488,23 @@ class Engine:
     async def run_turnstile(self) -> None:
         await self._turnstile.run()
 
+    def refuse_new(self) -> None:
+        """From now on requests are refused, but for those of sequences that are open. Not ready any more."""
+        self._is_draining = True
+        self.stopping.set()
+
+    async def sequences_over(self, deadline: float) -> None:
+        """Wait until no sequence is open, or the loop's time reaches `deadline`. After `refuse_new`."""
+        with trio.move_on_at(deadline):
+            while self.dispatcher.open_sequences:  # noqa: ASYNC110  # as in `drain`
+                await trio.sleep(0.01)
+
     async def drain(self, deadline: float) -> list[str]:
         """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`.
 
         Returns what did not finish: the instances that are still running then, or that requests wait in queues.
         """
-        self._is_draining = True
-        self.stopping.set()
+        self.refuse_new()
         with trio.move_on_at(deadline) as patience:
             # Polled, because the hot path should pay for no "last one left" event and this happens once in a life.
             while self.dispatcher.in_flight:  # noqa: ASYNC110
@@ -506,8 +516,7 @@ class Engine:
         """Close every instance, those that still run last and only until `deadline`. Returns the ones that did not
         close.
         """
-        self._is_draining = True
-        self.stopping.set()
+        self.refuse_new()
         self.supervisor.stop()
         self.dispatcher.fail_all("Server is stopping, scheduler for model has stopped accepting new inference requests")
         return await self.generations.close(deadline)

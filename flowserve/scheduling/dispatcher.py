@@ -302,6 +302,11 @@ class Dispatcher:
             waiting[queue.key] = waiting.get(queue.key, 0) + len(queue.batcher)
         return waiting
 
+    @property
+    def open_sequences(self) -> int:
+        """How many sequences have begun, of all models, and may go on."""
+        return sum(queue.bound.live for queue in self._queues if isinstance(queue.bound, Sequences))
+
     def fail_all(self, reason: str) -> None:
         """The server is going away: answer every flow that waits, and those that run when their batch is done and they
         would have to go on.

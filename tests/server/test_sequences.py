@@ -213,9 +213,11 @@ def states(
         ("double", {"IN": "b"}, {"OUT": "OUT"}),
     ]
     add_model(folder, "pipe", make_ensemble(["IN"], ["OUT"], steps, 2, "data_type: TYPE_INT32 dims: [ 1 ]"))
-    with serving(folder) as served:
+    with serving(folder, "--exit-timeout-secs", "1") as served:
         yield served
+        began = time.monotonic()
         assert served.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - began < 5, "sequences that nobody ends kept the server past its time"
 
 
 def ask(
@@ -584,6 +586,25 @@ def test_a_sequence_goes_on_where_it_began_when_its_model_is_loaded_anew(
         assert ask(served, "sums", 3, 1, end=True) == [6]
         wire.until(lambda: gone.read_text() == "xx", "the first instance is closed when its last sequence has ended")
         assert ask(served, "sums", 100, 3, end=True) == [300]
+
+
+@pytest.mark.fault("X1")
+def test_sequences_that_are_open_go_on_while_the_server_ends_and_new_ones_are_refused(
+    tmp_path: Path, add_model: Add, wire_to: Any
+) -> None:
+    kept = f"oldest {{ }} {FOREVER} {STATE % ('1', '')}"
+    add_model(tmp_path, "sums", IN_OUT % (2, "1", 1, kept), {"1/model.onnx": adding_file()})
+    with serving(tmp_path) as served:
+        assert ask(served, "sums", 1, 1, start=True) == [1]
+        served.process.send_signal(signal.SIGTERM)
+        with triton.InferenceServerClient(served.address) as client:
+            wire_to(served).until(lambda: not client.is_server_ready(), "it is not ready any more")
+        assert ask(served, "sums", 2, 1) == [3]
+        status, text = refused(served, "sums", 5, 2, start=True)
+        assert (status, text.startswith("Server is stopping")) == ("503", True)
+        assert refused(served, "sums", 5, 1, start=True)[0] == "503"
+        assert ask(served, "sums", 3, 1, end=True) == [6]
+        assert served.process.wait(10) == 0
 
 
 # -------------------------------------------------------------------------------------------------------- in a graph
