@@ -18,7 +18,8 @@ import numpy as np
 from flowserve.backends.base import Work
 from flowserve.backends.shapes import fits, shown
 from flowserve.backends.triton_objects import InferenceResponse, TritonError
-from flowserve.backends.triton_objects import Tensor as Answer
+from flowserve.backends.triton_tensors import OnGpu, on_host
+from flowserve.backends.triton_tensors import Tensor as Answer
 from flowserve.config.types import ModelConfig
 from flowserve.errors import (
     Cancelled,
@@ -83,11 +84,17 @@ class AnswerReader:
         errors: Errors = {}
         outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
         placed = [0] * len(outputs)
-        if len(responses) == 1 and self._take_one(responses[0], work, outputs, placed):
-            return outputs, errors, placed
-        for j, column in enumerate(self._sort(responses, work, errors)):
-            if column:
-                placed[j] = self._take(responses, column, self._specs[j], outputs[j])
+        try:
+            if len(responses) == 1 and self._take_one(responses[0], work, outputs, placed):
+                return outputs, errors, placed
+            for j, column in enumerate(self._sort(responses, work, errors)):
+                if column:
+                    placed[j] = self._take(responses, column, self._specs[j], outputs[j])
+        except OnGpu:
+            for response in responses:
+                if isinstance(response, InferenceResponse):
+                    response._outputs[:] = map(on_host, response._outputs)
+            return self.read(responses, work)
         return outputs, errors, placed
 
     def _take_one(

@@ -19,10 +19,9 @@ from flowserve.backends.triton_objects import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
     InferenceRequest,
     InferenceResponse,
-    Tensor,
     TritonError,
-    TritonModelException,
 )
+from flowserve.backends.triton_tensors import Tensor, TritonModelException, on_host
 from flowserve.errors import Cancelled, FlowserveError, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.values import BY_NUMPY, Array, Request
 
@@ -153,7 +152,7 @@ class ModelCalls:
         )
 
     def _array(self, called: str, tensor: Tensor) -> Array:
-        array = tensor.as_numpy()
+        array = on_host(tensor).as_numpy()
         if array.dtype.kind in "OSU":
             return as_bytes(array)
         if array.dtype not in BY_NUMPY:

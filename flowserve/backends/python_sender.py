@@ -19,8 +19,8 @@ from flowserve.backends.triton_objects import (
     GivenRequest,
     InferenceRequest,
     InferenceResponse,
-    TritonModelException,
 )
+from flowserve.backends.triton_tensors import TritonModelException
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.tensor import Tensor
 

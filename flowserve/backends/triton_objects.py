@@ -1,7 +1,7 @@
-"""Requests, responses and tensors as a Python model written for Triton sees them.
+"""Requests and responses as a Python model written for Triton sees them; its tensors are in triton_tensors.py.
 
-Decided here: Triton's classes, made so that a request costs next to nothing until the model asks for its parts, and
-which arrays a model may write to. Models reach them through triton_python_backend_utils.py. Names that start with an
+Decided here: Triton's classes, made so that a request costs next to nothing until the model asks for its parts. Models
+reach them through triton_python_backend_utils.py. Names that start with an
 underscore are not for models.
 """
 
@@ -11,14 +11,16 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from flowserve.backends.base import Work
 from flowserve.backends.python_import import scope
-from flowserve.graph.conversion import reshaped
-from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
-from flowserve.memory.tensor import Tensor as _Rows
-from flowserve.values import BY_NUMPY, Array, DType, TensorSpec
+from flowserve.backends.triton_tensors import (
+    TRITONSERVER_MEMORY_CPU,
+    PreferredMemory,
+    Tensor,
+    TritonModelException,
+    _Input,
+)
+from flowserve.values import TensorSpec
 
 if TYPE_CHECKING:
     from flowserve.backends.python_calls import ModelCalls
@@ -28,10 +30,6 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END: Final = 2
 TRITONSERVER_RESPONSE_COMPLETE_FINAL: Final = 1
 TRITONSERVER_REQUEST_RELEASE_ALL: Final = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: Final = 2
-
-
-class TritonModelException(Exception):
-    """What Triton raises inside models, and what they may raise themselves."""
 
 
 class TritonError:
@@ -60,115 +58,6 @@ class TritonError:
 
     def __str__(self) -> str:
         return self._message
-
-
-class MemoryType:
-    """Triton's constants; tensors of models lie in host memory."""
-
-    TRITONSERVER_MEMORY_CPU: Final = 0
-    TRITONSERVER_MEMORY_GPU: Final = 1
-
-
-class PreferredMemory:
-    """Where a model would like its answers; only the host is offered."""
-
-    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
-        self.preferred_memory_type = preferred_memory_type
-        self.preferred_device_id = preferred_device_id
-
-
-class Tensor:
-    """A named array. `numpy_array` is kept as it is; whoever answers with it need not keep it unchanged afterwards."""
-
-    __slots__ = ("_array", "_name")
-
-    def __init__(self, name: str, numpy_array: Array) -> None:
-        if not isinstance(numpy_array, np.ndarray):
-            raise TypeError(f"Tensor '{name}' wants a numpy array, got {type(numpy_array).__name__}")
-        self._name = name
-        self._array: Array | None = numpy_array
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> Array:
-        """The tensor as a writable array; BYTES tensors are object arrays of `bytes`."""
-        assert self._array is not None
-        return self._array
-
-    def dtype(self) -> np.dtype[Any]:
-        return self.as_numpy().dtype
-
-    def triton_dtype(self) -> int:
-        return numpy_to_triton_type(self.dtype())
-
-    def shape(self) -> list[int]:
-        return list(self.as_numpy().shape)
-
-    def is_cpu(self) -> bool:
-        return True
-
-    @staticmethod
-    def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """A tensor over the memory of any object that speaks DLPack (or of a DLPack capsule) and lies on the host."""
-        return Tensor(name, np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)))
-
-    def to_dlpack(self) -> Any:
-        """A DLPack capsule over this tensor's memory."""
-        return self.as_numpy().__dlpack__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.as_numpy().__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
-
-
-class _Capsule:
-    """A bare DLPack capsule in the form numpy takes them."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
-
-
-class _Input(Tensor):
-    """A tensor of a request: rows of a block, looked at when the model asks for them."""
-
-    __slots__ = ("_may_write", "_rows", "_spec")
-
-    def __init__(self, spec: TensorSpec, rows: _Rows, may_write: bool) -> None:
-        self._name = spec.name
-        self._array = None
-        self._spec = spec
-        self._rows = rows
-        self._may_write = may_write
-
-    def as_numpy(self) -> Array:
-        array = self._array
-        if array is None:
-            array = self._rows.array
-            # A model may write into its input. The memory itself is given only to its last reader, everybody else gets
-            # a copy; so no two arrays that somebody may write to ever share memory.
-            flags = array.flags
-            if not (self._may_write and flags.writeable and flags.aligned):
-                array = _copy(array)
-            if self._spec.reshape is not None:
-                array = array.reshape(_inner_shape(array.shape, self._spec))
-            self._array = array
-        return array
-
-    def dtype(self) -> np.dtype[Any]:
-        return self._rows.block.dtype
-
-    def shape(self) -> list[int]:
-        shape = self._rows.shape
-        return list(shape if self._spec.reshape is None else _inner_shape(shape, self._spec))
 
 
 class InferenceRequest:
@@ -201,6 +90,7 @@ class InferenceRequest:
             "flags": flags,
             "timeout": timeout,
             "priority": priority,
+            "preferred_memory": preferred_memory,
             "parameters": json.loads(parameters or "{}") if isinstance(parameters, str) else parameters,
         }
 
@@ -240,7 +130,9 @@ class InferenceRequest:
         return int(self._facts()["model_version"])
 
     def preferred_memory(self) -> PreferredMemory:
-        return PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
+        """Where whoever makes a request would like its answers; the host, for one that a model was given."""
+        found: PreferredMemory = self._facts().get("preferred_memory") or PreferredMemory(TRITONSERVER_MEMORY_CPU)
+        return found
 
     def is_cancelled(self) -> bool:
         """False: a batch that has started is computed to its end."""
@@ -425,24 +317,3 @@ def _parameters(given: Mapping[str, Any] | str) -> Mapping[str, Any]:
         text = "response parameters are a JSON object of strings, numbers and booleans"
         raise TritonModelException(f"model '{scope.model}': {text}, got {given!r}")
     return dict(found)
-
-
-def numpy_to_triton_type(data_type: Any) -> int:
-    """The number in ModelConfig of a numpy dtype or scalar type; strings of any kind are TYPE_STRING."""
-    dtype = np.dtype(data_type)
-    return DType.BYTES.number if dtype.kind in "SU" else BY_NUMPY[dtype].number
-
-
-def _copy(array: Array) -> Array:
-    if array.nbytes < POOLED_BYTES_MIN or array.dtype.hasobject:
-        return array.copy()
-    copy = HOST.take(array.nbytes).view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
-
-
-def _inner_shape(shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
-    """The shape a model sees where the configuration reshapes an input."""
-    assert spec.reshape is not None
-    outer = len(shape) - len(spec.dims)
-    return shape[:outer] + reshaped(shape[outer:], spec.dims, spec.reshape)

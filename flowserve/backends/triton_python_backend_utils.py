@@ -21,10 +21,14 @@ from flowserve.backends.triton_objects import (
     TRITONSERVER_RESPONSE_COMPLETE_FINAL,
     InferenceRequest,
     InferenceResponse,
+    TritonError,
+)
+from flowserve.backends.triton_tensors import (
+    TRITONSERVER_MEMORY_CPU,
+    TRITONSERVER_MEMORY_GPU,
     MemoryType,
     PreferredMemory,
     Tensor,
-    TritonError,
     TritonModelException,
     numpy_to_triton_type,
 )
@@ -32,6 +36,8 @@ from flowserve.memory import bytes_codec
 from flowserve.values import BY_NUMBER, Array, DType
 
 __all__ = [
+    "TRITONSERVER_MEMORY_CPU",
+    "TRITONSERVER_MEMORY_GPU",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
     "TRITONSERVER_REQUEST_RELEASE_ALL",

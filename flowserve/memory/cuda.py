@@ -131,6 +131,9 @@ class CudaDevice:
         assert isinstance(event, CudaEvent)
         return bool(event.raw.done)
 
+    def settle(self) -> None:
+        cupy.cuda.Device(self.number).synchronize()
+
     def host_view(self, memory: Memory) -> Array:
         return np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.address))
 

@@ -86,6 +86,11 @@ class Device(Protocol):
     def is_done(self, event: Event) -> bool:
         """Whether the event has passed. If so, the host may rely on it as after `synchronize`."""
 
+    def settle(self) -> None:
+        """Return when all is over that anybody has put on the device so far, other libraries included: for what comes
+        from them without an event. Blocks the thread.
+        """
+
     def host_view(self, memory: Memory) -> Array:
         """Pinned memory as writable bytes. Ask for it right before it is read or written, and after synchronising
         with whatever else uses it.

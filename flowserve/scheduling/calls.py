@@ -22,6 +22,7 @@ from flowserve.errors import Unavailable
 from flowserve.graph.plan import Plan, PlanNode
 from flowserve.scheduling.pauses import Pauses
 from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.sequences import Sequences
 from flowserve.scheduling.streams import StreamFlow
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class _Hopeless:
                 circle = self._pauses.circle(self._paused[batch], self.stuck) if batch in self._paused else None
                 if circle:
                     return f"{text} {', '.join(circle)}"
-            if queue.bound is not None and blockers:
+            if isinstance(queue.bound, Sequences) and blockers:
                 sequence = queue.bound.id_of(flow)
                 why = f"sequence {sequence} goes on in an instance that waits for it, directly or through others"
                 return f"{text} {why}; answer first, or call with another sequence"
@@ -200,7 +201,7 @@ class _Hopeless:
             return any(batch in self.stuck for batch in running)
         if _answers(flow, node):
             return False
-        if queue.bound is not None and not queue.bound.can_take(
+        if isinstance(queue.bound, Sequences) and not queue.bound.can_take(
             flow, [one for one in self.stuck if one.queue is queue]
         ):
             return True

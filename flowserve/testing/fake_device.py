@@ -92,13 +92,16 @@ class FakeMachine:
         self._allocations: dict[int, FakeMemory] = {}
         self._addresses: list[int] = []
         self._streams = itertools.count(1)
+        self.streams: list[FakeStream] = []
         self.devices = [FakeDevice(self, number) for number in range(count)]
 
     def used_bytes(self, place: MemoryPlace) -> int:
         return sum(one.nbytes for one in self._allocations.values() if one.place == place)
 
     def new_stream(self, device: int) -> FakeStream:
-        return FakeStream(next(self._streams), device)
+        stream = FakeStream(next(self._streams), device)
+        self.streams.append(stream)
+        return stream
 
     def allocate(self, place: MemoryPlace, nbytes: int) -> FakeMemory:
         with self.lock:
@@ -244,6 +247,13 @@ class FakeDevice:
             if self.machine.is_quick:
                 _join(self.machine.host, event.clock)
             return all(self.machine.host.get(who, 0) >= moment for who, moment in event.clock.items())
+
+    def settle(self) -> None:
+        with self.machine.lock:
+            self.machine.synchronised += 1
+            for stream in self.machine.streams:
+                if stream.device == self.number:
+                    _join(self.machine.host, stream.clock)
 
     def host_view(self, memory: Memory) -> Array:
         """Counts as the host writing it: nobody looks again at what it does with a view."""

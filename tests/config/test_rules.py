@@ -202,6 +202,13 @@ def test_rule_M46_groups_on_gpus_are_for_backends_that_use_gpus(said: Said) -> N
     ]
 
 
+def test_rule_M47_inputs_are_forced_to_the_cpu_or_not(said: Said) -> None:
+    text = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "%s" } }'
+    assert said("M47", text % "no") == []
+    (told,) = said("M47", text % "maybe")
+    assert "Incorrect value for FORCE_CPU_ONLY_INPUT_TENSORS: 'maybe' of model 'm'" in told
+
+
 def test_rule_M12_profiles_are_numbers_and_tensorrts(said: Said) -> None:
     (text,) = said("M12", 'backend: "python" instance_group { profile: "0" }')
     assert "specifies profile field which is only supported for TensorRT models" in text

@@ -11,6 +11,7 @@ import trio
 from flowserve.config.instances import Gpus
 from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, RateLimiter, SourceMap
 from flowserve.errors import Problems
+from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.control import ControlOptions, open_control
 from flowserve.runtime.engine import EngineOptions, open_engine
 from flowserve.runtime.limits import refuse_what_never_runs
@@ -57,6 +58,37 @@ async def test_every_instance_is_told_its_gpu(tmp_path: Path) -> None:
             for _ in range(2):  # in one turn, so that both instances get one
                 nursery.start_soon(ask)
     assert places == {"GPU 0 m_0_gpu0", "GPU 1 m_0_gpu1"}
+
+
+BY_DLPACK = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            given = pb_utils.get_input_tensor_by_name(request, "IN")
+            assert given.is_cpu() and given.__dlpack_device__() == (1, 0)
+            doubled = np.from_dlpack(given) * 2
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack("OUT", doubled)]))
+        return answers
+"""
+
+
+@pytest.mark.parametrize("execution", ["process", "thread"] if SUPPORTED else ["thread"])
+async def test_tensors_of_models_travel_by_dlpack_wherever_they_run(tmp_path: Path, execution: str) -> None:
+    (tmp_path / "m/1").mkdir(parents=True)
+    config = CONFIG.replace('"thread"', f'"{execution}"').replace("TYPE_STRING", "TYPE_FP32")
+    (tmp_path / "m/config.pbtxt").write_text(config)
+    (tmp_path / "m/1/model.py").write_text(BY_DLPACK)
+    async with (
+        open_engine(EngineOptions()) as engine,
+        open_control(engine, [tmp_path], ControlOptions()) as control,
+    ):
+        assert await control.start(lambda event: None) == {}
+        response = await engine.infer(engine.find("m"), Request(inputs={"IN": np.array([3.5], np.float32)}))
+    assert response.outputs["OUT"].tolist() == [7.0]
 
 
 @pytest.mark.fault("R9")

@@ -61,6 +61,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "M44": gpus.no_gpu_is_listed_twice,
     "M45": gpus.gpus_that_are_asked_for_are_there,
     "M46": gpus.gpu_groups_are_for_backends_that_use_gpus,
+    "M47": gpus.inputs_are_forced_to_the_cpu_or_not,
     "M50": batching.preferred_sizes_fit,
     "M51": batching.default_priority_exists,
     "M52": batching.policies_have_a_priority,

@@ -7,10 +7,13 @@ do nothing with.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from flowserve.config.model_config_pb2 import ModelInstanceGroup
 from flowserve.config.rules.subject import Subject
 from flowserve.errors import Problem
+
+FORCE_CPU: Final = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 
 def only_gpu_groups_list_gpus(s: Subject) -> Iterator[Problem]:
@@ -55,6 +58,16 @@ def gpu_groups_are_for_backends_that_use_gpus(s: Subject) -> Iterator[Problem]:
         if group.kind == ModelInstanceGroup.KIND_GPU and not s.uses_gpus:
             text = f"{_name(s, index)} has kind KIND_GPU but backend '{s.message.backend}' computes on the CPU only"
             yield s.problem(f"instance_group[{index}]", text, "write kind: KIND_CPU, or leave `kind` out")
+
+
+def inputs_are_forced_to_the_cpu_or_not(s: Subject) -> Iterator[Problem]:
+    """A parameter of Triton's Python backend."""
+    if FORCE_CPU not in s.message.parameters:
+        return
+    value = s.message.parameters[FORCE_CPU].string_value
+    if value not in ("yes", "no"):
+        text = f"Incorrect value for {FORCE_CPU}: '{value}' of model '{s.message.name}'"
+        yield s.problem(f"parameters[{FORCE_CPU}]", text, 'write "yes" (the default) or "no"')
 
 
 def _name(s: Subject, index: int) -> str:

@@ -1,0 +1,173 @@
+"""DLPack: how tensors are handed from one library to another without a copy, whatever memory they lie in.
+
+Decided here: what a capsule says (`described`), how one is made (`capsule_of`), and what is taken of others: tensors in
+row-major order, of a type that tensors have here, in the host's memory or a CUDA device's. It is done with the
+structures that the standard lays down, so that neither needs the library the tensor comes from. Nothing here reads what
+the tensors hold, nor orders anybody's streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from flowserve.errors import Invalid
+from flowserve.values import Array, DType
+
+CPU: Final = 1
+CUDA: Final = 2
+PINNED: Final = 3
+_NAME: Final = b"dltensor"
+_CODES: Final = {"i": 0, "u": 1, "f": 2, "b": 6}
+_BFLOAT: Final = 4
+
+# Python's own functions: for objects, and for one that is about to go, which nobody may hold again.
+_OBJECTS: Final = ctypes.PyDLL(None)
+_OBJECTS.PyCapsule_GetPointer.restype = ctypes.c_void_p
+_OBJECTS.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_OBJECTS.PyCapsule_New.restype = ctypes.py_object
+_OBJECTS.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_ADDRESSES: Final = ctypes.PyDLL(None)
+_ADDRESSES.PyCapsule_GetPointer.restype = ctypes.c_void_p
+_ADDRESSES.PyCapsule_GetPointer.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+_ADDRESSES.PyCapsule_IsValid.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+
+
+class _Device(ctypes.Structure):
+    _fields_: ClassVar[Any] = [("type", ctypes.c_int32), ("number", ctypes.c_int32)]
+
+
+class _DataType(ctypes.Structure):
+    _fields_: ClassVar[Any] = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(ctypes.Structure):
+    _fields_: ClassVar[Any] = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Foreign:
+    """A tensor in somebody's memory; `owner` keeps it there. `device` is the GPU's number, -1 for the host."""
+
+    address: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    device: int
+    owner: object
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def on_host(self) -> Array:
+        """The array over the memory itself, which is the host's."""
+        assert self.device < 0
+        if not self.nbytes:
+            return np.empty(self.shape, self.dtype)
+        memory: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        memory._owner = self.owner  # the array holds the memory, and that its owner
+        array: Array = np.frombuffer(memory, self.dtype).reshape(self.shape)
+        return array
+
+
+def described(capsule: Any) -> Foreign:
+    """What a capsule holds, which is not taken out of it: whoever has this, has the capsule. Raises Invalid for what
+    tensors are not here.
+    """
+    try:
+        pointer = _OBJECTS.PyCapsule_GetPointer(capsule, _NAME)
+    except (ValueError, TypeError) as error:
+        raise Invalid("this is no DLPack capsule, or somebody has taken its tensor already") from error
+    tensor = ctypes.cast(pointer, ctypes.POINTER(_Managed)).contents.tensor
+    shape = tuple(tensor.shape[: tensor.ndim])
+    if tensor.strides and 0 not in shape and not _is_contiguous(shape, tensor.strides[: tensor.ndim]):
+        raise Invalid(
+            "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are stored in C-Order are supported."
+        )
+    if tensor.device.type not in (CPU, CUDA, PINNED):
+        raise Invalid(f"DLPack tensors in memory of type {tensor.device.type} are not supported; CPU and CUDA are")
+    device = tensor.device.number if tensor.device.type == CUDA else -1
+    return Foreign((tensor.data or 0) + tensor.byte_offset, _dtype(tensor.dtype), shape, device, capsule)
+
+
+def capsule_of(tensor: Foreign) -> Any:
+    """A capsule over the tensor's memory, which holds its owner until whoever takes the tensor is done with it."""
+    managed = _Exported(tensor)
+    address = ctypes.addressof(managed.structure)
+    _exported[address] = managed
+    return _OBJECTS.PyCapsule_New(address, _NAME, ctypes.cast(_UNTAKEN, ctypes.c_void_p))
+
+
+class _Exported:
+    """What a capsule points to, and what that points to."""
+
+    def __init__(self, tensor: Foreign) -> None:
+        self.owner = tensor.owner
+        self.shape = (ctypes.c_int64 * max(len(tensor.shape), 1))(*tensor.shape)
+        device = _Device(CPU, 0) if tensor.device < 0 else _Device(CUDA, tensor.device)
+        view = _Tensor(tensor.address, device, len(tensor.shape), _data_type(tensor.dtype), self.shape, None, 0)
+        self.structure = _Managed(view, None, ctypes.cast(_TAKEN, ctypes.c_void_p))
+
+
+_exported: Final[dict[int, _Exported]] = {}
+
+
+def _taken(address: int) -> None:
+    """Whoever took a tensor is done with it. On any thread."""
+    _exported.pop(address, None)
+
+
+def _untaken(capsule: int) -> None:
+    """A capsule goes, perhaps without anybody having taken what is in it."""
+    if _ADDRESSES.PyCapsule_IsValid(capsule, _NAME):
+        _exported.pop(_ADDRESSES.PyCapsule_GetPointer(capsule, _NAME), None)
+
+
+# Called by C: by whoever took a tensor, on a thread that may not run Python yet, and by Python itself.
+_TAKEN: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_taken)
+_UNTAKEN: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_untaken)
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: list[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _dtype(found: _DataType) -> np.dtype[Any]:
+    if found.lanes == 1 and found.code == _BFLOAT and found.bits == 16:
+        return DType.BF16.numpy
+    for kind, code in _CODES.items():
+        if found.lanes == 1 and found.code == code and found.bits in (8, 16, 32, 64):
+            try:
+                return np.dtype("?" if kind == "b" else f"{kind}{found.bits // 8}")
+            except TypeError:
+                break
+    raise Invalid(f"DLPack type {found.code} of {found.bits} bits and {found.lanes} lanes is none that tensors have")
+
+
+def _data_type(dtype: np.dtype[Any]) -> _DataType:
+    if dtype == DType.BF16.numpy:
+        return _DataType(_BFLOAT, 16, 1)
+    if dtype.kind not in _CODES:
+        raise Invalid(f"tensors of {dtype} cannot travel by DLPack")
+    return _DataType(_CODES[dtype.kind], dtype.itemsize * 8, 1)

@@ -1,0 +1,138 @@
+"""Python models with tensors on a GPU, here one that is not there: what they are told, and what becomes of answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve.backends import triton_python_backend_utils as pb_utils
+from flowserve.backends.triton_tensors import GpuTensor
+from flowserve.memory import dlpack
+from flowserve.memory.device_tensor import DeviceTensor
+from flowserve.memory.devices import Devices, using
+from flowserve.memory.dlpack import Foreign, capsule_of
+from flowserve.memory.stream import DeviceStream
+from flowserve.memory.tensor import Tensor
+from flowserve.testing.backends import Repository, config_of, open_instance, spec, values
+from flowserve.testing.fake_device import FakeMachine
+from flowserve.values import HOST_MEMORY, Array, gpu_memory
+
+
+class OnDevice:
+    """An array of some library's on the GPU."""
+
+    def __init__(self, tensor: DeviceTensor) -> None:
+        self.tensor = tensor
+        self.streams: list[Any] = []  # on which it was to be ready
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        self.streams.append(stream)
+        array = self.tensor.elements
+        return capsule_of(Foreign(array.address, array.dtype, array.shape, array.place.number, self.tensor))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CUDA, self.tensor.place.number
+
+
+@pytest.fixture
+def machine() -> Iterator[FakeMachine]:
+    """A machine with two GPUs, and a library `gpu` whose arrays lie on the second."""
+    machine = FakeMachine(2)
+    with using(Devices(machine.devices)) as found:
+        stream = DeviceStream(found[1])
+
+        def asarray(array: Array) -> OnDevice:
+            there = Tensor(array, 0, len(array)).to(gpu_memory(1), stream)
+            assert isinstance(there, DeviceTensor)
+            return OnDevice(there)
+
+        sys.modules["gpu"] = SimpleNamespace(asarray=asarray)  # type: ignore[assignment]  # all that models use of it
+        yield machine
+        del sys.modules["gpu"]
+        stream.close()
+
+
+def on_gpu(array: Array) -> OnDevice:
+    made: OnDevice = sys.modules["gpu"].asarray(array)
+    return made
+
+
+def test_a_tensor_on_a_gpu_tells_where_it_is_and_is_no_numpy_array(machine: FakeMachine) -> None:
+    for offered in (on_gpu(np.ones((2, 3), np.float16)), on_gpu(np.ones((2, 3), np.float16)).__dlpack__()):
+        tensor = pb_utils.Tensor.from_dlpack("x", offered)
+        assert not tensor.is_cpu()
+        assert (tensor.name(), tensor.shape(), tensor.triton_dtype()) == ("x", [2, 3], 10)
+        assert tensor.__dlpack_device__() == (2, 1)
+        with pytest.raises(pb_utils.TritonModelException) as caught:
+            tensor.as_numpy()
+        assert str(caught.value) == "Tensor is stored in GPU and cannot be converted to NumPy."
+    assert not machine.copies[gpu_memory(1), HOST_MEMORY]
+
+
+def test_a_tensor_goes_on_to_another_library_as_it_came_and_ordered_by_whom_it_came_from(machine: FakeMachine) -> None:
+    source = on_gpu(np.arange(3.0))
+    tensor = pb_utils.Tensor.from_dlpack("x", source)
+    again = pb_utils.Tensor.from_dlpack("y", tensor.to_dlpack())
+    assert isinstance(again, GpuTensor)
+    assert again._there.address == source.tensor.elements.address
+    tensor.__dlpack__(stream=77)
+    assert source.streams[-1] == 77
+    assert not machine.copies[gpu_memory(1), HOST_MEMORY]
+
+
+def test_bfloat16_travels_by_dlpack_on_the_host() -> None:
+    array = np.array([1.5, -2], pb_utils.triton_string_to_numpy("TYPE_BF16"))
+    tensor = pb_utils.Tensor.from_dlpack("x", pb_utils.Tensor("y", array).to_dlpack())
+    assert tensor.is_cpu()
+    assert tensor.triton_dtype() == 14
+    assert np.shares_memory(tensor.as_numpy(), array)
+
+
+def test_what_has_gaps_is_refused_as_on_triton() -> None:
+    with pytest.raises(pb_utils.TritonModelException, match="Only contiguous DLPack tensors"):
+        pb_utils.Tensor.from_dlpack("x", np.zeros((3, 2)).T.__dlpack__())
+
+
+MODEL = """
+import gpu
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            on_gpu = pb_utils.Tensor.from_dlpack("y", gpu.asarray(x * 2))
+            on_host = pb_utils.Tensor("z", x + 1)
+            responses.append(pb_utils.InferenceResponse([on_gpu, on_host]))
+        return responses
+"""
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_what_a_model_answers_with_from_a_gpu_comes_to_the_host_once(
+    repository: Repository, machine: FakeMachine, members: int
+) -> None:
+    repository.write("m", "1/model.py", MODEL)
+    config = config_of(inputs=[spec("x")], outputs=[spec("y"), spec("z")], max_batch_size=8)
+    opened = open_instance(repository, config)
+    rows = [np.full((1, 4), m, np.float32) for m in range(members)]
+    results = opened.run(*[{"x": row} for row in rows])
+    opened.instance.close()
+    assert values(results) == [(row * 2).tolist() for row in rows]
+    assert values(results, 1) == [(row + 1).tolist() for row in rows]
+    assert machine.copies[gpu_memory(1), HOST_MEMORY] == members
+
+
+def test_a_request_tells_where_its_answers_are_wanted() -> None:
+    wanted = pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 1)
+    asked = pb_utils.InferenceRequest(model_name="m", preferred_memory=wanted).preferred_memory()
+    assert (asked.preferred_memory_type, asked.preferred_device_id) == (1, 1)
+    plain = pb_utils.InferenceRequest(model_name="m").preferred_memory()
+    assert plain.preferred_memory_type == pb_utils.MemoryType.TRITONSERVER_MEMORY_CPU
