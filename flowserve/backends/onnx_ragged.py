@@ -7,8 +7,11 @@ memory/ragged.py, running is onnxruntime.py; whether the model's file agrees is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Final
+
+import numpy as np
 
 from flowserve.backends.base import Work
 from flowserve.config.types import ModelConfig
@@ -24,6 +27,19 @@ WRONG_ROWS: Final = (
     "its outputs need one row for each row of the batch: element counts are one for each request, and only "
     "BATCH_ITEM_SHAPE tells the rows of a request apart"
 )
+
+
+Columns = list[list[Tensor | None]]
+
+
+def part_of(work: Work, members: Sequence[int]) -> Work:
+    """The same for some of its members."""
+    return Work(
+        [[column[m] for m in members] for column in work.inputs],
+        [work.rows[m] for m in members],
+        [work.requests[m] for m in members],
+        [work.wanted[m] for m in members],
+    )
 
 
 class RaggedPorts:
@@ -88,6 +104,33 @@ class RaggedPorts:
                     f"{elements} elements in this batch, the model answered {len(whole.block)}"
                 )
             outputs[j] = [*cut(whole.block, shapes, has_rows=self._is_batching)]
+
+    def blank_members(self, work: Work) -> list[int]:
+        """The members that have no rows, of which there is nothing to compute."""
+        if not self._is_batching:
+            return []
+        return [m for m, tensor in enumerate(work.inputs[0]) if tensor is not None and not tensor.shape[0]]
+
+    def with_blank(self, outputs: list[list[Tensor | None]], shown: Sequence[int], work: Work) -> Columns:
+        """The outputs of the members that were `shown` to the model, and among them, without rows, those of the others."""
+        place = {m: k for k, m in enumerate(shown)}
+        sources = {j: (source, dims) for j, source, dims in self._cut}
+        made: Columns = []
+        for j, spec in enumerate(self._outputs):
+            column: list[Tensor | None] = []
+            for m, wanted in enumerate(work.wanted):
+                if m in place:
+                    column.append(outputs[j][place[m]])
+                elif spec.name not in wanted:
+                    column.append(None)
+                else:
+                    shape = (0, *(max(dim, 0) for dim in spec.dims))
+                    if j in sources:
+                        source, dims = sources[j]
+                        shape = filled(dims, self._shapes(part_of(work, [m]), source)[0])
+                    column.append(Tensor(np.empty(shape, spec.dtype.numpy), 0, 0))
+            made.append(column)
+        return made
 
     def _full(self, dims: Shape) -> Shape:
         return (-1, *dims) if self._is_batching else dims

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ import onnxruntime as ort
 
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
 from flowserve.backends.files import model_file, relative
-from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts
+from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts, part_of
 from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements, with_flat_controls
 from flowserve.backends.shapes import fits, shown
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
@@ -230,8 +230,21 @@ class RaggedInstance(OnnxInstance):
         self._ragged = ragged
 
     def run(self, work: Work, clock: ClockNs) -> Results:
+        blank = self._ragged.blank_members(work)
+        if blank:
+            return self._run_others(work, blank, clock)
         results = super().run(work, clock)
         self._ragged.cut(results.outputs, work)
+        return results
+
+    def _run_others(self, work: Work, blank: Collection[int], clock: ClockNs) -> Results:
+        """Requests without rows are not shown to the model: a count for each request would be one row too many."""
+        shown = [m for m in range(len(work.rows)) if m not in blank]
+        if shown:
+            results = self.run(part_of(work, shown), clock)
+        else:
+            results = Results([[]] * len(self._model.outputs), gathered_ns=clock(), computed_ns=clock())
+        results.outputs = self._ragged.with_blank(results.outputs, shown, work)
         return results
 
     def _feed(self, work: Work) -> tuple[Feed, list[int], int]:

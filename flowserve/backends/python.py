@@ -30,8 +30,8 @@ from flowserve.backends.python_calls import ModelCalls
 from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model
 from flowserve.backends.python_sender import (
     ResponseSender,
+    SentRequest,
     SingleResponseSender,
-    answer_the_forgotten,
     collect,
     refuse_returned,
 )
@@ -191,8 +191,8 @@ class PythonInstance:
         self._clock = clock
         requests: list[Any] = (
             [GivenRequest(about, work, 0)]
-            if count == 1
-            else [*map(GivenRequest, repeat(about), repeat(work), range(count))]
+            if count == 1 and work.senders is None
+            else [*map(self._request_class(work), repeat(about), repeat(work), range(count))]
         )
         gathered_ns = clock()
         with self._working:
@@ -211,13 +211,15 @@ class PythonInstance:
                     del failed  # or this frame would hold it, and it this frame: tensors would wait for the collector
         return self._results(requests, responses, work, gathered_ns, clock())
 
+    def _request_class(self, work: Work) -> type[GivenRequest]:
+        return GivenRequest if work.senders is None else SentRequest
+
     def _results(
         self, requests: Sequence[GivenRequest], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
     ) -> Results:
         about = self._about
         if work.senders is not None:
             refuse_returned(responses, about.name)
-            answer_the_forgotten(requests, work.senders, about.name)
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns)
         if None in responses:
             collect(requests, responses, about.name)

@@ -38,6 +38,9 @@ class IterativeInstance(PythonInstance):
         results.rescheduled = [m for m in again if m not in results.errors]
         return results
 
+    def _request_class(self, work: Work) -> type[GivenRequest]:
+        return GivenRequest  # who lets go of one may get it again
+
     def _make_sender(self, work: Work, member: int) -> Any:
         kept = None if work.senders is None else work.senders[member].kept
         return super()._make_sender(work, member) if kept is None else kept

@@ -97,6 +97,18 @@ class ResponseSender:
             )
 
 
+class SentRequest(GivenRequest):
+    """A request of a decoupled model. Its sender may be asked for at any time, on any thread; who lets go of it without
+    having asked can never answer.
+    """
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if self._sender is None and self._work.senders is not None:
+            answer_the_forgotten([self], [self._work.senders[self._member]], self._model.name)
+
+
 class SingleResponseSender:
     """The same for a model that is not decoupled: exactly one response, which its batch waits for."""
 
@@ -148,10 +160,10 @@ def collect(requests: Sequence[InferenceRequest], responses: list[Any], model: s
 
 
 def answer_the_forgotten(requests: Sequence[InferenceRequest], senders: Sequence[Sender], model: str) -> None:
-    """A decoupled model's `execute` returned: whoever's sender was never asked for gets no answer any more."""
+    """A decoupled model let go of these: whoever's sender was never asked for gets no answer any more."""
     for request, sender in zip(requests, senders, strict=True):
         if isinstance(request, GivenRequest) and request._sender is None:
-            sender.fail(ModelFailed(f"model '{model}' returned without asking for the response sender of a request"))
+            sender.fail(ModelFailed(f"model '{model}' let go of a request without asking for its response sender"))
 
 
 def refuse_returned(responses: Sequence[object], model: str) -> None:

@@ -90,6 +90,23 @@ def test_an_empty_list_in_a_batch_counts_nothing_and_comes_back_empty(repository
     assert values(model.run(*lists(0)), 1) == [[[]]]
 
 
+@pytest.mark.fault("D13")
+def test_a_request_without_rows_is_answered_without_rows_and_counts_nothing(
+    repository: Repository, opened: Open
+) -> None:
+    repository.write("m", FILE, show_file(DType.INT32, ["R"]))
+    outputs = [spec("SHOWN", (1,), DType.INT32, reshape=()), spec("FLAT", (-1,))]
+    model = opened(show_config("BATCH_ELEMENT_COUNT", outputs=outputs))
+    blank = {"X": np.empty((0, 7), np.float32)}
+    two, three = lists(2, 3)
+    results = model.run(blank, two, blank, three)
+    assert values(results) == [[], [[2]], [], [[3]]]
+    assert values(results, 1) == [[], [[0, 1]], [], [[2, 3, 4]]]
+    alone = model.run(blank).outputs
+    assert [column[0].array.shape for column in alone] == [(0, 1), (0, 7)]
+    assert [column[0].array.dtype for column in alone] == [np.int32, np.float32]
+
+
 def test_shapes_of_items_are_a_row_for_each_row_and_are_split_among_the_requests(
     repository: Repository, opened: Open
 ) -> None:

@@ -44,12 +44,14 @@ class TritonPythonModel:
                 self.threads.append(threading.Thread(target=self.answer, args=(request, how)))
                 self.threads[-1].start()
             elif how.get("forgets"):
-                self.kept = request
+                pass
             else:
                 self.answer(request, how)
 
     def answer(self, request, how):
         (count,) = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy().reshape(-1)
+        if how.get("late"):
+            time.sleep(0.05)
         sender = request.get_response_sender()
         for n in range(count):
             if sender.is_cancelled():
@@ -155,7 +157,7 @@ async def answers(engine: Engine, name: str, request: Request) -> list[int]:
 
 
 async def test_a_step_answers_none_once_and_many_times(repository: Path, execution: str) -> None:
-    hows: list[dict[str, Any]] = [{}, {"thread": True}, {"with_last": True}]
+    hows: list[dict[str, Any]] = [{}, {"thread": True, "late": True}, {"with_last": True}]
     async with served(repository, execution) as engine:
         for name, how, count in product(("repeat", "repeat_square"), hows, (0, 1, 40)):
             power = 2 if name == "repeat_square" else 1
@@ -261,7 +263,7 @@ async def test_what_comes_after_the_final_flag_is_refused_and_a_sender_that_is_d
         assert await answers(engine, "repeat", ask(1, too_late=True)) == [1]
         with pytest.raises(FlowserveError, match="let go of a response sender without sending"):
             await answers(engine, "repeat", ask(1, drops=True))
-        with pytest.raises(FlowserveError, match="returned without asking for the response sender"):
+        with pytest.raises(FlowserveError, match="let go of a request without asking for its response sender"):
             await answers(engine, "repeat", ask(1, forgets=True))
         assert await answers(engine, "repeat", ask(1)) == [1]
     assert "Unable to send response. Response sender has been closed." in (tmp_path / "log").read_text()
