@@ -36,8 +36,10 @@ class Reading:
     edges: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def read(one: Statistics) -> Reading:
-    """What the counters say now."""
+def read(one: Statistics, before: Reading | None = None) -> Reading:
+    """What the counters say now: the very reading `before` where nothing ran and nothing failed since."""
+    if before is not None and _is_still(one, before):
+        return before
     return Reading(
         one.success_count,
         one.fail_count,
@@ -51,6 +53,14 @@ def read(one: Statistics) -> Reading:
     )
 
 
+def _is_still(one: Statistics, before: Reading) -> bool:
+    if one.success_count != before.requests or one.fail_count != before.failures:
+        return False
+    return one.execution_count == before.batches and [node.batches for node in one.nodes] == [
+        batches for batches, _ in before.nodes
+    ]
+
+
 def _edges(node: NodeTraffic) -> Iterable[tuple[int, int]]:
     for edge in node.edges:
         yield node.handed_on(edge), edge.copied
@@ -60,6 +70,8 @@ def deployment_figures(old: Reading, new: Reading, seconds: float, edges_ns: Seq
     """Requests and failures per second, and how long requests took: `p50` and `p99` in milliseconds, None where there
     were none. `edges_ns` are the histograms'.
     """
+    if old is new:
+        return {"rate": 0.0, "failing": 0.0, "p50": None, "p99": None}
     taken = _since(old.total, new.total)
     return {
         "rate": _per_second(old.requests, new.requests, seconds),

@@ -74,7 +74,8 @@ class Sampler:
         if self._moments and now_ns - self._moments[-1].at_ns < _FRESH_NS:
             return
         counters = {ModelKey(one.name, one.version): one for one, _ in self._engine.counters()}
-        self._moments.append(_Moment(now_ns, {key: read(one) for key, one in counters.items()}))
+        before = self._moments[-1].readings if self._moments else {}
+        self._moments.append(_Moment(now_ns, {key: read(one, before.get(key)) for key, one in counters.items()}))
         while now_ns - self._moments[0].at_ns > _WINDOW_NS:
             self._moments.popleft()
         self.number += 1

@@ -82,12 +82,11 @@ class Page:
         return json.loads(message)
 
     def _note(self, event: Any) -> None:
-        told = event.get("params", {})
-        match event.get("method"):
-            case "Runtime.exceptionThrown":
-                self.said.append(json.dumps(told["exceptionDetails"]))
-            case "Log.entryAdded":
-                self.said.append(f"{told['entry']['level']}: {told['entry']['text']}")
+        method, told = event.get("method"), event.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.said.append(json.dumps(told["exceptionDetails"]))
+        elif method == "Log.entryAdded":
+            self.said.append(f"{told['entry']['level']}: {told['entry']['text']}")
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; a promise is waited for."""

@@ -206,7 +206,8 @@ def test_what_the_page_remembers_does_not_grow(page: Page) -> None:
           const edge = { bytes: 9, copied: 0 };
           const graph = { name: "pair", version: "1", picture: picture.word, nodes: [node, node],
             edges: [edge, edge, null] };
-          const frame = { server: { is_ready: true, in_flight: 1 }, names: null, deployments: [], can_load: true, graph };
+          const server = { is_ready: true, in_flight: 1 };
+          const frame = { server, names: null, deployments: [], can_load: true, graph };
           show(frame);
           const before = document.querySelectorAll("*").length;
           for (let i = 0; i < 1100; i++) {

@@ -78,3 +78,14 @@ def test_a_graph_of_another_shape_is_counted_from_zero() -> None:
 )
 def test_a_percentile_lies_between_its_edges(counts: list[int], share: float, expected: float | None) -> None:
     assert quantile_ms([10 * MS, 20 * MS], counts, share) == expected
+
+
+def test_what_stood_still_is_not_read_again() -> None:
+    one = Statistics("m", 1)
+    first = read(one)
+    assert read(one, first) is first
+    one.failed(1, MS, "OTHER")
+    second = read(one, first)
+    assert (second is first, second.failures) == (False, 1)
+    figures = {"rate": 0.0, "failing": 0.0, "p50": None, "p99": None}
+    assert deployment_figures(second, read(one, second), 5.0, DURATION_EDGES_NS) == figures
