@@ -74,14 +74,16 @@ class DidNotServe(Exception):
 
 
 @contextmanager
-def serving(repository: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Served]:
+def serving(
+    repository: Path, *options: str, environment: Mapping[str, str] | None = None, python: str = sys.executable
+) -> Iterator[Served]:
     """`python -m flowserve run REPOSITORY OPTIONS` on a free port, until the block ends.
 
-    `options` come last and so win over the defaults: without `--allow-grpc true` it serves HTTP only. Raises
-    DidNotServe.
+    `options` come last and so win over the defaults: without `--allow-grpc true` it serves HTTP only. `python` is the
+    interpreter, for a flowserve that is installed elsewhere. Raises DidNotServe.
     """
     quiet = ["--http-port", "0", "--allow-grpc", "false"]
-    command = [sys.executable, "-m", "flowserve", "run", str(repository), *quiet, *options]
+    command = [python, "-m", "flowserve", "run", str(repository), *quiet, *options]
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log_file:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log_file, text=True, env={**os.environ, **(environment or {})}

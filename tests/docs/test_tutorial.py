@@ -1,11 +1,18 @@
-"""docs/tutorial.md works as written: its commands are pasted in order, and what they print is compared."""
+"""docs/tutorial.md works as written: its commands are pasted in order, into an environment that has nothing yet, and
+what they print is compared.
+
+What is new in that environment is flowserve itself, installed by pip from a wheel of this checkout. What flowserve
+needs, and pytest, is linked from where this test runs instead of being downloaded again.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from itertools import zip_longest
 from pathlib import Path
 
@@ -14,62 +21,100 @@ import pytest
 from flowserve.testing.serve import serving
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NOT_LINKED = re.compile(r"flowserve|__editable__|pip\b|.*\.pth$|__pycache__")
 
 
-def run(line: str, home: Path) -> str:
-    """One command as a newcomer's shell runs it, in an environment where flowserve is installed."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["sh", "-c", line],
-        cwd=home,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    return done.stdout
+class Newcomer:
+    """A home, and a shell in it that has a plain `python3`."""
+
+    def __init__(self, home: Path, wheels: Path) -> None:
+        self.home = home
+        self.python = home / ".venv" / "bin" / "python"
+        (home / "bin").mkdir()
+        python3 = home / "bin" / "python3"
+        python3.write_text(f'#!/bin/sh\nexec {getattr(sys, "_base_executable", sys.executable)} "$@"\n')
+        python3.chmod(0o755)
+        # As `pip install` without a network, which finds its packages in a folder.
+        pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        self._environment = {**kept, **pip, "PATH": os.pathsep.join([str(home / "bin"), "/usr/bin", "/bin"])}
+
+    def run(self, line: str, status: int = 0) -> tuple[str, str]:
+        """What one command prints, to standard output and standard error."""
+        done = subprocess.run(
+            ["sh", "-c", f". .venv/bin/activate && {line}" if self.python.exists() else line],
+            cwd=self.home,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == status, f"{line}\n{done.stdout}{done.stderr}"
+        return done.stdout, done.stderr
+
+    def paste(self, blocks: list[tuple[str, str]]) -> str:
+        """Run the first block, and compare with the one below where that shows an output."""
+        printed = "".join(self.run(line)[0] for line in blocks[0][1].splitlines())
+        if len(blocks) > 1 and blocks[1][0] == "text" and "leters" not in blocks[1][1]:
+            for got, wanted in zip_longest(printed.splitlines(), blocks[1][1].splitlines()):
+                assert got == wanted
+        return printed
+
+    def link_dependencies(self) -> None:
+        """Everything that is installed here but flowserve."""
+        links = self.home / "dependencies"
+        links.mkdir()
+        for one in Path(sysconfig.get_path("purelib")).iterdir():
+            if not NOT_LINKED.match(one.name):
+                (links / one.name).symlink_to(one)
+        (packages,) = (self.home / ".venv" / "lib").glob("python*/site-packages")
+        (packages / "dependencies.pth").write_text(f"{links}\n")
+
+
+@pytest.fixture(scope="module")
+def wheels(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with flowserve's wheel, which is built from a copy: a build leaves its own folders behind."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    shutil.copytree(root / "flowserve", source / "flowserve", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / file, source)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "--wheel-dir", str(folder), str(source)], timeout=120, check=True)
+    return folder
 
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_every_command_works_in_order(root: Path, tmp_path: Path) -> None:
+def test_every_command_works_in_order(root: Path, tmp_path: Path, wheels: Path) -> None:
     page = (root / "docs/tutorial.md").read_text()
     before, after = page.split("```sh\nflowserve run songs\n```")
     blocks = BLOCK.findall(before)
-    assert [code for _, code in blocks[:1]] == [
-        "python3 -m venv .venv && . .venv/bin/activate\npip install flowserve pytest\n"
-    ]
-    shown = [run_block(blocks[i:], tmp_path) for i in range(1, len(blocks)) if blocks[i][0] == "sh"]
+    newcomer = Newcomer(tmp_path, wheels)
+    create, install = blocks[0][1].splitlines()
+    newcomer.run(create)
+    newcomer.link_dependencies()
+    newcomer.run(install)
+    where, _ = newcomer.run("python -c 'import flowserve; print(flowserve.__file__)'")
+    assert where.startswith(str(tmp_path / ".venv"))
+    shown = [newcomer.paste(blocks[i:]) for i in range(1, len(blocks)) if blocks[i][0] == "sh"]
     assert len(shown) == 4
-    assert mistaken(tmp_path) == next(code for kind, code in blocks if kind == "text" and "leters" in code)
+    assert mistaken(newcomer) == next(code for kind, code in blocks if kind == "text" and "leters" in code)
     assert (tmp_path / "songs.svg").read_text().startswith("<svg")
-    with serving(tmp_path / "songs") as served:
+    with serving(tmp_path / "songs", python=str(newcomer.python), environment={"PYTHONPATH": ""}) as served:
         blocks = BLOCK.findall(after.replace("localhost:8000", served.address))
-        shown = [run_block(blocks[i:], tmp_path) for i in range(len(blocks)) if blocks[i][0] == "sh"]
+        shown = [newcomer.paste(blocks[i:]) for i in range(len(blocks)) if blocks[i][0] == "sh"]
     assert '"data":["spoken"]' in shown[1]
     assert "songs_judge" in shown[2]
     assert "recommended for songs_count, songs_judge: " in shown[3]
 
 
-def mistaken(home: Path) -> str:
+def mistaken(newcomer: Newcomer) -> str:
     """What `flowserve check` says of the mistake that the page makes."""
-    config = home / "songs/songs/config.pbtxt"
+    config = newcomer.home / "songs/songs/config.pbtxt"
     right = config.read_text()
     before, after = right.rsplit('"letters"', 1)
     config.write_text(f'{before}"leters"{after}')
-    checked = subprocess.run(
-        [sys.executable, "-m", "flowserve", "check", "songs"], cwd=home, capture_output=True, text=True, check=False
-    )
+    _, said = newcomer.run("flowserve check songs", status=1)
     config.write_text(right)
-    return checked.stderr
-
-
-def run_block(blocks: list[tuple[str, str]], home: Path) -> str:
-    """Run the first block, and compare with the one below where that shows an output."""
-    printed = "".join(run(line, home) for line in blocks[0][1].splitlines())
-    if len(blocks) > 1 and blocks[1][0] == "text" and "leters" not in blocks[1][1]:
-        for got, wanted in zip_longest(printed.splitlines(), blocks[1][1].splitlines()):
-            assert got == wanted
-    return printed
+    return said

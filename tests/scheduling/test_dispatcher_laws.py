@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -70,3 +71,5 @@ class DispatcherMachine(RuleBasedStateMachine):
 
 
 TestDispatcher = DispatcherMachine.TestCase
+# Each example is many steps, and the simulation asks the same of whole servers.
+TestDispatcher.settings = settings(max_examples=settings().max_examples // 2)

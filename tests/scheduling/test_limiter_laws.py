@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +16,7 @@ from flowserve.testing.recorder import Recorder, simple_model
 from flowserve.testing.strategies import plain_graph
 
 OVERTAKEN_MAX = 3
+FEWER = settings(max_examples=settings().max_examples // 2)
 RESOURCES: list[Resource] = [("R", 0), ("S", 0), ("R", 1)]
 MODELS = [simple_model(number, max_batch_size=1) for number in range(5)]
 
@@ -96,6 +97,7 @@ class LimiterMachine(RuleBasedStateMachine):
 
 
 TestLimiter = LimiterMachine.TestCase
+TestLimiter.settings = FEWER  # each is many steps
 
 
 @st.composite
@@ -106,6 +108,7 @@ def crowds(draw: st.DrawFn) -> tuple[Needs, list[Needs]]:
     return big, draw(st.lists(small, min_size=1, max_size=4))
 
 
+@settings(FEWER)
 @given(crowd=crowds(), random=st.randoms(use_true_random=False))
 def test_nobody_starves_however_busy_the_others_are(crowd: tuple[Needs, list[Needs]], random: Random) -> None:
     """It has run after a number of executions that depends on who is there, not on how much they have to do."""
@@ -126,6 +129,7 @@ def test_nobody_starves_however_busy_the_others_are(crowd: tuple[Needs, list[Nee
         assert len(server.started) - before <= limited.OVERTAKEN_MAX + 6 * len(small) + 12, "it starves"
 
 
+@settings(FEWER)
 @given(needs=st.lists(some_needs, min_size=2, max_size=4), seed=st.integers(0, 1000))
 def test_one_seed_gives_one_history(needs: list[Needs], seed: int) -> None:
     def history() -> object:
