@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -23,6 +21,7 @@ from flowserve.errors import Invalid
 from flowserve.observe.trace import Trace
 from flowserve.observe.trace_json import as_objects
 from flowserve.observe.trace_settings import Setting
+from flowserve.observe.writer import Writer
 
 KEPT_BYTES_MAX: Final = 64 << 20  # of text that waits for its file; what is more goes into the file without a number
 
@@ -53,8 +52,7 @@ class TraceFile:
         self._kept: dict[Setting, _Kept] = {}
         self._end: int | None = None  # where the file's last bracket is, once it is begun
         self._complaint = ""
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._writer = Writer("flowserve trace file", self._complain)
 
     def check(self) -> None:
         """Raises `Invalid` where nothing could be written."""
@@ -68,40 +66,23 @@ class TraceFile:
 
     def put(self, setting: Setting, trace: Trace) -> None:
         """A request that this setting chose is over."""
-        self._do(lambda: self._add(setting, trace))
+        self._writer.do(lambda: self._add(setting, trace))
 
     def retire(self, setting: Setting) -> None:
         """The setting is in force no more: what was kept for it is written."""
-        if self._thread is not None:
-            self._do(lambda: self._flush(setting))
+        if self._writer.is_begun:
+            self._writer.do(lambda: self._flush(setting))
 
     def close(self) -> None:
         """Write everything. Blocks."""
-        if self._thread is not None:
-            self._work.put(self._flush_all)
-            self._work.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._writer.is_begun:
+            self._writer.do(self._flush_all)
+            self._writer.close()
 
     # ------------------------------------------------------------------ on its thread
 
-    def _do(self, what: Callable[[], None]) -> None:
-        if self._thread is None:
-            # Daemon: a disk that hangs must not keep the process alive past its exit timeout.
-            self._thread = threading.Thread(target=self._serve, name="flowserve trace file", daemon=True)
-            self._thread.start()
-        self._work.put(what)
-
-    def _serve(self) -> None:
-        while (what := self._work.get()) is not None:
-            try:
-                what()
-            except OSError as error:
-                self._complain(f"trace file '{self._path}' cannot be written: {error.strerror}")
-            except Exception:
-                log.exception("a trace was lost")
-
-    def _complain(self, text: str) -> None:
+    def _complain(self, error: OSError) -> None:
+        text = f"trace file '{self._path}' cannot be written: {error.strerror}"
         if text != self._complaint:
             self._complaint = text
             log.error("%s; traces are lost until it can be", text)

@@ -13,9 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flowserve.observe.context import is_sampled
+from flowserve.observe.otel import Spans
 from flowserve.observe.trace import Trace
 from flowserve.observe.trace_file import TraceFile
-from flowserve.observe.trace_settings import TRITON, Setting, TraceChoice, TraceSettings
+from flowserve.observe.trace_settings import OPENTELEMETRY, TRITON, Setting, TraceChoice, TraceSettings
+from flowserve.runtime.clock import wall_clock_ns
 from flowserve.runtime.tracing import Tracing
 from flowserve.runtime.watch import Told, Watch
 
@@ -28,8 +31,10 @@ class TraceOptions:
     opentelemetry: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises `Invalid` where what is traced could not be written."""
-        if self.choice.is_on and self.choice.trace_mode == TRITON:
+        """Raises `Invalid` where what is traced could not be written, `Unsupported` where packages are missing."""
+        if self.choice.trace_mode == OPENTELEMETRY:
+            Spans(self.opentelemetry).close()
+        elif self.choice.is_on:
             TraceFile(Path(self.choice.trace_file)).check()
 
 
@@ -39,7 +44,9 @@ class Traces:
     def __init__(self, options: TraceOptions, tracing: Tracing) -> None:
         self._tracing = tracing
         path = options.choice.trace_file
-        self._file = TraceFile(Path(path)) if path else None
+        is_file = options.choice.trace_mode == TRITON
+        self._file = TraceFile(Path(path)) if path and is_file else None
+        self._spans = None if is_file else Spans(options.opentelemetry)
         self._settings = TraceSettings(options.choice, retired=self._retired, check=self._check)
         self._listeners: list[Callable[[bool], None]] = []
         self.is_on = False
@@ -58,13 +65,14 @@ class Traces:
         """
         setting = self._settings.of(model)
         told: list[Told] = []
-        if setting.sample(has_context=bool(context)):
+        is_callers = is_sampled(context) if context and self._spans is not None else None
+        if is_callers is not False and setting.sample(has_context=bool(is_callers)):
             told.append(partial(self._put, setting))
             if not setting.is_tracing:  # it was the last one
                 self._look()
         if not told:
             return None
-        return self._tracing.watch(*told, parent=context, has_tensors=setting.choice.has_tensors)
+        return self._tracing.watch(*told, parent=context if is_callers else "", has_tensors=setting.choice.has_tensors)
 
     # ------------------------------------------------------------------ for whoever sets it so
 
@@ -81,19 +89,23 @@ class Traces:
         """Write what is not written yet. Blocks; called when nothing is traced any more."""
         if self._file is not None:
             self._file.close()
+        if self._spans is not None:
+            self._spans.close()
 
     # ------------------------------------------------------------------ where traces go
 
     def _put(self, setting: Setting, trace: Trace) -> None:
         if self._file is not None:
             self._file.put(setting, trace)
+        if self._spans is not None:
+            self._spans.put(trace, wall_clock_ns() - self._tracing.clock())
 
     def _retired(self, setting: Setting) -> None:
         if self._file is not None:
             self._file.retire(setting)
 
     def _check(self, choice: TraceChoice) -> None:
-        if choice.is_on and choice.trace_mode == TRITON and self._file is not None:
+        if choice.is_on and self._file is not None:
             self._file.check()
 
     def _look(self) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import DidNotServe, Served, serving
@@ -163,3 +166,51 @@ def _written(path: Path) -> Path:
             return path
         time.sleep(0.01)
     raise AssertionError(f"{path} was not written")
+
+
+class Collector(BaseHTTPRequestHandler):
+    """What takes spans: it keeps the bodies it is sent."""
+
+    bodies: ClassVar[list[bytes]] = []
+
+    def do_POST(self) -> None:
+        self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nobody reads it."""
+
+
+def test_spans_reach_a_collector_below_their_callers_and_others_are_sampled(folder: Path) -> None:
+    collector = HTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=collector.serve_forever)
+    thread.start()
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0"
+    settings = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=0", "opentelemetry,resource=service.name=mine"]
+    settings.append(f"opentelemetry,url=http://127.0.0.1:{collector.server_port}/v1/traces")
+    options = [word for setting in settings for word in ("--trace-config", setting)]
+    try:
+        with serving(folder / "models", *options) as served:
+            with triton.InferenceServerClient(served.address) as client:
+                given = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
+                for headers in ({"traceparent": f"{caller}1"}, {"traceparent": f"{caller}0"}, {}):
+                    client.infer("twice", [given], headers=headers)
+            assert served.stop() == 0
+    finally:
+        collector.shutdown()
+        thread.join()
+        collector.server_close()
+    sent = [ExportTraceServiceRequest.FromString(body) for body in Collector.bodies]
+    spans = [span for one in sent for each in one.resource_spans for scope in each.scope_spans for span in scope.spans]
+    assert {span.trace_id.hex() for span in spans} == {caller.split("-")[1]}
+    assert sorted(span.name for span in spans if span.name != "queue") == [
+        "InferRequest",
+        "compute",
+        "compute",
+        "same",
+        "same",
+        "twice",
+    ]
+    (whole,) = [span for span in spans if span.name == "InferRequest"]
+    assert whole.parent_span_id.hex() == caller.split("-")[2]
