@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -71,6 +73,21 @@ def served_graphs() -> Iterator[Served]:
     """The example deployments, served once for the whole run. Tests must leave it as they found it."""
     with serving(ROOT / "graphs") as served:
         yield served
+
+
+@pytest.fixture(scope="session")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """server.pem and client.pem with their keys, each its own authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates")
+    folder = tmp_path_factory.mktemp("papers")
+    for name in ("server", "client"):
+        command = (
+            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+        )
+        extra = ["-addext", "subjectAltName=DNS:localhost", "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run([*command.split(), *extra], cwd=folder, check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from flowserve.cli.grpc_options import DEFAULT_PORT, GrpcChoice
 from flowserve.cli.listen import UNIX, listen
 from flowserve.errors import Invalid
 from flowserve.grpc.options import NOT_INSTALLED, is_installed
+from flowserve.http.tls import tls_context
 
 if TYPE_CHECKING:
     from flowserve.grpc.server import GrpcServer
@@ -30,7 +31,7 @@ def open_grpc(choice: GrpcChoice) -> GrpcServer | None:
     try:
         return _bound(choice)
     except Invalid as error:
-        if choice.port is not None:
+        if choice.port is not None or choice.options.certificate is not None:
             raise
         log = _log.warning if is_installed() else _log.info
         log("gRPC is not served: %s; --allow-grpc false says that it need not be", error)
@@ -44,6 +45,11 @@ def _bound(choice: GrpcChoice) -> GrpcServer:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from flowserve.grpc.server import GrpcServer
 
+    if choice.options.certificate is not None:
+        tls_context(*choice.options.certificate)  # says what is wrong with them; grpcio would not
+    if choice.open_over_http:
+        groups = ", ".join(choice.open_over_http)
+        _log.warning("restricted over gRPC only, HTTP answers everybody: %s; see --http-restricted-api", groups)
     port = DEFAULT_PORT if choice.port is None else choice.port
     server = GrpcServer(choice.options)
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from flowserve.cli.grpc_options import GrpcChoice, add_grpc_arguments, grpc_choice
+from flowserve.cli.grpc_options import GrpcChoice, add_grpc_arguments, grpc_choice, grpc_contradiction
 from flowserve.cli.option_values import (
     ONNXRUNTIME_SETTINGS,
     backend_setting,
@@ -81,17 +81,9 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--cuda-memory-pool-byte-size": "CUDA memory pools",
     "--disable-auto-complete-config": "serving without completing configurations",
     "--enable-peer-access": "CUDA peer access",
-    "--grpc-header-forward-pattern": "header forwarding over gRPC",
     "--grpc-infer-allocation-pool-size": "gRPC message pools (messages are not kept)",
-    "--grpc-infer-response-compression-level": "compressed gRPC answers",
     "--grpc-infer-thread-count": "gRPC threads (one serves all connections)",
     "--grpc-max-response-pool-size": "gRPC message pools (messages are not kept)",
-    "--grpc-restricted-protocol": "restricted APIs over gRPC (--allow-grpc false leaves HTTP, which has them)",
-    "--grpc-root-cert": "TLS for gRPC",
-    "--grpc-server-cert": "TLS for gRPC",
-    "--grpc-server-key": "TLS for gRPC",
-    "--grpc-use-ssl": "TLS for gRPC",
-    "--grpc-use-ssl-mutual": "TLS for gRPC",
     "--host-policy": "host policies",
     "--http-thread-count": "HTTP threads (one event loop serves all connections)",
     "--id": "naming the server",
@@ -187,7 +179,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="clients may register shared memory of this machine for tensors; default false",
     )
 
-    add_grpc_arguments(parser, boolean, whole_number)
+    add_grpc_arguments(parser)
 
     models = parser.add_argument_group("how models are loaded and run")
     models.add_argument(
@@ -319,8 +311,6 @@ def contradiction(arguments: argparse.Namespace) -> str:
     for group, count in Counter(group for one in arguments.http_restricted_api for group in one.groups).items():
         if count > 1:
             return f"--http-restricted-api: restricted api '{group}' can not be specified in multiple config groups"
-    if arguments.http_restricted_api and arguments.allow_grpc and arguments.grpc_port is not None:
-        return "--http-restricted-api does not cover gRPC yet, which would answer everybody: leave --grpc-port out"
     if (arguments.http_server_cert is None) != (arguments.http_server_key is None):
         return "--http-server-cert and --http-server-key go together"
     if arguments.http_root_cert and not arguments.http_server_cert:
@@ -329,7 +319,7 @@ def contradiction(arguments: argparse.Namespace) -> str:
         return f"--trace-config: {flaw}"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:
         return "Wildcard model name '*' must be the ONLY startup model if specified at all."
-    return ""
+    return grpc_contradiction(arguments)
 
 
 def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path, Path | None] | None:

@@ -1,22 +1,23 @@
-"""One request from grpcio's thread to the engine and back.
+"""Inference requests of grpcio's calls, from its loop to the engine and back.
 
-Decided here: what happens to it on which thread. It is decoded on grpcio's, begun on the engine's (where inputs are
-read from clients' memory, because regions belong to that thread), encoded on grpcio's. A caller who leaves withdraws
-it.
+Decided here: what happens to a request on which side. Both sides are on one thread (guest.py): a call is decoded,
+begun and encoded in grpcio's loop; what the engine tells is told in the middle of its own work, and what is more than
+to wake somebody waits for the loop's turn. A caller who leaves withdraws its request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
 
 import trio
 
-from flowserve.errors import FlowserveError, Unavailable, Unsupported
-from flowserve.grpc.crossing import STOPPING, Crossing, broken
+from flowserve.errors import FlowserveError, Internal, Unavailable, Unsupported
 from flowserve.grpc.decode import Asked
-from flowserve.grpc.encode import encode
-from flowserve.grpc.service_pb2 import ModelInferResponse
+from flowserve.grpc.encode import Parts, encode
+from flowserve.grpc.guest import Guest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import ClientMemory, Window
 from flowserve.runtime.answers import Answers
@@ -26,6 +27,8 @@ from flowserve.runtime.watch import Watch
 from flowserve.scheduling.router import Flow
 from flowserve.values import Response
 
+T = TypeVar("T")
+STOPPING: Final = "Server is stopping"
 # Triton's text, as its gRPC endpoint begins it.
 ONE_ANSWER: Final = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 STREAMED: Final = object()  # the outcome of a call whose answers come one by one, and then its end
@@ -33,178 +36,225 @@ AHEAD_MAX: Final = 8  # answers that are on their way to a client that has not t
 
 # A response, the error that it came to, or STREAMED.
 Outcome = Any
+Told = Callable[[Outcome], object]
+
+_log = logging.getLogger("flowserve.grpc")
+
+
+class Calls:
+    """What all calls of a server share. What of them takes time on the engine's side are tasks in `nursery`."""
+
+    def __init__(self, engine: Engine, memory: ClientMemory, guest: Guest, nursery: trio.Nursery) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.guest = guest
+        self.nursery = nursery
+
+    async def infer(self, target: tuple[str, str], asked: Asked, context: str = "") -> Parts:
+        """The one answer to a request. `context`: in which its caller traces it. Raises FlowserveError."""
+        call = Call(self, target, asked, context)
+        try:
+            flow = call.submit()
+            if flow is None:
+                raise Unsupported(f"{ONE_ANSWER}: '{target[0]}' answers in a stream")
+            if not flow.done:
+                await self._answered(flow)
+            return call.encode(self.engine.response(flow))
+        finally:
+            call.close()
+
+    async def _answered(self, flow: Flow) -> None:
+        """Until it is. Who leaves before withdraws it."""
+        answered: asyncio.Future[None] = self.guest.loop.create_future()
+
+        def wake(flow: Flow) -> None:
+            if not answered.done():
+                answered.set_result(None)
+                self.guest.wake()
+
+        flow.waiter = wake
+        try:
+            await answered
+        except asyncio.CancelledError:
+            if not flow.done:
+                self.engine.withdraw(flow)
+            raise
+
+    async def carry_out(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` returns, a task on the engine's side, which is cancelled when the caller leaves."""
+        ended: asyncio.Future[None] = self.guest.loop.create_future()
+        scope = trio.CancelScope()
+        outcome: Outcome = Unavailable(STOPPING)
+
+        def tell() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        async def run() -> None:
+            nonlocal outcome
+            try:
+                with scope:
+                    outcome = await work()
+            except FlowserveError as error:
+                outcome = error
+            except Exception as error:
+                outcome = broken(error)
+            finally:
+                self.guest.post(tell)
+
+        self.nursery.start_soon(run)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            scope.cancel()
+            raise
+        if isinstance(outcome, FlowserveError):
+            raise outcome
+        found: T = outcome
+        return found
 
 
 class Call:
-    """`told` is called on grpcio's thread, once, with the outcome. `many` is told each answer of a deployment that may
-    answer any number of times, then what ended them: None, or the error. Without it such a deployment is refused.
+    """One request. Of a deployment that answers once it has a flow; of one that may answer any number of times, `begin`
+    hands its answers on.
     """
 
     __slots__ = (
+        "_calls",
         "_context",
-        "_crossing",
         "_deployment",
-        "_engine",
         "_flow",
-        "_has_left",
-        "_many",
-        "_memory",
-        "_name",
         "_room",
         "_scope",
-        "_told",
-        "_version",
+        "_target",
         "_watch",
         "_windows",
         "asked",
     )
 
-    def __init__(
-        self,
-        engine: Engine,
-        memory: ClientMemory,
-        crossing: Crossing,
-        target: tuple[str, str],
-        asked: Asked,
-        told: Callable[[Outcome], object],
-        many: Callable[[Outcome], object] | None = None,
-        context: str = "",
-    ) -> None:
-        self._engine = engine
-        self._memory = memory
-        self._crossing = crossing
-        self._name, self._version = target
+    def __init__(self, calls: Calls, target: tuple[str, str], asked: Asked, context: str = "") -> None:
+        self._calls = calls
+        self._target = target
         self.asked = asked
-        self._told = told
-        self._many = many
         self._context = context
         self._watch: Watch | None = None  # where it is traced
         self._flow: Flow | None = None
         self._scope: trio.CancelScope | None = None  # of the task that takes many answers
-        self._has_left = False
         self._windows: dict[str, Window] = {}
-
-    # ------------------------------------------------------------------ on grpcio's thread
 
     @property
     def version(self) -> str:
         """The version that answers, once it does."""
         return str(self._deployment.version)
 
-    def begin(self) -> None:
-        self._crossing.hand_over(self._begin)
-
-    def leave(self) -> None:
-        """Nobody wants the answer any more; harmless when there is one."""
-        self._crossing.hand_over(self._leave)
-
-    def taken(self) -> None:
-        """The client took one of many answers."""
-        self._crossing.hand_over(self._make_room)
-
-    def encode(self, response: Response) -> ModelInferResponse:
-        """Raises FlowserveError where the answer cannot take the form it was asked for."""
-        if self.asked.classes:
-            rank(response, self.asked.classes, self._deployment)
-        return encode(response, self._windows)
-
-    # ------------------------------------------------------------------ on the engine's thread
-
-    def _begin(self) -> None:
-        if self._has_left:
-            return
-        try:
-            flow = self._submit()
-        except FlowserveError as error:
-            self._crossing.post(self._told, error)
-            self._close()
-        except Exception as error:
-            self._crossing.post(self._told, broken(error))
-            self._close()
-        else:
-            if flow is None:
-                self._crossing.post(self._told, STREAMED)
-            elif flow.done:
-                self._finish(flow)
-            else:
-                self._flow = flow
-                flow.waiter = self._finish
-
-    def _submit(self) -> Flow | None:
-        """The flow, None where its answers come one by one."""
-        engine, asked = self._engine, self.asked
-        watch = engine.traces.sample(self._name, self._context) if engine.traces.is_on else None
+    def submit(self) -> Flow | None:
+        """Begin it. None, and nothing is begun, where its answers come one by one. Raises FlowserveError."""
+        engine, asked = self._calls.engine, self.asked
+        watch = engine.traces.sample(self._target[0], self._context) if engine.traces.is_on else None
         if watch is not None:
             watch.mark("GRPC_WAITREAD_START")
             self._watch = watch
-        deployment = self._deployment = engine.find(self._name, self._version)
+        deployment = self._deployment = engine.find(*self._target)
         if asked.shared:
             self._read(asked)
         if asked.portions:
-            self._windows = self._memory.windows(asked.portions)
+            self._windows = self._calls.memory.windows(asked.portions)
         request = asked.request
         request.stamp = engine.next_stamp()
         if watch is not None:
             watch.mark("GRPC_WAITREAD_END")
-        if not deployment.is_decoupled:
-            return engine.submit(deployment, request, None if watch is None else watch.make(deployment.make_flow))
-        if self._many is None:
-            raise Unsupported(f"{ONE_ANSWER}: '{deployment.name}' answers in a stream")
-        self._room = trio.Semaphore(AHEAD_MAX)
-        self._scope = trio.CancelScope()
-        answers = engine.stream(deployment, request, watch)
-        self._crossing.nursery.start_soon(self._hand_on, answers, self._scope, self._many)
-        return None
+        if deployment.is_decoupled:
+            return None
+        make = None if watch is None else watch.make(deployment.make_flow)
+        self._flow = engine.submit(deployment, request, make)
+        return self._flow
+
+    def begin(self, told: Told, many: Told) -> None:
+        """`told` is called in the loop, once, with the outcome; of a deployment that may answer any number of times
+        `many` is told each answer, then what ended them: None, or the error.
+        """
+        try:
+            flow = self.submit()
+            if flow is None:
+                self._room = trio.Semaphore(AHEAD_MAX)
+                self._scope = trio.CancelScope()
+                answers = self._calls.engine.stream(self._deployment, self.asked.request, self._watch)
+                self._calls.nursery.start_soon(self._hand_on, answers, self._scope, many)
+        except FlowserveError as error:
+            told(error)
+            return
+        except Exception as error:
+            told(broken(error))
+            return
+        if flow is None:
+            told(STREAMED)
+        elif flow.done:
+            told(self._outcome(flow))
+        else:
+            flow.waiter = lambda flow: self._calls.guest.post(told, self._outcome(flow))
+
+    def leave(self) -> None:
+        """Nobody wants the answer any more; harmless when there is one."""
+        if self._scope is not None:
+            self._scope.cancel()
+        if self._flow is not None and not self._flow.done:
+            self._calls.engine.withdraw(self._flow)
+
+    def close(self) -> None:
+        """It is answered, or nobody wants that any more. Harmless afterwards."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def taken(self) -> None:
+        """The client took one of many answers."""
+        self._room.release()
+
+    def encode(self, response: Response, *, is_final: bool | None = None) -> Parts:
+        """Raises FlowserveError where the answer cannot take the form it was asked for."""
+        watch = self._watch
+        if watch is not None:
+            watch.mark("GRPC_SEND_START")
+        if self.asked.classes:
+            rank(response, self.asked.classes, self._deployment)
+        parts = encode(response, self._windows, is_final=is_final)
+        if watch is not None:
+            watch.mark("GRPC_SEND_END")
+        return parts
 
     def _read(self, asked: Asked) -> None:
         for one in asked.shared:
-            data = self._memory.window(one.portion).read()
-            asked.request.inputs[one.name] = raw.decode(data, one.name, self._name, one.dtype, one.shape, one.count)
+            data = self._calls.memory.window(one.portion).read()
+            array = raw.decode(data, one.name, self._target[0], one.dtype, one.shape, one.count)
+            asked.request.inputs[one.name] = array
 
-    def _finish(self, flow: Flow) -> None:
-        """Called by the engine in the middle of its own work: nothing may get out."""
-        self._flow = None
-        outcome: Outcome
+    def _outcome(self, flow: Flow) -> Outcome:
+        """Asked for in the middle of the engine's own work, too: nothing may get out."""
         try:
-            outcome = self._engine.response(flow)
+            return self._calls.engine.response(flow)
         except FlowserveError as error:
-            outcome = error
+            return error
         except Exception as error:
-            outcome = broken(error)
-        if self._watch is not None:
-            self._watch.mark("GRPC_SEND_START")
-        self._crossing.post(self._told, outcome)
-        if self._watch is not None:
-            self._watch.mark("GRPC_SEND_END")
-            self._watch.close()
+            return broken(error)
 
-    async def _hand_on(self, answers: Answers, scope: trio.CancelScope, many: Callable[[Outcome], object]) -> None:
+    async def _hand_on(self, answers: Answers, scope: trio.CancelScope, many: Told) -> None:
+        post = self._calls.guest.post
         end: FlowserveError | None = Unavailable(STOPPING)
         try:
             with scope:
                 async with answers:
                     async for response in answers:
                         await self._room.acquire()
-                        self._crossing.post(many, response)
+                        post(many, response)
             end = None
         except FlowserveError as error:
             end = error
         except Exception as error:
             end = broken(error)
         finally:
-            self._crossing.post(many, end)
+            post(many, end)
 
-    def _make_room(self) -> None:
-        self._room.release()
 
-    def _leave(self) -> None:
-        self._has_left = True
-        if self._scope is not None:
-            self._scope.cancel()
-        if self._flow is not None:
-            self._engine.withdraw(self._flow)
-            self._close()
-
-    def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+def broken(error: Exception) -> Internal:
+    """A mistake of ours: the log has it, a client reads no more than that there was one."""
+    _log.error("a call could not be answered", exc_info=error)
+    return Internal("internal server error")

@@ -1,17 +1,15 @@
-"""grpcio's server beside the engine: its thread, its ports, how it begins and ends.
+"""grpcio's server beside the engine: its ports, its calls, how it begins and ends.
 
-Decided here: that it is grpcio's asyncio server, on a thread and a loop of its own (docs/decisions/0021), when ports
-are bound, what becomes of errors, and that ending lets what is under way finish. What the calls answer, service.py
-knows.
+Decided here: that it is grpcio's asyncio server, in a loop that is a guest of the engine's (docs/decisions/0021), when
+ports are bound, who may call what, what becomes of errors, and that ending lets what is under way finish. What the
+calls answer, service.py knows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -22,18 +20,23 @@ from google.protobuf.message import DecodeError, Message
 
 from flowserve.errors import FlowserveError, Invalid
 from flowserve.grpc import health, service
-from flowserve.grpc.crossing import Crossing, broken
+from flowserve.grpc.calls import Calls, broken
+from flowserve.grpc.forwarding import ForwardingService
+from flowserve.grpc.guest import Guest
 from flowserve.grpc.health_pb2 import HealthCheckRequest
 from flowserve.grpc.options import GrpcOptions
+from flowserve.grpc.restricted import guarded
 from flowserve.grpc.service_pb2 import ModelInferRequest
 from flowserve.grpc.status import details_of, status_of
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
 from flowserve.runtime.control import Control
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.request_parameters import Forwarding
+from flowserve.runtime.restriction import by_group
 
 UNIX: Final = "unix:"
-_JOIN_S_MAX: Final = 5.0
+CLOSE_S_MAX: Final = 5.0
 
 
 class GrpcServer:
@@ -41,26 +44,19 @@ class GrpcServer:
 
     def __init__(self, options: GrpcOptions) -> None:
         self._options = options
-        self._is_bound = threading.Event()
-        self._error: BaseException | None = None
-        self._port = 0
-        self._grace_s = 0.0
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._started, self._ended = trio.Event(), trio.Event()
-        # A daemon: a process that is told to end does, whatever hangs.
-        self._thread = threading.Thread(target=self._run, name="flowserve grpc", daemon=True)
+        self._guest = Guest()
+        self._ended = trio.Event()
+        self._server: grpc.aio.Server | None = None
 
     def bind(self, address: str, port: int) -> int:
         """Take the port on every address of that name; 0 lets the system pick one. Returns it. An address unix:PATH has
         none. Clients may connect from now on, and wait until `serve`. Raises OSError where it cannot be had.
         """
-        self._hosts = _hosts(address)
-        self._port = port
-        self._thread.start()
-        self._is_bound.wait()
-        if self._error is not None:
-            raise OSError(str(self._error))
-        return self._port
+        hosts = _hosts(address)
+        try:
+            return self._guest.at_once(lambda: self._bind(hosts, port))
+        except Exception as error:
+            raise OSError(str(error)) from None
 
     async def serve(
         self,
@@ -72,97 +68,89 @@ class GrpcServer:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Answer until drained. Cancelling it ends every call."""
+        assert self._server is not None  # bind comes first
+        server = self._server
         try:
             async with trio.open_nursery() as nursery:
-                self._token = trio.lowlevel.current_trio_token()
-                crossing = Crossing(self._loop, nursery)
-                make = partial(service.Service, engine, control, memory, log, crossing)
-                self._loop.call_soon_threadsafe(self._given.set_result, make)
-                await self._started.wait()
+                calls = Calls(engine, memory, self._guest, nursery)
+                served = self._service(engine, control, memory, log, calls)
+                server.add_generic_rpc_handlers(self._handlers(served))
+                self._guest.post(lambda: self._guest.loop.create_task(server.start()))
+                nursery.start_soon(self._guest.run, name="grpc")
                 task_status.started()
                 await self._ended.wait()
                 nursery.cancel_scope.cancel()
         finally:
             self.close()
-        if self._error is not None:
-            raise self._error
 
     def drain(self, within_s: float) -> None:
         """Begin to end. Calls under way have `within_s` seconds; new ones are refused, and streams end when what they
         asked is answered.
         """
-        self._grace_s = within_s
-        self._ask(self._stopping)
+        assert self._server is not None  # bind comes first
+        server = self._server
+
+        async def stop() -> None:
+            self._stopping.set()
+            await server.stop(within_s)
+            self._ended.set()
+
+        self._guest.post(lambda: self._guest.loop.create_task(stop()))
 
     def close(self) -> None:
-        """End at once, also where it never served. Harmless after the end."""
-        if self._thread.is_alive():
-            self.drain(0)
-            self._ask(self._closing)
-            self._thread.join(_JOIN_S_MAX)
+        """End at once, also where it never served."""
+        server, self._server = self._server, None
+        if server is not None:
+            self._guest.finish(server.stop(None), CLOSE_S_MAX)
 
-    def _ask(self, event: asyncio.Event) -> None:
-        with suppress(RuntimeError):  # the loop ended by itself
-            self._loop.call_soon_threadsafe(event.set)
+    # ------------------------------------------------------------------ in grpcio's loop
 
-    # ------------------------------------------------------------------ on grpcio's thread
+    def _bind(self, hosts: list[str], port: int) -> int:
+        self._stopping = asyncio.Event()
+        server = self._server = grpc.aio.server(options=_channel_options(self._options))
+        credentials = _credentials(self._options)
+        for host in hosts:
+            where = host if host.startswith(UNIX) else f"{host}:{port}"
+            # The first may pick the port, for the others too.
+            if credentials is None:
+                port = server.add_insecure_port(where)
+            else:
+                port = server.add_secure_port(where, credentials)
+        return port
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._main())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._is_bound.set()
-            for event in (self._started, self._ended):
-                self._tell(event)
-
-    def _tell(self, event: trio.Event) -> None:
-        if self._token is not None:
-            with suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(event.set)
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stopping, self._closing = asyncio.Event(), asyncio.Event()
-        self._given: asyncio.Future[Callable[[], service.Service]] = self._loop.create_future()
-        server = grpc.aio.server(options=_channel_options(self._options))
-        for host in self._hosts:
-            where = host if host.startswith(UNIX) else f"{host}:{self._port}"
-            self._port = server.add_insecure_port(where)  # the first may pick it, for the others too
-        self._is_bound.set()
-        given = await _first(self._given, self._stopping)
-        if given is not None:
-            server.add_generic_rpc_handlers(self._handlers(given()))
-            await server.start()
-            self._tell(self._started)
-            await self._stopping.wait()
-        ending = asyncio.create_task(server.stop(self._grace_s))
-        await _first(ending, self._closing)
-        if not ending.done():
-            await server.stop(None)
+    def _service(self, *given: Any) -> service.Service:
+        pattern = self._options.forward_pattern
+        if pattern is None:
+            return service.Service(*given)
+        return ForwardingService(Forwarding(pattern, "--grpc-header-forward-pattern"), *given)
 
     def _handlers(self, served: service.Service) -> tuple[Any, ...]:
+        restrictions = by_group(self._options.restrictions)
+
+        def answering(name: str, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+            return _answering(guarded(name, method, restrictions))
+
         calls = {
             name: grpc.unary_unary_rpc_method_handler(
-                _answering(served.infer if name == service.INFER_CALL else _alone(partial(method, served))),
-                _reader(kind),
-                _written,
+                answering(name, _alone(partial(method, served))), _reader(kind), _written
             )
             for name, (kind, method) in service.CALLS.items()
         }
+        # What these two answer is bytes already.
+        calls[service.INFER_CALL] = grpc.unary_unary_rpc_method_handler(
+            answering(service.INFER_CALL, served.infer), _reader(ModelInferRequest)
+        )
         calls[service.STREAM_CALL] = grpc.stream_stream_rpc_method_handler(
-            _answering(lambda _, context: served.stream(context, self._stopping)),
+            answering(service.STREAM_CALL, lambda _, context: served.stream(context, self._stopping)),
             _reader(ModelInferRequest),
-            _written,
         )
         healthy = health.Health(served.is_ready, (service.SERVICE,))
         probes = {
             "Check": grpc.unary_unary_rpc_method_handler(
-                _answering(_alone(healthy.check)), _reader(HealthCheckRequest), _written
+                answering("Check", _alone(healthy.check)), _reader(HealthCheckRequest), _written
             ),
             "Watch": grpc.unary_stream_rpc_method_handler(
-                _answering(lambda request, context: healthy.watch(request, context, self._stopping)),
+                answering("Watch", lambda request, context: healthy.watch(request, context, self._stopping)),
                 _reader(HealthCheckRequest),
                 _written,
             ),
@@ -178,10 +166,10 @@ def _alone(method: Callable[[Any], Awaitable[Message]]) -> Callable[[Any, Any], 
     return lambda request, _: method(request)
 
 
-def _answering(method: Callable[[Any, Any], Awaitable[Message | None]]) -> Callable[[Any, Any], Awaitable[Any]]:
+def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
     """A handler that ends with a status whatever `method` raises. What has many answers writes them itself."""
 
-    async def answer(request: Any, context: Any) -> Message | None:
+    async def answer(request: Any, context: Any) -> Any:
         try:
             if isinstance(request, FlowserveError):
                 raise request
@@ -217,12 +205,16 @@ def _written(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-async def _first(awaited: asyncio.Future[Any], event: asyncio.Event) -> Any:
-    """What `awaited` came to, None where `event` is set before."""
-    told = asyncio.ensure_future(event.wait())
-    await asyncio.wait((awaited, told), return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    return awaited.result() if awaited.done() else None
+def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
+    """grpcio's TLS 1.2 and later; None is plain. Raises OSError where a file cannot be read."""
+    if options.certificate is None:
+        return None
+    certificate, key, clients = options.certificate
+    return grpc.ssl_server_credentials(
+        [(key.read_bytes(), certificate.read_bytes())],
+        root_certificates=clients.read_bytes() if clients else None,
+        require_client_auth=clients is not None,
+    )
 
 
 def _channel_options(options: GrpcOptions) -> list[tuple[str, int]]:

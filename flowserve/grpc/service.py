@@ -1,13 +1,13 @@
 """The calls of GRPCInferenceService: which asks the engine what.
 
 Decided here: what each call answers, from the same records as HTTP's answers. What is not there says so by name. What
-an inference is, calls.py and stream.py know; everything here runs on grpcio's thread and asks the engine on its own.
+an inference is, calls.py and stream.py know; everything here runs in grpcio's loop, which is on the engine's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from google.protobuf.json_format import ParseDict
@@ -15,10 +15,9 @@ from google.protobuf.message import Message
 
 from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
 from flowserve.grpc import service_pb2 as pb
-from flowserve.grpc.calls import Call, Outcome
-from flowserve.grpc.crossing import Crossing, Waiting
-from flowserve.grpc.decode import Asked, decode
-from flowserve.grpc.stream import Stream
+from flowserve.grpc.calls import Calls
+from flowserve.grpc.decode import decode
+from flowserve.grpc.stream import Decode, Stream
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
 from flowserve.runtime.control import Control
@@ -29,7 +28,6 @@ from flowserve.runtime.repository_calls import allowed, one_of_several, override
 SERVICE: Final = "inference.GRPCInferenceService"
 ERROR_HEADER: Final = "triton_grpc_error"
 TRACEPARENT: Final = "traceparent"
-INFER_CALL: Final = "ModelInfer"
 _TRACE_LISTS: Final = frozenset({"trace_level"})
 
 
@@ -37,84 +35,61 @@ class Service:
     """`control` None: an engine that was not loaded from a repository."""
 
     def __init__(
-        self, engine: Engine, control: Control | None, memory: ClientMemory, log: LogSettings, crossing: Crossing
+        self, engine: Engine, control: Control | None, memory: ClientMemory, log: LogSettings, calls: Calls
     ) -> None:
         self._engine = engine
         self._control = control
         self._memory = memory
         self._log = log
-        self._crossing = crossing
-        self._loop = asyncio.get_running_loop()
+        self._calls = calls
 
     # ------------------------------------------------------------------ inference
 
-    async def infer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
-        waiting = Waiting(self._loop)
-        trace_context = self._trace_context(context) if self._engine.traces.is_on else ""
-        target = request.model_name, request.model_version
-        call = self._call(target, decode(request), waiting.settle, context=trace_context)
-        call.begin()
-        try:
-            response = await waiting.outcome()
-        except asyncio.CancelledError:
-            call.leave()
-            raise
-        return call.encode(response)
+    async def infer(self, request: pb.ModelInferRequest, context: Any) -> bytes:
+        asked = self._decoder(context)(request)
+        traced = _trace_context(context) if self._engine.traces.is_on else ""
+        return b"".join(await self._calls.infer((request.model_name, request.model_version), asked, traced))
 
     async def stream(self, context: Any, stopping: asyncio.Event) -> None:
         headers = dict(context.invocation_metadata() or ())
-        stream = Stream(self._call, ends_on_error=headers.get(ERROR_HEADER) in ("true", "1"))
+        stream = Stream(self._calls, self._decoder(context), ends_on_error=headers.get(ERROR_HEADER) in ("true", "1"))
         await stream.run(context, stopping)
 
-    def _call(
-        self,
-        target: tuple[str, str],
-        asked: Asked,
-        told: Callable[[Outcome], object],
-        many: Callable[[Outcome], object] | None = None,
-        context: str = "",
-    ) -> Call:
-        return Call(self._engine, self._memory, self._crossing, target, asked, told, many, context)
-
-    def _trace_context(self, context: Any) -> str:
-        """In which its caller traces it."""
-        return str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
+    def _decoder(self, context: Any) -> Decode:
+        """What makes requests of one call's messages."""
+        return decode
 
     # ------------------------------------------------------------------ health, metadata, statistics
 
     async def is_ready(self) -> bool:
-        return await self._crossing.ask(lambda: self._engine.is_ready)
+        return self._engine.is_ready
 
     async def live(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
-        return pb.ServerLiveResponse(live=await self._crossing.ask(lambda: self._engine.is_live))
+        return pb.ServerLiveResponse(live=self._engine.is_live)
 
     async def ready(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=await self.is_ready())
 
     async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        def ask() -> bool:
-            try:
-                return not self._engine.outage(self._engine.find(request.name, request.version))
-            except (NotFound, Unavailable):
-                return False
-
-        return pb.ModelReadyResponse(ready=await self._crossing.ask(ask))
+        try:
+            is_ready = not self._engine.outage(self._engine.find(request.name, request.version))
+        except (NotFound, Unavailable):
+            is_ready = False
+        return pb.ModelReadyResponse(ready=is_ready)
 
     async def metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         return ParseDict(server_metadata(), pb.ServerMetadataResponse())
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        def ask() -> dict[str, Any]:
-            return model_metadata(self._engine.find(request.name, request.version), request.version)
-
-        return ParseDict(await self._crossing.ask(ask), pb.ModelMetadataResponse())
+        told = model_metadata(self._engine.find(request.name, request.version), request.version)
+        return ParseDict(told, pb.ModelMetadataResponse())
 
     async def config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        deployment = await self._crossing.ask(lambda: self._engine.find(request.name, request.version))
+        deployment = self._engine.find(request.name, request.version)
         return ParseDict({"config": deployment.config.json}, pb.ModelConfigResponse())
 
     async def statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        rows = await self._crossing.ask(lambda: self._engine.statistics(request.name, request.version))
+        rows = self._engine.statistics(request.name, request.version)
         # What is ours alone has no field in Triton's message.
         return ParseDict({"model_stats": rows}, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
 
@@ -124,40 +99,39 @@ class Service:
         _refuse_repository(request.repository_name)
         control, engine = self._control, self._engine
         if control is None:
-            rows = await self._crossing.ask(lambda: engine.index(ready_only=request.ready))
+            rows = engine.index(ready_only=request.ready)
         else:
-            rows = await self._crossing.carry_out(lambda: control.index(ready_only=request.ready))
+            rows = await self._calls.carry_out(lambda: control.index(ready_only=request.ready))
         return ParseDict({"models": rows}, pb.RepositoryIndexResponse())
 
     async def load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
         _refuse_repository(request.repository_name)
         control, brought = allowed(self._control), override(_values(request.parameters))
-        await self._crossing.carry_out(lambda: control.load(request.model_name, brought))
+        await self._calls.carry_out(lambda: control.load(request.model_name, brought))
         return pb.RepositoryModelLoadResponse()
 
     async def unload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
         _refuse_repository(request.repository_name)
         control, dependents = allowed(self._control), unload_dependents(_values(request.parameters))
-        await self._crossing.carry_out(lambda: control.unload(request.model_name, dependents=dependents))
+        await self._calls.carry_out(lambda: control.unload(request.model_name, dependents=dependents))
         return pb.RepositoryModelUnloadResponse()
 
     # ------------------------------------------------------------------ clients' memory
 
     async def memory_status(self, request: pb.SystemSharedMemoryStatusRequest) -> pb.SystemSharedMemoryStatusResponse:
-        rows = await self._crossing.ask(lambda: self._memory.status(request.name))
+        rows = self._memory.status(request.name)
         return ParseDict({"regions": {row["name"]: row for row in rows}}, pb.SystemSharedMemoryStatusResponse())
 
     async def memory_register(
         self, request: pb.SystemSharedMemoryRegisterRequest
     ) -> pb.SystemSharedMemoryRegisterResponse:
-        asked = (request.name, request.key, request.offset, request.byte_size)
-        await self._crossing.ask(lambda: self._memory.register(*asked))
+        self._memory.register(request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def memory_unregister(
         self, request: pb.SystemSharedMemoryUnregisterRequest
     ) -> pb.SystemSharedMemoryUnregisterResponse:
-        await self._crossing.ask(lambda: self._memory.unregister(request.name))
+        self._memory.unregister(request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def cuda_status(self, request: pb.CudaSharedMemoryStatusRequest) -> pb.CudaSharedMemoryStatusResponse:
@@ -166,43 +140,39 @@ class Service:
         return pb.CudaSharedMemoryStatusResponse()
 
     async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> pb.CudaSharedMemoryRegisterResponse:
-        await self._crossing.ask(self._memory.check_allowed)
+        self._memory.check_allowed()
         raise Unsupported("CUDA shared memory of clients is not supported; register system shared memory")
 
     async def cuda_unregister(
         self, request: pb.CudaSharedMemoryUnregisterRequest
     ) -> pb.CudaSharedMemoryUnregisterResponse:
-        await self._crossing.ask(self._memory.check_allowed)
+        self._memory.check_allowed()
         return pb.CudaSharedMemoryUnregisterResponse()
 
     # ------------------------------------------------------------------ settings
 
     async def trace(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         asked = {key: _trace_value(key, list(value.value)) for key, value in request.settings.items()}
-
-        def ask() -> dict[str, Any]:
-            if request.model_name and request.model_name not in self._engine.entries:
-                raise Invalid(f"request for unknown model '{request.model_name}': it has no trace settings")
-            self._engine.traces.change(asked, request.model_name)
-            return self._engine.traces.as_json(request.model_name)
-
+        if request.model_name and request.model_name not in self._engine.entries:
+            raise Invalid(f"request for unknown model '{request.model_name}': it has no trace settings")
+        self._engine.traces.change(asked, request.model_name)
         answer = pb.TraceSettingResponse()
-        for key, value in (await self._crossing.ask(ask)).items():
+        for key, value in self._engine.traces.as_json(request.model_name).items():
             answer.settings[key].value.extend(value if isinstance(value, list) else [value])
         return answer
 
     async def log(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
-        asked = _values(request.settings)
-
-        def ask() -> dict[str, Any]:
-            self._log.change(asked)
-            return self._log.as_json()
-
+        self._log.change(_values(request.settings))
         answer = pb.LogSettingsResponse()
-        for key, value in (await self._crossing.ask(ask)).items():
+        for key, value in self._log.as_json().items():
             kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
             setattr(answer.settings[key], kind, value)
         return answer
+
+
+def _trace_context(context: Any) -> str:
+    """In which the caller of one call traces it."""
+    return str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
 
 
 def _refuse_repository(name: str) -> None:
@@ -223,14 +193,13 @@ def _trace_value(key: str, values: list[str]) -> Any:
     return values if key in _TRACE_LISTS or len(values) > 1 else values[0]
 
 
-# Each call by its name: the request's class, and the method of Service that answers.
+# Each call but the two for inference by its name: the request's class, and the method of Service that answers.
 CALLS: Final[Mapping[str, tuple[type[Message], Any]]] = {
     "ServerLive": (pb.ServerLiveRequest, Service.live),
     "ServerReady": (pb.ServerReadyRequest, Service.ready),
     "ModelReady": (pb.ModelReadyRequest, Service.model_ready),
     "ServerMetadata": (pb.ServerMetadataRequest, Service.metadata),
     "ModelMetadata": (pb.ModelMetadataRequest, Service.model_metadata),
-    INFER_CALL: (pb.ModelInferRequest, Service.infer),
     "ModelConfig": (pb.ModelConfigRequest, Service.config),
     "ModelStatistics": (pb.ModelStatisticsRequest, Service.statistics),
     "RepositoryIndex": (pb.RepositoryIndexRequest, Service.index),
@@ -245,4 +214,5 @@ CALLS: Final[Mapping[str, tuple[type[Message], Any]]] = {
     "TraceSetting": (pb.TraceSettingRequest, Service.trace),
     "LogSettings": (pb.LogSettingsRequest, Service.log),
 }
+INFER_CALL: Final = "ModelInfer"
 STREAM_CALL: Final = "ModelStreamInfer"

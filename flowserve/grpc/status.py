@@ -16,6 +16,7 @@ from flowserve.errors import FlowserveError
 STATUS: Final[Mapping[str, StatusCode]] = {
     "invalid": StatusCode.INVALID_ARGUMENT,
     "too_large": StatusCode.RESOURCE_EXHAUSTED,
+    "forbidden": StatusCode.PERMISSION_DENIED,
     "not_found": StatusCode.NOT_FOUND,
     "unavailable": StatusCode.UNAVAILABLE,
     "unsupported": StatusCode.UNIMPLEMENTED,

@@ -2,7 +2,7 @@
 
 Decided here: that answers of deployments that answer once leave in the order of their requests, that others' leave as
 they come, what marks a request's last answer, and that a request that fails says so and ends nothing (unless the
-client asked for that by the header `triton_grpc_error`). Everything here runs on grpcio's thread.
+client asked for that by the header `triton_grpc_error`). Everything here runs in grpcio's loop.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from functools import partial
 from typing import Any, Final
 
 from flowserve.errors import FlowserveError, Unavailable
-from flowserve.grpc.calls import STREAMED, Call, Outcome
-from flowserve.grpc.crossing import STOPPING, broken
-from flowserve.grpc.decode import Asked, decode
-from flowserve.grpc.encode import stream_answer, stream_error
-from flowserve.grpc.service_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from flowserve.grpc.calls import STOPPING, STREAMED, Call, Calls, Outcome, broken
+from flowserve.grpc.decode import Asked
+from flowserve.grpc.encode import in_stream, nothing_more, stream_error
+from flowserve.grpc.service_pb2 import ModelInferRequest
 
 IN_FLIGHT_MAX: Final = 1024  # of one stream; what a client sends beyond waits unread
 
-# The target, what is asked, who is told the outcome, who is told each of many: a call of the engine.
-MakeCall = Callable[[tuple[str, str], Asked, Callable[[Outcome], object], Callable[[Outcome], object]], Call]
+Decode = Callable[[ModelInferRequest], Asked]
+Answer = bytes | FlowserveError
 
 
 class _Member:
@@ -36,21 +35,21 @@ class _Member:
         self.target = message.model_name, message.model_version
         self.call: Call | None = None
         self.is_settled = False
-        self.answer: ModelStreamInferResponse | FlowserveError | None = None
+        self.answer: Answer | None = None
 
 
 class Stream:
     """`ends_on_error`: the first request that fails ends the stream with its status."""
 
-    def __init__(self, make_call: MakeCall, *, ends_on_error: bool = False) -> None:
-        self._make_call = make_call
+    def __init__(self, calls: Calls, decode: Decode, *, ends_on_error: bool = False) -> None:
+        self._calls = calls
+        self._decode = decode
         self._ends_on_error = ends_on_error
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
         self._order: deque[_Member] = deque()
         self._members: set[_Member] = set()
         # What is to be written, and who is told then.
-        self._outbox: asyncio.Queue[tuple[ModelStreamInferResponse | FlowserveError | None, Callable[[], None]]]
-        self._outbox = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[Answer | None, Callable[[], None]]] = asyncio.Queue()
         self._is_read = False
         self._is_cut = False
 
@@ -68,6 +67,7 @@ class Stream:
             for member in self._members:
                 if member.call is not None:
                     member.call.leave()
+                    member.call.close()
         if self._is_cut:
             raise Unavailable(STOPPING)
 
@@ -100,12 +100,12 @@ class Stream:
         self._members.add(member)
         self._order.append(member)
         try:
-            asked = decode(message)
+            asked = self._decode(message)
         except FlowserveError as error:
             self._settle(member, error)
             return
-        member.call = self._make_call(member.target, asked, partial(self._settle, member), partial(self._one, member))
-        member.call.begin()
+        member.call = Call(self._calls, member.target, asked)
+        member.call.begin(partial(self._settle, member), partial(self._one, member))
 
     # ------------------------------------------------------------------ out
 
@@ -125,20 +125,18 @@ class Stream:
         if outcome is None and not member.call.asked.wants_final:
             self._outbox.put_nowait((None, partial(self._over, member)))
         elif outcome is None:
-            last = ModelInferResponse(model_name=member.target[0], model_version=member.call.version, id=member.id)
-            self._outbox.put_nowait((stream_answer(last, is_final=True), partial(self._over, member)))
+            last = nothing_more(member.target[0], member.call.version, member.id)
+            self._outbox.put_nowait((in_stream(last), partial(self._over, member)))
         elif isinstance(outcome, FlowserveError):
             self._outbox.put_nowait((self._answer(member, outcome), partial(self._over, member)))
         else:
             self._outbox.put_nowait((self._answer(member, outcome), member.call.taken))
 
-    def _answer(
-        self, member: _Member, outcome: Outcome, *, is_final: bool = False
-    ) -> ModelStreamInferResponse | FlowserveError:
+    def _answer(self, member: _Member, outcome: Outcome, *, is_final: bool = False) -> Answer:
         if not isinstance(outcome, FlowserveError):
             assert member.call is not None  # it told us
             try:
-                return stream_answer(member.call.encode(outcome), is_final=is_final)
+                return in_stream(member.call.encode(outcome, is_final=is_final))
             except FlowserveError as refusal:
                 outcome = refusal
             except Exception as mistake:
@@ -146,6 +144,8 @@ class Stream:
         return outcome if self._ends_on_error else stream_error(outcome, member.id)
 
     def _over(self, member: _Member) -> None:
+        if member.call is not None:
+            member.call.close()
         self._members.discard(member)
         self._room.release()
         self._end_if_done()

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.cli.grpc_options import grpc_choice
+from flowserve.cli.grpc_options import GrpcChoice, grpc_choice
 from flowserve.cli.main import main
 from flowserve.cli.options import NOT_YET, add_run_arguments
+from flowserve.runtime.restriction import Restriction
 from flowserve.version import __version__
 
 
@@ -58,9 +59,25 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--http-port"], "--http-port: expected one argument"),
         (["--http-restricted-api", "inference"], "expected GROUP[,GROUP...]:HEADER=VALUE, got 'inference'"),
         (
-            ["--http-restricted-api=inference:key=value", "--grpc-port", "0"],
-            "--http-restricted-api does not cover gRPC yet, which would answer everybody: leave --grpc-port out",
+            ["--grpc-restricted-protocol", "infer:k=v"],
+            "unknown restricted api 'infer'; use health, metadata, inference",
         ),
+        (
+            ["--grpc-restricted-protocol=health,trace:k=v", "--grpc-restricted-protocol=trace:k=v"],
+            "protocol 'trace' can not be specified in multiple config groups",
+        ),
+        (["--grpc-use-ssl=true"], "--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key"),
+        (
+            ["--grpc-use-ssl-mutual=1", "--grpc-server-cert=c", "--grpc-server-key=k"],
+            "--grpc-use-ssl-mutual needs --grpc-root-cert",
+        ),
+        (
+            ["--grpc-use-ssl=1", "--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r"],
+            "--grpc-root-cert says nothing without --grpc-use-ssl-mutual true: clients would not be asked",
+        ),
+        (["--grpc-server-cert=c"], "certificates for gRPC say nothing without --grpc-use-ssl true"),
+        (["--grpc-header-forward-pattern", "("], "--grpc-header-forward-pattern: expected a regular expression"),
+        (["--grpc-infer-response-compression-level=max"], "expected none or low or medium or high, got 'max'"),
         (["--http-restricted-api", "inference:=x"], "expected GROUP[,GROUP...]:HEADER=VALUE"),
         (["--http-restricted-api", "infer:k=v"], "unknown restricted api 'infer'; use health, metadata, inference"),
         (
@@ -144,8 +161,52 @@ def test_the_defaults_are_safe(tmp_path: Path) -> None:
     assert not options.allow_client_shm
 
 
-def test_what_is_restricted_over_http_is_not_served_over_grpc() -> None:
+def choice(*options: str) -> GrpcChoice:
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
-    assert not grpc_choice(parser.parse_args(["graphs", "--http-restricted-api=inference:key=value"])).is_allowed
-    assert grpc_choice(parser.parse_args(["graphs"])).is_allowed
+    return grpc_choice(parser.parse_args(["graphs", *options]))
+
+
+def test_what_is_restricted_over_http_is_so_over_grpc_where_nothing_else_is_said() -> None:
+    http, grpc = "--http-restricted-api=inference,health:key=value", "--grpc-restricted-protocol=health,trace:mine=v"
+    assert choice(http, grpc).options.restrictions == (
+        Restriction(("health", "trace"), "triton-grpc-protocol-mine", "v"),
+        Restriction(("inference",), "key", "value"),
+    )
+    assert choice(http, grpc).open_over_http == ("trace",)
+    assert choice(http).open_over_http == choice().options.restrictions == ()
+
+
+def test_options_of_connections_have_grpcs_names_and_tritons_defaults() -> None:
+    assert dict(choice().options.channel) == {
+        "grpc.keepalive_permit_without_calls": 0,
+        "grpc.keepalive_time_ms": 7_200_000,
+        "grpc.keepalive_timeout_ms": 20_000,
+        "grpc.http2.max_pings_without_data": 2,
+        "grpc.http2.min_ping_interval_without_data_ms": 300_000,
+        "grpc.http2.max_ping_strikes": 2,
+    }
+    given = choice(
+        "--grpc-keepalive-permit-without-calls=true",
+        "--grpc-keepalive-time=5",
+        "--grpc-http2-max-ping-strikes=0",
+        "--grpc-max-connection-age=7",
+        "--grpc-max-connection-age-grace=8",
+        "--grpc-infer-response-compression-level=medium",
+    )
+    assert dict(given.options.channel).items() >= {
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 5),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_connection_age_ms", 7),
+        ("grpc.max_connection_age_grace_ms", 8),
+        ("grpc.default_compression_level", 2),
+    }
+
+
+def test_a_certificate_counts_only_where_tls_is_asked_for() -> None:
+    files = ("--grpc-server-cert=c", "--grpc-server-key=k")
+    assert choice("--grpc-use-ssl=true", *files).options.certificate == (Path("c"), Path("k"), None)
+    assert choice("--grpc-use-ssl=false", *files).options.certificate is None
+    mutual = choice("--grpc-use-ssl-mutual=true", "--grpc-root-cert=r", *files)
+    assert mutual.options.certificate == (Path("c"), Path("k"), Path("r"))

@@ -8,7 +8,7 @@ import pytest
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.grpc.decode import decode
 from flowserve.grpc.encode import encode
-from flowserve.grpc.service_pb2 import InferTensorContents, ModelInferRequest
+from flowserve.grpc.service_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from flowserve.grpc.status import details_of
 from flowserve.memory import bytes_codec
 from flowserve.memory.client_memory import Portion
@@ -169,9 +169,21 @@ def test_an_answer_of_no_type_is_the_models_fault() -> None:
 
 def test_parameters_of_an_answer_travel_with_their_types() -> None:
     given = {"a": True, "b": 2**64 - 1, "c": -1, "d": 0.5, "e": "x"}
-    told = encode(Response("m", 1, {}, parameters=given)).parameters
+    told = ModelInferResponse.FromString(b"".join(encode(Response("m", 1, {}, parameters=given)))).parameters
     assert {key: getattr(value, value.WhichOneof("parameter_choice") or "") for key, value in told.items()} == given
     assert told["a"].HasField("bool_param")
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 4096, 300_000])
+def test_outputs_of_any_size_are_where_readers_of_the_message_look_for_them(size: int) -> None:
+    arrays = {"A": np.arange(size, dtype=np.float32), "B": np.array([b"x" * size], object)}
+    told = ModelInferResponse.FromString(b"".join(encode(Response("m", 3, arrays, id="i"))))
+    assert (told.model_name, told.model_version, told.id) == ("m", "3", "i")
+    assert [(one.name, one.datatype, [*one.shape]) for one in told.outputs] == [
+        ("A", "FP32", [size]),
+        ("B", "BYTES", [1]),
+    ]
+    assert [*told.raw_output_contents] == [arrays["A"].tobytes(), bytes_codec.encode(arrays["B"])]
 
 
 def test_details_stay_below_what_clients_take() -> None:

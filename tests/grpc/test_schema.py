@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2 as triton
 
 from flowserve.grpc import service_pb2
 from flowserve.grpc.generate import HERE, generate
-from flowserve.grpc.service import CALLS, STREAM_CALL
+from flowserve.grpc.service import CALLS, INFER_CALL, STREAM_CALL
 
 
 def test_the_generated_code_is_what_the_generator_makes() -> None:
@@ -50,4 +50,4 @@ def test_every_call_that_tritons_client_knows_is_answered(pair: tuple[Any, Any])
 
     ours, theirs = map(calls, pair)
     assert {name: ours.get(name) for name in theirs} == theirs
-    assert {*CALLS, STREAM_CALL} == ours.keys()
+    assert {*CALLS, INFER_CALL, STREAM_CALL} == ours.keys()
