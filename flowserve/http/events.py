@@ -25,7 +25,9 @@ async def send_events(scope: Scope, receive: Receive, send: Send, tell: Callable
 
     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
     if scope["method"] != "HEAD":
-        if "flowserve.exchange" in scope:  # our own server cancels this task when the client leaves
+        exchange = scope.get("flowserve.exchange")
+        if exchange is not None:  # our own server cancels this task when the client leaves
+            exchange.goes_on()
             await tell(say)
         else:
             async with trio.open_nursery() as nursery:

@@ -86,6 +86,10 @@ class Exchange(Line):
             self._is_running = False
             self.server.running -= 1
 
+    def goes_on(self) -> None:
+        """The answer goes on for as long as somebody listens: others, which are over soon, are not sent with it."""
+        self._stop_running()
+
     def promise(self, promise: Promise) -> None:
         """The answer comes later, by `keep_promise`; the app may return. `promise.withdraw` is called where the client
         leaves before. The exchange holds the body no longer.

@@ -85,6 +85,7 @@ async def test_a_viewer_hears_what_there_is_and_then_what_changes(
     assert "text/event-stream" in await events.begin("/live/events?name=double&version=1")
     first = await events.next()
     assert first["names"] == [["double", "1"]]
+    assert api.server.running == 0, "answers that are alone would be sent with its own, which are not soon over"
     (row,) = first["deployments"]
     assert (row["name"], row["version"], row["state"], row["reason"], row["error"]) == ("double", "1", "READY", "", "")
     assert first["can_load"] is False

@@ -50,7 +50,7 @@ function build({ picture: word, svg, graph }) {
   const end = (at) => (at.node === null ? "the request" : graph.nodes[at.node].name);
   $("edges").replaceChildren(
     ...graph.edges.map((edge) =>
-      line([edge.tensor, kind(edge), end(edge.from), edge.to.node === null ? "the answer" : end(edge.to)], 4)),
+      line([edge.tensor, kind(edge), end(edge.from), edge.to.node === null ? "the answer" : end(edge.to)], 5)),
   );
   buildForm(graph);
 }
@@ -118,6 +118,7 @@ function showEdge(graph, edge, i) {
   const cells = $("edges").children[i].children;
   const reader = graph.nodes[picture.graph.edges[i].to.node];
   const values = [edge ? `${bytes(edge.bytes)}/s` : "–", edge ? `${bytes(edge.copied)}/s` : "–",
-    reader ? count(reader.waiting) : "–", reader ? time(reader.model.queue_p99) : "–"];
+    reader ? count(reader.waiting) : "–", reader ? time(reader.model.queue_p50) : "–",
+    reader ? time(reader.model.queue_p99) : "–"];
   values.forEach((value, at) => say(cells[at + 4], value));
 }
