@@ -1,57 +1,54 @@
-"""ONNX models on the CPU.
+"""ONNX models.
 
-Decided here: how a batch becomes one `session.run`, how sessions are set up, and that what comes out is what the
-configuration promised. One session serves all instances of a model: a session may be run by several threads at once,
-and a second copy of the weights would buy nothing. Whether a file and its configuration agree is in
-onnx_signature.py, what ragged inputs and batch inputs are in onnx_ragged.py.
+Decided here: how a batch becomes one `session.run`, which sessions there are, and that what comes out is what the
+configuration promised. One session serves all instances of a model on the CPU: a session may be run by several threads
+at once, and a second copy of the weights would buy nothing. On a GPU each instance has a session and a stream of its
+own. How sessions are set up is in onnx_session.py; whether a file and its configuration agree, in onnx_signature.py;
+what ragged inputs and batch inputs are, in onnx_ragged.py; runs on tensors that stay on a GPU, in onnx_device.py; who
+runs a session there, in onnx_providers.py.
 
 `session.run` with numpy arrays is measured to cost a seventh of building OrtValues in Python, so the latter serves
 only the models that need it: those with a BF16 tensor, which onnxruntime does not take from numpy.
-
-The only file that knows onnxruntime. It never asks it for a GPU.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import re
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import onnxruntime as ort
-
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
 from flowserve.backends.files import model_file, relative
+from flowserve.backends.onnx_device import OnnxDeviceInstance
+from flowserve.backends.onnx_providers import accelerators, gpu_providers
 from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts, part_of
+from flowserve.backends.onnx_session import (
+    Execute,
+    Feed,
+    cleaned,
+    executor,
+    open_session,
+    run_without_waiting,
+    settings,
+    signature_of,
+    to_be_asked_only,
+)
 from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements, with_flat_controls
-from flowserve.backends.shapes import fits, shown
+from flowserve.backends.onnx_values import checked, needs_preparing, prepared, to_bytes
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import Invalid, ModelFailed, Problem, Problems, Unsupported
-from flowserve.graph.conversion import reshaped
+from flowserve.errors import ModelFailed, Problems, Unsupported
+from flowserve.graph.transfers import stays_on_device
 from flowserve.memory.assemble import gather, scatter
+from flowserve.memory.devices import devices
 from flowserve.memory.pool import HOST
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
 
-Feed = dict[str, Array]
-Execute = Callable[[list[str], Feed], list[Any]]
+log = logging.getLogger("flowserve.load")
 
-# ONNX's own numbers (TensorProto.DataType) for the one type that numpy cannot carry.
-_ONNX_BFLOAT16: Final = 16
-_BFLOAT16: Final = DType.BF16.numpy
-# Triton's optimization.graph.level: 0, or nothing said, is everything.
-_LEVELS: Final = {
-    -1: ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    0: ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-    1: ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-}
-# "/src/graph/model.cc:166 onnxruntime::Model::Model(a, b) const ": where in onnxruntime, which helps nobody here.
-_SOURCE_LOCATION: Final = re.compile(
-    r"/\S+\.(?:cc|cpp|h|hpp):\d+ [^\n]*?\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])? "
-)
+KIND_GPU: Final = "KIND_GPU"
 
 
 class OnnxRuntime:
@@ -60,28 +57,32 @@ class OnnxRuntime:
     name = "onnxruntime"
     default_filename = "model.onnx"
     default_instance_count = 2  # as Triton's for this backend on the CPU
+    gpu_instance_count = 1
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
         """As Triton: nothing for a configuration that names inputs and outputs, whatever else it leaves out."""
         if config.inputs and config.outputs:
             return Completion()
         path = self._path(config, files)
-        settings = ort.SessionOptions()
-        settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is only asked for its names
-        session = _open(config, path, files, settings)
-        return completion(config, _signature(session), relative(path, files))
+        session = open_session(config, path, files, to_be_asked_only)
+        return completion(config, signature_of(session), relative(path, files))
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> OnnxModel:
         """The cores are shared out between the runs that may happen at once, unless the model's parameters say more."""
         path = self._path(config, files)
-        session = _open(config, path, files, _settings(config, options))
-        signature = _signature(session)
+        opening = partial(open_session, config, path, files, partial(settings, config, options))
+        groups = config.instance_groups
+        on_cpu = not groups or any(group.kind != KIND_GPU for group in groups)
+        session = opening() if on_cpu else open_session(config, path, files, to_be_asked_only)
+        signature = signature_of(session)
         config = with_flat_controls(config, signature)
         _refuse_strings_beside_bfloat16(config)
         problems = list(disagreements(config, signature, relative(path, files)))
         if problems:
             raise Problems(problems)
-        return OnnxModel(config, session, signature)
+        if all(group.kind != KIND_GPU for group in groups) and accelerators(config):
+            log.info("model '%s' has no instance on a GPU: gpu_execution_accelerator is not used", config.name)
+        return OnnxModel(config, session if on_cpu else None, signature, opening)
 
     def _path(self, config: ModelConfig, files: ModelFiles) -> Path:
         path = model_file(config, files, self.default_filename)
@@ -89,29 +90,50 @@ class OnnxRuntime:
 
 
 class OnnxModel:
-    """One version: its session, and what to expect of it."""
+    """One version: its session on the CPU, where it has instances there, and what to expect of it. `opening` opens
+    another, given the providers that run it.
+    """
 
     is_pure = True
-    may_run_inline = True
 
-    def __init__(self, config: ModelConfig, session: Any, signature: Signature) -> None:
+    def __init__(self, config: ModelConfig, session: Any, signature: Signature, opening: Callable[..., Any]) -> None:
         self.name = config.name
         self.inputs = config.inputs
         self.outputs = config.outputs
         self.is_batching = config.max_batch_size > 0
+        # Whoever waits for a device holds up the loop.
+        self.may_run_inline = all(group.kind != KIND_GPU for group in config.instance_groups)
         ports = {port.name: port for port in signature.inputs}
         # Indices of the inputs whose arrays are not fed as they are gathered.
-        self.prepared = [i for i, spec in enumerate(config.inputs) if _needs_preparing(spec, ports[spec.name])]
+        self.prepared = [i for i, spec in enumerate(config.inputs) if needs_preparing(spec, ports[spec.name])]
         self.ports = [ports[spec.name] for spec in config.inputs]
-        self.execute: Execute = session.run
-        answers = any(spec.dtype is DType.BF16 for spec in config.outputs)
-        if answers or any(spec.dtype is DType.BF16 for spec in config.inputs):
-            self.execute = _CarryingBfloat16(session, answers=answers)
+        answers = {port.name: port for port in signature.outputs}
+        self.output_ports = [answers[spec.name] for spec in config.outputs]
+        self._config = config
+        self.execute = None if session is None else executor(session, config)
+        self._open_session = opening
         self._ragged = RaggedPorts(config) if RaggedPorts.are_in(config) else None
         self._asked: dict[tuple[str, ...], tuple[list[str], list[int]]] = {}
 
-    def instance(self, name: str, group: InstanceGroup) -> OnnxInstance:
-        return OnnxInstance(self) if self._ragged is None else RaggedInstance(self, self._ragged)
+    def instance(self, name: str, group: InstanceGroup) -> OnnxInstance | OnnxDeviceInstance:
+        if group.kind != KIND_GPU:
+            return self._instance(lambda: self.execute)
+        memory = devices()[group.gpus[0] if group.gpus else 0]
+        gpu = memory.place.number
+        if not stays_on_device(self._config):
+            return self._instance(lambda: executor(self._open_session(gpu_providers(self._config, gpu)), self._config))
+        return OnnxDeviceInstance(
+            self,
+            memory,
+            lambda stream: self._open_session(gpu_providers(self._config, gpu, stream)),
+            run_without_waiting,
+        )
+
+    def _instance(self, open_execute: Callable[[], Any]) -> OnnxInstance:
+        """One whose tensors lie on the host, wherever it computes."""
+        if self._ragged is not None:
+            return RaggedInstance(self, open_execute, self._ragged)
+        return OnnxInstance(self, open_execute)
 
     def close(self) -> None:
         """The session goes with its last reference."""
@@ -137,14 +159,16 @@ class OnnxInstance:
 
     wrong_rows = "its first dimension is no batch dimension, so set max_batch_size to 0"
 
-    def __init__(self, model: OnnxModel) -> None:
+    def __init__(self, model: OnnxModel, open_execute: Callable[[], Any]) -> None:
         self._model = model
+        self._open_execute = open_execute
 
     def open(self) -> None:
-        """The session is open already."""
+        self._execute: Execute = self._open_execute()
 
     def close(self) -> None:
-        """The session belongs to the model."""
+        """The session goes with its last reference."""
+        del self._execute
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         model = self._model
@@ -156,7 +180,7 @@ class OnnxInstance:
         names, indices = model.asked(work.wanted)
         gathered_ns = clock()
         try:
-            arrays = model.execute(names, feed)
+            arrays = self._execute(names, feed)
         except Exception as error:
             raise ModelFailed(f"model '{model.name}' failed: onnxruntime: {cleaned(str(error))}") from error
         computed_ns = clock()
@@ -186,38 +210,15 @@ class OnnxInstance:
 
     def _prepare(self, feed: Feed, spec: TensorSpec, port: Port) -> None:
         array = feed.get(spec.name)
-        if array is None:
-            return
-        if spec.dtype is DType.BYTES:
-            array = _to_text(array, spec.name, self._model.name)
-        if spec.reshape is not None and not spec.ragged:
-            batch = array.shape[:1] if self._model.is_batching else ()
-            array = array.reshape(batch + reshaped(array.shape[len(batch) :], spec.dims, spec.reshape))
-        feed[spec.name] = array if port.shape else array.reshape(())
+        if array is not None:
+            feed[spec.name] = prepared(array, spec, port, self._model.name, is_batching=self._model.is_batching)
 
     def _checked(self, array: Array, spec: TensorSpec, total: int) -> Array:
         """An output in the configuration's shape. `total` is the batch's row count, -1 for a model without batching."""
-        where = f"model '{self._model.name}', output '{spec.name}'"
         if spec.dtype is DType.BYTES:
-            array = _to_bytes(array)
-        if array.dtype != spec.dtype.numpy:
-            raise ModelFailed(f"{where}: the configuration promises {spec.dtype}, the model answered {array.dtype}")
-        shape = array.shape
-        batch = shape[:1] if total >= 0 else ()
-        inner = spec.dims if spec.reshape is None else spec.reshape
-        if total >= 0 and batch != (total,):
-            raise ModelFailed(
-                f"{where}: the batch has {total} rows, the model answered shape {shown(shape)}; {self.wrong_rows}"
-            )
-        tail = shape[len(batch) :]
-        if not shape and inner == (1,):
-            return array.reshape(1)
-        if not fits(tail, inner):
-            promised = shown((*batch, *inner))
-            raise ModelFailed(
-                f"{where}: the configuration promises shape {promised}, the model answered {shown(shape)}"
-            )
-        return array if spec.reshape is None else array.reshape(batch + reshaped(tail, spec.reshape, spec.dims))
+            array = to_bytes(array)
+        judged: Array = checked(array, spec, total, self._model.name, self.wrong_rows)
+        return judged
 
 
 class RaggedInstance(OnnxInstance):
@@ -225,8 +226,8 @@ class RaggedInstance(OnnxInstance):
 
     wrong_rows = WRONG_ROWS
 
-    def __init__(self, model: OnnxModel, ragged: RaggedPorts) -> None:
-        super().__init__(model)
+    def __init__(self, model: OnnxModel, open_execute: Callable[[], Any], ragged: RaggedPorts) -> None:
+        super().__init__(model, open_execute)
         self._ragged = ragged
 
     def run(self, work: Work, clock: ClockNs) -> Results:
@@ -258,73 +259,6 @@ class RaggedInstance(OnnxInstance):
         return super()._checked(array, spec, total) if flat is None else super()._checked(array.reshape(-1), flat, -1)
 
 
-class _CarryingBfloat16:
-    """Runs a session that has BF16 tensors: they go in and out as OrtValues, which is slower."""
-
-    def __init__(self, session: Any, *, answers: bool) -> None:
-        self._session = session
-        self._answers = answers  # whether BF16 is among the outputs, not only among the inputs
-
-    def __call__(self, names: list[str], feed: Feed) -> list[Any]:
-        values = {name: self._value(array) if array.dtype == _BFLOAT16 else array for name, array in feed.items()}
-        if not self._answers:
-            return list(self._session.run(names, values))
-        for name, array in feed.items():
-            if array.dtype != _BFLOAT16:
-                values[name] = ort.OrtValue.ortvalue_from_numpy(array)
-        return [self._array(value) for value in self._session.run_with_ort_values(names, values)]
-
-    @staticmethod
-    def _value(array: Array) -> Any:
-        bits = np.ascontiguousarray(array).view(np.uint16)
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
-
-    @staticmethod
-    def _array(value: Any) -> Any:
-        if value.data_type() != "tensor(bfloat16)":
-            return value.numpy()
-        array = np.empty(value.shape(), _BFLOAT16)
-        # The value's memory goes with it, so its bytes are copied out while it lives.
-        ctypes.memmove(array.ctypes.data, value.data_ptr(), array.nbytes)
-        return array
-
-
-def cleaned(text: str) -> str:
-    """onnxruntime's message without its prefixes, source locations and stack."""
-    text = text.partition("\nStacktrace")[0]
-    text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
-    text = re.sub(r"Load model from .*? failed:", "", text)
-    return " ".join(_SOURCE_LOCATION.sub("", text).split())
-
-
-def _open(config: ModelConfig, path: Path, files: ModelFiles, settings: Any) -> Any:
-    # onnxruntime also prints what it raises; the text reaches the user once, through us.
-    settings.log_severity_level = 4
-    try:
-        return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        text = cleaned(str(error)).replace(f"{files.repository}/", "")
-        where = f"failed to load '{config.name}' version {files.version}: {relative(path, files)}"
-        raise Invalid(f"{where} is not an ONNX model that onnxruntime {ort.__version__} can run: {text}") from error
-
-
-def _signature(session: Any) -> Signature:
-    inputs = [_port(node, is_optional=node.type.startswith("optional(")) for node in session.get_inputs()]
-    defaults = [_port(node, is_optional=True) for node in session.get_overridable_initializers()]
-    ordered = sorted([*inputs, *defaults], key=lambda port: port.is_optional)
-    return Signature(tuple(ordered), tuple(_port(node, is_optional=False) for node in session.get_outputs()))
-
-
-def _port(node: Any, *, is_optional: bool) -> Port:
-    # A dimension that varies is None or the name the exporter gave it.
-    shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
-    return Port(node.name, node.type, shape, is_optional)
-
-
-def _needs_preparing(spec: TensorSpec, port: Port) -> bool:
-    return spec.dtype is DType.BYTES or spec.reshape is not None or not port.shape
-
-
 def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:
     strings = [spec.name for spec in config.inputs if spec.dtype is DType.BYTES]
     halves = [spec.name for spec in config.outputs if spec.dtype is DType.BF16]
@@ -333,60 +267,3 @@ def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:
             f"model '{config.name}': onnxruntime's Python interface cannot take strings (input '{strings[0]}') where "
             f"it answers with BF16 (output '{halves[0]}'); cast that output to TYPE_FP32 or TYPE_FP16 in the model"
         )
-
-
-def _settings(config: ModelConfig, options: Mapping[str, str]) -> Any:
-    settings = ort.SessionOptions()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // int(options.get("runs_at_once", "1")))
-    # Triton's 0 means "you choose", as does saying nothing.
-    settings.intra_op_num_threads = _parameter(config, options, "intra_op_thread_count", 0) or share
-    settings.inter_op_num_threads = _parameter(config, options, "inter_op_thread_count", 0) or 1
-    parallel = _parameter(config, options, "execution_mode", 0) == 1
-    settings.execution_mode = ort.ExecutionMode.ORT_PARALLEL if parallel else ort.ExecutionMode.ORT_SEQUENTIAL
-    settings.enable_cpu_mem_arena = bool(_parameter(config, options, "enable_mem_arena", 1))
-    # A memory pattern is kept for every shape seen, for ever: with shapes that vary beyond the batch that is a leak.
-    varies = any(spec.is_variable for spec in config.inputs)
-    settings.enable_mem_pattern = bool(_parameter(config, options, "enable_mem_pattern", 0 if varies else 1))
-    settings.graph_optimization_level = _LEVELS.get(_graph_level(config), _LEVELS[0])
-    # Threads that spin between runs take the cores that the other models and the server need.
-    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    settings.add_session_config_entry("session.inter_op.allow_spinning", "0")
-    return settings
-
-
-def _parameter(config: ModelConfig, options: Mapping[str, str], name: str, default: int) -> int:
-    """What the model's parameters say, else the operator for all models, else `default`."""
-    text = config.parameters.get(name)
-    if text is None:
-        return int(options.get(name, default))
-    try:
-        return int(text)
-    except ValueError:
-        message = f"parameter '{name}' of model '{config.name}' must be a whole number, found '{text}'"
-        raise Problems([Problem(message, config.source.place(f"parameters[{name}]"))]) from None
-
-
-def _graph_level(config: ModelConfig) -> int:
-    optimization = config.json.get("optimization") or {}
-    return int((optimization.get("graph") or {}).get("level", 0))
-
-
-def _to_text(array: Array, name: str, model: str) -> Array:
-    """ONNX strings are text; onnxruntime takes `str` objects, and would take the repr of anything else."""
-    try:
-        return _objects([element.decode() for element in array.ravel().tolist()], array.shape)
-    except UnicodeDecodeError as error:
-        raise Invalid(
-            f"inference input '{name}' for model '{model}' must hold UTF-8 text, as ONNX strings do: {error}"
-        ) from error
-
-
-def _to_bytes(array: Array) -> Array:
-    return _objects([element.encode() for element in array.ravel().tolist()], array.shape)
-
-
-def _objects(elements: list[Any], shape: tuple[int, ...]) -> Array:
-    array = np.empty(len(elements), np.object_)
-    array[:] = elements
-    return array.reshape(shape)

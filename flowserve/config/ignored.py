@@ -13,7 +13,7 @@ from flowserve.config.types import SourceMap
 IGNORED: Final = (
     "optimization.priority",
     "optimization.cuda",
-    "optimization.execution_accelerators",
+    "optimization.execution_accelerators.cpu_execution_accelerator",
     "optimization.input_pinned_memory",
     "optimization.output_pinned_memory",
     "optimization.gather_kernel_buffer_threshold",

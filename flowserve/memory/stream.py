@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.device_tensor import DeviceArray, DeviceTensor, Mirror
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import HOST_MEMORY, Array, MemoryPlace
+
+ALIGNMENT: Final = 256  # of what a device's libraries are given; rows in the middle of a block may lie otherwise
 
 
 class DeviceStream:
@@ -56,12 +58,13 @@ class DeviceStream:
         """All `tensors`' rows in order where the device reads them, and how many bytes were copied for it.
 
         The tensors agree in dtype (not BYTES) and in every dimension but the first, and there is at least one. Work
-        that reads the array may be put on the stream at once. It lies on the device, or on the host where there was no
-        room.
+        that reads the array may be put on the stream at once. It lies on the device, at a multiple of ALIGNMENT, or on
+        the host where there was no room.
         """
         parts, copied = self._parts(tensors)
         array = parts[0]
-        if len(parts) > 1 or (array.place.is_gpu and array.place != self.place):
+        is_as_it_should_be = not array.place.is_gpu or (array.place == self.place and array.address % ALIGNMENT == 0)
+        if len(parts) > 1 or not is_as_it_should_be:
             array = self._side_by_side(parts)
             copied += array.nbytes
         else:

@@ -11,8 +11,8 @@ import onnx.numpy_helper
 import pytest
 
 from flowserve.backends import registry
-from flowserve.backends.onnxruntime import cleaned
-from flowserve.config.types import ModelConfig
+from flowserve.backends.onnx_session import cleaned
+from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, ModelFailed, Problems, Unsupported
 from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
 from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
@@ -196,7 +196,9 @@ def test_bytes_that_are_no_text_are_refused_by_name_not_changed(repository: Repo
 def test_instances_on_several_threads_share_one_session(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity())
     first = opened(onnx_config())
-    instances = [first.model.instance(f"m_{n}", None) for n in range(4)]
+    instances = [first.model.instance(f"m_{n}", InstanceGroup("m")) for n in range(4)]
+    for instance in instances:
+        instance.open()
     wrong: list[object] = []
 
     def work(mark: int) -> None:

@@ -290,7 +290,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _planned(graph: Graph, machine: Machine, on_gpu: Sequence[bool]) -> dict[tuple[MemoryPlace, MemoryPlace], int]:
-    """How often a batch that stays whole crosses, as the graph's plan has it. What comes back lands in pinned memory."""
+    """How often a batch that stays whole crosses, as the graph's plan has it. Answers land in pinned memory."""
     places: list[MemoryPlaces] = [frozenset({GPU0}) if gpu else ON_HOST for gpu in on_gpu]
     counts = {IN: 0, OUT: 0}
     for transfer in transfers(graph, places):

@@ -1,0 +1,147 @@
+"""Runs of an ONNX model on tensors that stay on a GPU.
+
+Decided here: every tensor is bound by its address, inputs where they lie and outputs in room of ours wherever their
+shape is known before; where it is not, onnxruntime makes the room and it is adopted. Each run has a binding of its own,
+because a binding that is run again writes its outputs where the last ones are, which somebody may still read. The
+session computes on the instance's stream and does not wait for it. Strings and what else must lie on the host go
+another way (onnxruntime.py).
+
+It does not import onnxruntime: it is given what opens a session, and what makes a run's options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from flowserve.backends.base import ClockNs, Results, Work
+from flowserve.backends.device import DeviceWork
+from flowserve.backends.onnx_signature import Port
+from flowserve.backends.onnx_values import checked, fed_shape, made_shape
+from flowserve.errors import ModelFailed
+from flowserve.memory.device_memory import DeviceMemory
+from flowserve.memory.device_tensor import DeviceArray
+from flowserve.memory.stream import DeviceStream
+from flowserve.memory.tensor import Tensor
+from flowserve.values import DType, TensorSpec
+
+WRONG_ROWS: Final = "its first dimension is no batch dimension, so set max_batch_size to 0"
+_ONNX_BFLOAT16: Final = 16  # TensorProto.DataType; the one type that numpy has no name for
+
+
+class Facts(Protocol):
+    """What a run asks of its model."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    ports: list[Port]
+    output_ports: list[Port]
+    is_batching: bool
+
+    def asked(self, wanted: Sequence[tuple[str, ...]]) -> tuple[list[str], list[int]]: ...
+
+
+class OnnxDeviceInstance:
+    """A session and a stream on one GPU. `open_session` gets the address of that stream; `device` is onnxruntime's word
+    for the GPU.
+    """
+
+    def __init__(
+        self,
+        model: Facts,
+        memory: DeviceMemory,
+        open_session: Callable[[int], Any],
+        run_options: Callable[[], Any],
+        device: str = "cuda",
+    ) -> None:
+        self.place = memory.place
+        self._model = model
+        self._memory = memory
+        self._open_session = open_session
+        self._run_options = run_options
+        self._device = device
+
+    def open(self) -> None:
+        self._stream = DeviceStream(self._memory)
+        self._session: Any = self._open_session(self._stream.handle.address)
+
+    def close(self) -> None:
+        self._stream.close()
+        del self._session
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        model, stream = self._model, self._stream
+        binding = self._session.io_binding()
+        with stream.batch():
+            copied, total = self._bind_inputs(binding, work)
+            rows = self._rows(work, total)
+            _, indices = model.asked(work.wanted)
+            made = [self._bind_output(binding, j, total) for j in indices]
+            gathered_ns = clock()
+            try:
+                self._session.run_with_iobinding(binding, self._run_options())
+            except Exception as error:
+                raise ModelFailed(f"model '{model.name}' failed: onnxruntime: {error}") from error
+            values = binding.get_outputs() if None in made else ()
+            arrays = [
+                checked(
+                    self._adopted(values[k], model.outputs[j]) if array is None else array,
+                    model.outputs[j],
+                    total,
+                    model.name,
+                    WRONG_ROWS,
+                )
+                for k, (j, array) in enumerate(zip(indices, made, strict=True))
+            ]
+            read_at = work.read_at if isinstance(work, DeviceWork) else None
+            delivered = stream.deliver(arrays, rows, None if read_at is None else [read_at[j] for j in indices])
+        outputs: list[list[Tensor | None]] = [[None] * len(work.rows)] * len(model.outputs)
+        for j, tensors in zip(indices, delivered, strict=True):
+            outputs[j] = [*tensors]
+        return Results(outputs, gathered_ns=gathered_ns, computed_ns=clock(), copied=copied)
+
+    def _bind_inputs(self, binding: Any, work: Work) -> tuple[list[int], int]:
+        """The bytes of each input that were copied, and the batch's rows, -1 for a model without batching."""
+        model = self._model
+        copied = [0] * len(model.inputs)
+        total = 0 if model.is_batching else -1
+        for i, (spec, port) in enumerate(zip(model.inputs, model.ports, strict=True)):
+            present = [tensor for tensor in work.inputs[i] if tensor is not None]
+            if not present:
+                continue  # an input of a model without batching, left to its default
+            array, copied[i] = self._stream.gather(present)
+            if model.is_batching:
+                total = len(array)
+            shape = fed_shape(array.shape, spec, port, is_batching=model.is_batching)
+            binding.bind_input(spec.name, *self._where(array), _element_type(spec), shape, array.address)
+        return copied, total
+
+    def _rows(self, work: Work, total: int) -> list[int] | None:
+        if total < 0:
+            return None
+        if total == sum(work.rows):
+            return work.rows
+        # A member of no rows counts as one to the batcher.
+        return [0 if tensor is None else tensor.shape[0] for tensor in work.inputs[0]]
+
+    def _bind_output(self, binding: Any, j: int, total: int) -> DeviceArray | None:
+        spec, port = self._model.outputs[j], self._model.output_ports[j]
+        shape = made_shape(spec, port, total)
+        if shape is None:
+            binding.bind_output(spec.name, self._device, self.place.number)
+            return None
+        array = self._stream.empty(spec.dtype.numpy, shape)
+        binding.bind_output(spec.name, *self._where(array), _element_type(spec), shape, array.address)
+        return array
+
+    def _adopted(self, value: Any, spec: TensorSpec) -> DeviceArray:
+        return self._stream.adopt(value, value.data_ptr(), spec.dtype.numpy, tuple(value.shape()))
+
+    def _where(self, array: DeviceArray) -> tuple[str, int]:
+        """Memory of the host is pinned or not: to onnxruntime it is the CPU's, and it copies."""
+        return (self._device, self.place.number) if array.place.is_gpu else ("cpu", 0)
+
+
+def _element_type(spec: TensorSpec) -> Any:
+    return _ONNX_BFLOAT16 if spec.dtype is DType.BF16 else spec.dtype.numpy.type

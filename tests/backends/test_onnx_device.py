@@ -1,0 +1,270 @@
+"""ONNX models on a GPU, as far as it can be shown without one: the real onnxruntime computes on the CPU, in the memory
+of a fake device that raises where an order is missing. What a real GPU would be asked for is in test_onnx_providers.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve.backends import registry
+from flowserve.backends.device import DeviceWork, OnDevice
+from flowserve.backends.onnx_device import OnnxDeviceInstance
+from flowserve.backends.onnx_session import run_without_waiting
+from flowserve.backends.onnxruntime import OnnxInstance, OnnxModel
+from flowserve.config.types import InstanceGroup, ModelConfig
+from flowserve.errors import Invalid, ModelFailed, Unsupported
+from flowserve.memory.delivery import ON_DEVICE
+from flowserve.memory.device_tensor import DeviceTensor
+from flowserve.memory.devices import Devices, using
+from flowserve.memory.tensor import Tensor
+from flowserve.testing.backends import Repository, config_of, sample, spec
+from flowserve.testing.fake_device import FakeMachine, FakeStream
+from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
+from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_memory
+
+FILE = "1/model.onnx"
+GPU = (InstanceGroup("m", "KIND_GPU", gpus=(0,)),)
+IN, OUT = (HOST_MEMORY, gpu_memory(0)), (gpu_memory(0), PINNED_MEMORY)
+
+
+def onnx_config(max_batch_size: int = 8, **fields: Any) -> ModelConfig:
+    fields.setdefault("inputs", [spec("x")])
+    fields.setdefault("outputs", [spec("y")])
+    return config_of("onnxruntime", max_batch_size=max_batch_size, **fields)
+
+
+class OnFake:
+    """A session on the CPU whose runs are work on a fake device's stream, on the memory that they are bound to."""
+
+    def __init__(self, session: Any, machine: FakeMachine, stream: FakeStream) -> None:
+        self._session = session
+        self._machine = machine
+        self._stream = stream
+        self.bindings = 0
+
+    def io_binding(self) -> Binding:
+        self.bindings += 1
+        return Binding(self._session.io_binding())
+
+    def run_with_iobinding(self, binding: Binding, options: Any) -> None:
+        found = [[self._machine.find(address, 1) for address in side] for side in (binding.reads, binding.writes)]
+        assert all(memory is not None for memory in (*found[0], *found[1]))
+        self._machine.enqueue(self._stream, *found)
+        self._session.run_with_iobinding(binding.raw, options)
+
+
+class Binding:
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.reads: list[int] = []
+        self.writes: list[int] = []
+
+    def bind_input(self, name: str, device: str, number: int, dtype: Any, shape: Sequence[int], address: int) -> None:
+        self.reads.append(address)
+        self.raw.bind_input(name, device, number, dtype, shape, address)
+
+    def bind_output(self, name: str, device: str, number: int, *buffer: Any) -> None:
+        if buffer:
+            self.writes.append(buffer[-1])
+        self.raw.bind_output(name, device, number, *buffer)
+
+    def get_outputs(self) -> Any:
+        return self.raw.get_outputs()
+
+
+class Bench:
+    """Instances of one model on a fake GPU."""
+
+    def __init__(self, repository: Repository, config: ModelConfig, count: int = 1, **budgets: int) -> None:
+        self.machine = FakeMachine()
+        self.devices = Devices(self.machine.devices, **budgets)
+        self.config = config
+        loaded = registry.find("onnxruntime").load(replace(config, instance_groups=()), repository.files(), {})
+        assert isinstance(loaded, OnnxModel)
+        self.sessions: list[OnFake] = []
+        self.instances = []
+        for _ in range(count):
+            instance = OnnxDeviceInstance(
+                loaded, self.devices[0], lambda _: self._session(loaded), run_without_waiting, device="cpu"
+            )
+            self.instances.append(instance)
+            instance.open()
+
+    def _session(self, loaded: OnnxModel) -> OnFake:
+        stream = self.instances[-1]._stream.handle
+        assert isinstance(stream, FakeStream)
+        self.sessions.append(OnFake(loaded._open_session(), self.machine, stream))
+        return self.sessions[-1]
+
+    def run(
+        self, columns: Sequence[Sequence[Tensor | None]], read_at: Sequence[Sequence[int]] | None = None, i: int = 0
+    ) -> list[list[Tensor | None]]:
+        first = next(tensor for tensor in columns[0] if tensor is not None)
+        rows = [max(1, tensor.stop - tensor.start) for tensor in columns[0] if tensor is not None and first.stop >= 0]
+        members = len(columns[0])
+        work = DeviceWork(
+            [[*column] for column in columns],
+            rows or [1] * members,
+            [Request({})] * members,
+            [tuple(one.name for one in self.config.outputs)] * members,
+            read_at=read_at,
+        )
+        return self.instances[i].run(work, time.perf_counter_ns).outputs
+
+    def copies(self) -> dict[object, int]:
+        return {crossing: copies for crossing, (copies, _) in self.devices.ledger.entries().items()}
+
+
+def batch(*arrays: Any) -> list[Tensor]:
+    return [Tensor(array, 0, len(array)) for array in arrays]
+
+
+def lists(column: Sequence[Tensor | None]) -> list[Any]:
+    return [None if tensor is None else tensor.array.tolist() for tensor in column]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BYTES], ids=str)
+def test_every_data_type_goes_in_and_comes_out(repository: Repository, dtype: DType) -> None:
+    repository.write("m", FILE, onnx_identity(dtype))
+    bench = Bench(repository, onnx_config(inputs=[spec("x", dtype=dtype)], outputs=[spec("y", dtype=dtype)]))
+    one, two = sample(dtype), sample(dtype, 2)
+    made = bench.run([batch(one, two)])[0]
+    assert lists(made) == [one.tolist(), two.tolist()]
+    assert made[0] is not None
+    assert made[0].array.dtype == dtype.numpy
+
+
+def test_two_models_in_a_row_cross_once_in_and_once_out_and_each_run_has_its_own_binding(
+    repository: Repository,
+) -> None:
+    repository.write("m", FILE, _doubled())
+    bench = Bench(repository, onnx_config(), count=2)
+    arrays = [np.full((1, 4), value, np.float32) for value in range(8)]
+    there = bench.run([batch(*arrays)], [[ON_DEVICE] * 8])[0]
+    assert all(isinstance(tensor, DeviceTensor) for tensor in there)
+    again = bench.run([batch(*arrays)], [[ON_DEVICE] * 8])[0]  # writes somewhere else: the first is still read
+    made = bench.run([there], i=1)[0]
+    assert lists(made) == [[[value * 4] * 4] for value in range(8)]
+    assert lists(bench.run([again], i=1)[0]) == lists(made)
+    assert bench.copies() == {IN: 2, OUT: 2}
+    assert bench.sessions[0].bindings == 2
+
+
+def test_an_output_whose_shape_varies_is_made_by_onnxruntime_and_adopted(repository: Repository) -> None:
+    node = onnx_node("Identity", ["x"], ["y"])
+    shape = ("N", "M")
+    file = onnx_model([node], [onnx_value("x", DType.FP32, shape)], [onnx_value("y", DType.FP32, shape)])
+    repository.write("m", FILE, file)
+    bench = Bench(repository, onnx_config(inputs=[spec("x", (-1,))], outputs=[spec("y", (-1,))]))
+    made = bench.run([batch(np.ones((2, 3), np.float32))], [[ON_DEVICE]])[0]
+    tensor = made[0]
+    assert isinstance(tensor, DeviceTensor)
+    assert bench.devices[0].pool.statistics().adopted == 1
+    assert tensor.to(HOST_MEMORY, bench.instances[0]._stream).array.tolist() == [[1, 1, 1], [1, 1, 1]]
+    del made, tensor
+    bench.instances[0].close()
+    assert bench.devices[0].pool.statistics().adopted == 0
+
+
+def test_reshapes_and_scalars_are_as_on_the_cpu(repository: Repository) -> None:
+    node = onnx_node("Identity", ["x"], ["y"])
+    repository.write(
+        "m", FILE, onnx_model([node], [onnx_value("x", DType.FP32, ())], [onnx_value("y", DType.FP32, ())])
+    )
+    bench = Bench(repository, onnx_config(0, inputs=[spec("x", (1,))], outputs=[spec("y", (1,))]))
+    assert lists(bench.run([[Tensor(np.array([3], np.float32))]])[0]) == [[3]]
+    repository.write("m", FILE, onnx_identity(DType.FP32, ("N", 2, 2)))
+    fields = {"inputs": [spec("x", (4,), reshape=(2, 2))], "outputs": [spec("y", (4,), reshape=(2, 2))]}
+    bench = Bench(repository, onnx_config(**fields))
+    assert lists(bench.run([batch(np.arange(4, dtype=np.float32)[None])])[0]) == [[[0, 1, 2, 3]]]
+
+
+def test_a_member_of_no_rows_gets_none(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity())
+    bench = Bench(repository, onnx_config())
+    made = bench.run([batch(np.zeros((0, 4), np.float32), np.ones((1, 4), np.float32))])[0]
+    assert lists(made) == [[], [[1, 1, 1, 1]]]
+
+
+def test_without_room_on_the_device_it_runs_on_host_memory(repository: Repository) -> None:
+    repository.write("m", FILE, _doubled())
+    bench = Bench(repository, onnx_config(), gpu_bytes=0)
+    made = bench.run([batch(np.ones((2, 4), np.float32))], [[ON_DEVICE]])[0]
+    assert lists(made) == [[[2] * 4] * 2]
+    assert not isinstance(made[0], DeviceTensor)
+
+
+def test_a_run_that_fails_says_so_and_holds_nothing(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity(DType.FP32, ("N", 4)))
+    bench = Bench(repository, onnx_config())
+    with pytest.raises(ModelFailed, match=r"model 'm' failed: onnxruntime: .*invalid dimensions"):
+        bench.run([batch(np.ones((2, 5), np.float32))])
+    assert bench.devices[0].pool.statistics().lent_bytes == 0
+
+
+def test_instances_in_a_gpu_group_are_on_its_gpu_and_strings_stay_on_the_host(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity(DType.BYTES))
+    text = onnx_config(
+        inputs=[spec("x", dtype=DType.BYTES)], outputs=[spec("y", dtype=DType.BYTES)], instance_groups=GPU
+    )
+    with using(Devices(FakeMachine(2).devices)):
+        model = registry.find("onnxruntime").load(text, repository.files(), {})
+        assert isinstance(model.instance("m_0", GPU[0]), OnnxInstance)
+        repository.write("m", FILE, onnx_identity())
+        model = registry.find("onnxruntime").load(onnx_config(instance_groups=GPU), repository.files(), {})
+        instance = model.instance("m_0", replace(GPU[0], gpus=(1,)))
+    assert isinstance(instance, OnDevice)
+    assert instance.place == gpu_memory(1)
+    assert not model.may_run_inline
+
+
+def test_a_gpu_that_is_not_there_fails_the_load(repository: Repository) -> None:
+    repository.write("m", FILE, onnx_identity())
+    with using(Devices((), "there is no GPU")):
+        model = registry.find("onnxruntime").load(onnx_config(instance_groups=GPU), repository.files(), {})
+        with pytest.raises(Unsupported, match="there is no GPU"):
+            model.instance("m_0", GPU[0])
+
+
+def test_a_session_that_would_run_on_the_cpu_after_all_fails_the_load(
+    repository: Repository, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The GPU is a fake, so onnxruntime has no CUDA; by itself it would say nothing and compute on the CPU."""
+    repository.write("m", FILE, onnx_identity())
+    with using(Devices(FakeMachine().devices)):
+        model = registry.find("onnxruntime").load(onnx_config(instance_groups=GPU), repository.files(), {})
+        instance = model.instance("m_0", GPU[0])
+        with pytest.raises(Invalid) as caught:
+            instance.open()
+    text = str(caught.value)
+    assert text.startswith("failed to load 'm' version 1: m/1/model.onnx cannot run on the GPU: onnxruntime ")
+    assert "started without CUDAExecutionProvider" in text
+    assert "--gpu=off" in text or "install onnxruntime-gpu" in text
+
+
+def _doubled() -> bytes:
+    node = onnx_node("Add", ["x", "x"], ["y"])
+    shape = ("N", 4)
+    return onnx_model([node], [onnx_value("x", DType.FP32, shape)], [onnx_value("y", DType.FP32, shape)])
+
+
+@pytest.mark.gpu
+def test_on_hardware_a_chain_of_two_sessions_gives_what_the_cpu_gives(repository: Repository) -> None:
+    repository.write("m", FILE, _doubled())
+    model = registry.find("onnxruntime").load(onnx_config(instance_groups=GPU), repository.files(), {})
+    first, second = (model.instance(f"m_{i}", GPU[0]) for i in range(2))
+    arrays = [np.full((1, 4), value, np.float32) for value in range(8)]
+    column: list[Tensor | None] = [*batch(*arrays)]
+    for instance, read_at in ((first, [[ON_DEVICE] * 8]), (second, None)):
+        instance.open()
+        work = DeviceWork([column], [1] * 8, [Request({})] * 8, [("y",)] * 8, read_at=read_at)
+        column = instance.run(work, time.perf_counter_ns).outputs[0]
+    assert lists(column) == [[[value * 4] * 4] for value in range(8)]
+    first.close()
+    second.close()

@@ -1,0 +1,106 @@
+"""What a configuration's optimization block comes to in onnxruntime's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowserve.backends.onnx_providers import CPU, CUDA, TENSORRT, gpu_providers, why_not_on_gpu
+from flowserve.config.types import ModelConfig
+from flowserve.errors import Problems
+from flowserve.testing.backends import config_of, spec
+
+
+def _config(accelerators: list[dict[str, Any]] | None = None, **parameters: str) -> ModelConfig:
+    json = {"optimization": {"execution_accelerators": {"gpu_execution_accelerator": accelerators or []}}}
+    return config_of("onnxruntime", inputs=[spec("x")], outputs=[spec("y")], json=json, parameters=parameters)
+
+
+def test_by_default_it_is_cuda_on_its_gpu_and_its_stream_and_the_cpu_for_what_is_left() -> None:
+    place = {"device_id": "1", "has_user_compute_stream": "1", "user_compute_stream": "4711"}
+    assert gpu_providers(_config(), 1, 4711) == [(CUDA, place), (CPU, {})]
+    assert gpu_providers(_config(), 0) == [(CUDA, {"device_id": "0"}), (CPU, {})]
+
+
+def test_tensorrt_comes_first_with_tritons_keys_in_onnxruntimes_words() -> None:
+    parameters = {
+        "precision_mode": "FP16",
+        "max_workspace_size_bytes": "1073741824",
+        "trt_engine_cache_enable": "true",
+        "trt_builder_optimization_level": "3",
+    }
+    (name, options), (second, _), _ = gpu_providers(_config([{"name": "tensorrt", "parameters": parameters}]), 0, 7)
+    assert (name, second) == (TENSORRT, CUDA)
+    assert options == {
+        "trt_fp16_enable": "True",
+        "trt_max_workspace_size": "1073741824",
+        "trt_engine_cache_enable": "True",
+        "trt_builder_optimization_level": "3",
+        "device_id": "0",
+        "has_user_compute_stream": "1",
+        "user_compute_stream": "7",
+    }
+
+
+def test_cuda_takes_its_options_from_the_accelerator_and_from_the_old_parameters() -> None:
+    accelerator = {"name": "cuda", "parameters": {"use_tf32": "0", "cudnn_conv_algo_search": "2"}}
+    config = _config([accelerator], cudnn_conv_algo_search="1", arena_extend_strategy="1", gpu_mem_limit="4096")
+    assert gpu_providers(config, 0)[0] == (
+        CUDA,
+        {
+            "cudnn_conv_algo_search": "DEFAULT",
+            "arena_extend_strategy": "kSameAsRequested",
+            "gpu_mem_limit": "4096",
+            "use_tf32": "0",
+            "device_id": "0",
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (_config([{"name": "tensorrtt"}]), "unknown execution accelerator 'tensorrtt' is requested (did you mean"),
+        (
+            _config([{"name": "tensorrt", "parameters": {"precision_mode": "FP8"}}]),
+            "unsupported precision mode 'FP8' is requested (it may be FP32, FP16, INT8)",
+        ),
+        (
+            _config([{"name": "tensorrt", "parameters": {"trt_engine_cache_enabled": "1"}}]),
+            "unknown parameter 'trt_engine_cache_enabled' is provided for TensorRT Execution Accelerator (did you mean",
+        ),
+        (
+            _config([{"name": "cuda", "parameters": {"device_id": "3"}}]),
+            "'device_id' is the server's to say: an instance's device is its group's",
+        ),
+        (
+            _config([{"name": "cuda", "parameters": {"enable_cuda_graph": "1"}}]),
+            "'enable_cuda_graph' is not supported yet: CUDA graphs need tensors at fixed addresses",
+        ),
+        (
+            _config([{"name": "tensorrt", "parameters": {"trt_cuda_graph_enable": "1"}}]),
+            "'trt_cuda_graph_enable' is not supported yet",
+        ),
+        (_config(cudnn_conv_algo_search="3"), "parameter 'cudnn_conv_algo_search' is '3'; it may be 0, 1, 2"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(config: ModelConfig, text: str) -> None:
+    with pytest.raises(Problems) as caught:
+        gpu_providers(config, 0)
+    assert text in str(caught.value)
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    config = _config([{"name": "gpu_io"}, {"name": "cuda", "parameters": {"device_id": "3"}}], gpu_mem_limit="1")
+    with pytest.raises(Problems) as caught:
+        gpu_providers(config, 0)
+    assert len(caught.value.problems) == 2
+
+
+def test_why_it_did_not_start_on_the_gpu_says_what_to_do() -> None:
+    built_in = [TENSORRT, CUDA, CPU]
+    assert "CUDA 12's and cuDNN 9's libraries have to be found" in why_not_on_gpu("m", [CUDA], "1.26.0", built_in)
+    assert "TensorRT 10's libraries" in why_not_on_gpu("m", [TENSORRT], "1.26.0", built_in)
+    text = why_not_on_gpu("m", [CUDA], "1.26.0", [CPU])
+    assert "install onnxruntime-gpu, and no onnxruntime beside it" in text

@@ -1,0 +1,42 @@
+"""docs/gpu.md is true: its configurations are accepted, and its graph is drawn as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from flowserve.config.instances import ASSUMED
+from flowserve.config.load import draft_of, finish
+from flowserve.config.parse import parse_model_config
+from flowserve.config.types import Completion, ModelConfig
+from flowserve.graph.compile import compile_ensemble
+from flowserve.render.facts import gather_facts
+from flowserve.render.text import render_text
+from flowserve.testing.ensembles import available, tensors
+
+FILES = {"onnxruntime": "model.onnx"}
+
+
+def _read(text: str, name: str, folder: Path, completion: Completion | None = None) -> ModelConfig:
+    message, source = parse_model_config(text, f"{name}/config.pbtxt")
+    return finish(draft_of(message, source, folder / name, FILES), completion, gpus=ASSUMED)
+
+
+def test_its_examples_are_right(root: Path, tmp_path: Path) -> None:
+    page = (root / "docs/gpu.md").read_text(encoding="utf-8")
+    ensemble, model = re.findall(r"```pbtxt\n(.*?)```", page, re.DOTALL)
+    assert _read(model, "m", tmp_path).instance_groups[0].gpus == (0,)
+    drawn = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    parts = [
+        _on_gpu("normalise", {"IN": "FP32[3,224,224]"}, {"OUT": "FP32[3,224,224]"}, tmp_path),
+        _on_gpu("classify", {"IN": "FP32[3,224,224]"}, {"OUT": "FP32[10]"}, tmp_path),
+    ]
+    pipeline = _read(ensemble, "pipeline", tmp_path)
+    graph = compile_ensemble(pipeline, 1, available(*parts))
+    assert [render_text(graph, gather_facts([pipeline, *parts]))] == drawn
+
+
+def _on_gpu(name: str, inputs: dict[str, str], outputs: dict[str, str], folder: Path) -> ModelConfig:
+    text = 'backend: "onnxruntime" max_batch_size: 32 instance_group { kind: KIND_GPU gpus: [ 0 ] }'
+    completion = Completion(inputs=tensors(inputs), outputs=tensors(outputs), gpu_instance_count=1)
+    return _read(text, name, folder, completion)
