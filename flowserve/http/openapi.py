@@ -139,6 +139,7 @@ SCHEMAS: Final[Json] = {
     "LogSettings": _object(_LOG),
     "LogChange": {"type": "object", "properties": _LOG},
     "Drawn": _object({"picture": _TEXT, "svg": _TEXT, "graph": _ANY}),
+    "Timeline": _object({"traceEvents": _list(_ANY)}, {"displayTimeUnit": _TEXT, "otherData": _ANY}),
     "TraceSettings": _object({"trace_file": _TEXT, **_TRACE}),
     "TraceChange": {"type": "object", "properties": _TRACE},
 }
@@ -240,6 +241,7 @@ def _paths() -> Json:
         **_memory("cuda", "CudaRegions", "CudaRegion"),
         "/v2/logging": _settings("log", "LogChange", "LogSettings"),
         "/v2/trace/setting": _settings("trace", "TraceChange", "TraceSettings"),
+        "/v2/trace/timeline": _timeline(),
         "/v2/models/{name}/trace/setting": _settings("trace", "TraceChange", "TraceSettings"),
         "/metrics": {"get": _get("Prometheus text", "", "text/plain")},
         "/openapi.json": {"get": {"summary": "this", "responses": _described()}},
@@ -252,6 +254,13 @@ def _paths() -> Json:
         if names:
             item["parameters"] = [{"$ref": f"#/components/parameters/{name}"} for name in names]
     return paths
+
+
+def _timeline() -> Json:
+    operation = _get("requests and batches of the next seconds, as Chrome's trace events", "Timeline")
+    schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 60}
+    operation["parameters"] = [{"name": "seconds", "in": "query", "schema": schema}]
+    return {"get": operation}
 
 
 def _events() -> Json:

@@ -7,12 +7,14 @@ is decided in observe/trace_settings.py, what a trace notices in tracing.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from flowserve.errors import Unavailable
 from flowserve.observe.context import is_sampled
 from flowserve.observe.otel import Spans
 from flowserve.observe.trace import Trace
@@ -21,6 +23,9 @@ from flowserve.observe.trace_settings import OPENTELEMETRY, TRITON, Setting, Tra
 from flowserve.runtime.clock import wall_clock_ns
 from flowserve.runtime.tracing import Tracing
 from flowserve.runtime.watch import Told, Watch
+from flowserve.runtime.window import Window
+
+WINDOWS_MAX: Final = 4  # each may hold many traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Traces:
         self._file = TraceFile(Path(path)) if path and is_file else None
         self._spans = None if is_file else Spans(options.opentelemetry)
         self._settings = TraceSettings(options.choice, retired=self._retired, check=self._check)
+        self._windows: list[Window] = []
         self._listeners: list[Callable[[bool], None]] = []
         self.is_on = False
         self._look()
@@ -66,15 +72,36 @@ class Traces:
         setting = self._settings.of(model)
         told: list[Told] = []
         is_callers = is_sampled(context) if context and self._spans is not None else None
-        if is_callers is not False and setting.sample(has_context=bool(is_callers)):
+        is_chosen = is_callers is not False and setting.sample(has_context=bool(is_callers))
+        if is_chosen:
             told.append(partial(self._put, setting))
             if not setting.is_tracing:  # it was the last one
                 self._look()
+        windows = [window for window in self._windows if window.is_open]
+        told += [window.traces.append for window in windows]
         if not told:
             return None
-        return self._tracing.watch(*told, parent=context if is_callers else "", has_tensors=setting.choice.has_tensors)
+        has_tensors = is_chosen and setting.choice.has_tensors
+        watch = self._tracing.watch(*told, parent=context if is_callers else "", has_tensors=has_tensors)
+        for window in windows:
+            window.begun(watch)
+        return watch
 
     # ------------------------------------------------------------------ for whoever sets it so
+
+    @contextmanager
+    def window(self) -> Iterator[Window]:
+        """Every request that begins in the block is traced. Raises Unavailable where too many look on already."""
+        if len(self._windows) >= WINDOWS_MAX:
+            raise Unavailable(f"{WINDOWS_MAX} timelines are being recorded already; try again later")
+        window = Window()
+        self._windows.append(window)
+        self._look()
+        try:
+            yield window
+        finally:
+            self._windows.remove(window)
+            self._look()
 
     def as_json(self, model: str = "") -> dict[str, Any]:
         """The settings in force, as clients read them."""
@@ -109,7 +136,7 @@ class Traces:
             self._file.check()
 
     def _look(self) -> None:
-        is_on = self._settings.is_tracing
+        is_on = self._settings.is_tracing or bool(self._windows)
         if is_on != self.is_on:
             self.is_on = is_on
             for listener in self._listeners:

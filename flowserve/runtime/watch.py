@@ -43,6 +43,11 @@ class Watch:
 
         return traced
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more happens to its trace."""
+        return not self._told
+
     def mark(self, name: str) -> None:
         """The front end is so far."""
         self._marks.append((name, self._tracing.clock()))

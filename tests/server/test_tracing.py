@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+import urllib.error
+import urllib.request
 import warnings
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -214,3 +216,25 @@ def test_spans_reach_a_collector_below_their_callers_and_others_are_sampled(fold
     ]
     (whole,) = [span for span in spans if span.name == "InferRequest"]
     assert whole.parent_span_id.hex() == caller.split("-")[2]
+
+
+def test_a_timeline_shows_what_happens_while_it_is_recorded(traced: Served) -> None:
+    told: list[Any] = []
+
+    def record() -> None:
+        with urllib.request.urlopen(f"{traced.base_url}/v2/trace/timeline?seconds=0.5") as answer:
+            told.append(json.load(answer))
+
+    recording = threading.Thread(target=record)
+    recording.start()
+    while recording.is_alive():
+        infer(traced, "twice")
+    recording.join()
+    events = told[0]["traceEvents"]
+    requests = [one for one in events if one["ph"] == "X" and one["name"] == "twice"]
+    assert len(requests) == told[0]["otherData"]["requests"] > 1
+    batches = [one for one in events if one["ph"] == "X" and one["name"].startswith("batch") and one["pid"] != 1]
+    assert len(batches) == 2 * len(requests)
+    for text in ("0", "-1", "61", "nan", "x"):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(f"{traced.base_url}/v2/trace/timeline?seconds={text}")
