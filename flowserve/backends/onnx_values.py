@@ -43,6 +43,8 @@ def checked(array: AnyArray, spec: TensorSpec, total: int, model: str, wrong_row
     `wrong_rows` says what to do where it has another. Raises ModelFailed.
     """
     where = f"model '{model}', output '{spec.name}'"
+    if spec.dtype is DType.BYTES:
+        array = _to_bytes(array)
     if array.dtype != spec.dtype.numpy:
         raise ModelFailed(f"{where}: the configuration promises {spec.dtype}, the model answered {array.dtype}")
     shape = array.shape
@@ -69,7 +71,7 @@ def made_shape(spec: TensorSpec, port: Port, total: int) -> tuple[int, ...] | No
     return (total, *inner) if total >= 0 else inner
 
 
-def to_bytes(array: Array) -> Array:
+def _to_bytes(array: Array) -> Array:
     return _objects([element.encode() for element in array.ravel().tolist()], array.shape)
 
 

@@ -36,7 +36,7 @@ from flowserve.backends.onnx_session import (
     to_be_asked_only,
 )
 from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements, with_flat_controls
-from flowserve.backends.onnx_values import checked, needs_preparing, prepared, to_bytes
+from flowserve.backends.onnx_values import checked, needs_preparing, prepared
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import ModelFailed, Problems, Unsupported
 from flowserve.graph.transfers import stays_on_device
@@ -162,6 +162,7 @@ class OnnxInstance:
     def __init__(self, model: OnnxModel, open_execute: Callable[[], Any]) -> None:
         self._model = model
         self._open_execute = open_execute
+        self._judge: Callable[..., Array] = checked
 
     def open(self) -> None:
         self._execute: Execute = self._open_execute()
@@ -187,9 +188,10 @@ class OnnxInstance:
         outputs: list[list[Tensor | None]] = [[None] * len(rows)] * len(model.outputs)
         for j, array in zip(indices, arrays, strict=True):
             if model.is_batching:
-                outputs[j] = [*scatter(self._checked(array, model.outputs[j], total), rows)]
+                judged = self._judge(array, model.outputs[j], total, model.name, self.wrong_rows)
+                outputs[j] = [*scatter(judged, rows)]
             else:
-                outputs[j] = [Tensor(self._checked(array, model.outputs[j], -1))]
+                outputs[j] = [Tensor(self._judge(array, model.outputs[j], -1, model.name, self.wrong_rows))]
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
     def _feed(self, work: Work) -> tuple[Feed, list[int], int]:
@@ -213,13 +215,6 @@ class OnnxInstance:
         if array is not None:
             feed[spec.name] = prepared(array, spec, port, self._model.name, is_batching=self._model.is_batching)
 
-    def _checked(self, array: Array, spec: TensorSpec, total: int) -> Array:
-        """An output in the configuration's shape. `total` is the batch's row count, -1 for a model without batching."""
-        if spec.dtype is DType.BYTES:
-            array = to_bytes(array)
-        judged: Array = checked(array, spec, total, self._model.name, self.wrong_rows)
-        return judged
-
 
 class RaggedInstance(OnnxInstance):
     """For models with ragged inputs, batch inputs or batch outputs."""
@@ -229,6 +224,7 @@ class RaggedInstance(OnnxInstance):
     def __init__(self, model: OnnxModel, open_execute: Callable[[], Any], ragged: RaggedPorts) -> None:
         super().__init__(model, open_execute)
         self._ragged = ragged
+        self._judge = self._judge_flat
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         blank = self._ragged.blank_members(work)
@@ -254,9 +250,12 @@ class RaggedInstance(OnnxInstance):
             self._prepare(feed, self._model.inputs[i], self._model.ports[i])
         return feed, copied, total
 
-    def _checked(self, array: Array, spec: TensorSpec, total: int) -> Array:
+    def _judge_flat(self, array: Array, spec: TensorSpec, total: int, model: str, wrong_rows: str) -> Array:
         flat = self._ragged.flat_outputs.get(spec.name)
-        return super()._checked(array, spec, total) if flat is None else super()._checked(array.reshape(-1), flat, -1)
+        if flat is not None:
+            array, spec, total = array.reshape(-1), flat, -1
+        judged: Array = checked(array, spec, total, model, wrong_rows)
+        return judged
 
 
 def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:
