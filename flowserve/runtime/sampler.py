@@ -2,7 +2,7 @@
 
 Decided here: which figures there are, and that they are worked out once for everybody who looks. A reading is taken
 when somebody looks and the last one is old enough; while nobody looks nothing runs, and the readings of the last few
-seconds are all that is kept. How figures follow from readings is observe/window.py's; how they travel, http/live.py's.
+seconds are all that is kept. How figures follow from readings is observe/rates.py's; how they travel, http/live.py's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import orjson
 
 from flowserve.graph.types import ModelKey
 from flowserve.observe.histogram import DURATION_EDGES_NS
-from flowserve.observe.statistics import Statistics
-from flowserve.observe.window import (
+from flowserve.observe.rates import (
     Reading,
     deployment_figures,
     edge_figures,
@@ -27,6 +26,7 @@ from flowserve.observe.window import (
     node_figures,
     read,
 )
+from flowserve.observe.statistics import Statistics
 from flowserve.render.facts import Facts, gather_facts
 from flowserve.render.jsontext import graph_document
 from flowserve.runtime.clock import SECOND_NS, wall_clock_ms

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flowserve.observe.histogram import DURATION_EDGES_NS
-from flowserve.observe.statistics import Statistics
-from flowserve.observe.window import (
+from flowserve.observe.rates import (
     Reading,
     deployment_figures,
     edge_figures,
@@ -17,6 +16,7 @@ from flowserve.observe.window import (
     quantile_ms,
     read,
 )
+from flowserve.observe.statistics import Statistics
 
 MS = 1_000_000
 
