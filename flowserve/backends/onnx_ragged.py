@@ -112,7 +112,7 @@ class RaggedPorts:
         return [m for m, tensor in enumerate(work.inputs[0]) if tensor is not None and not tensor.shape[0]]
 
     def with_blank(self, outputs: list[list[Tensor | None]], shown: Sequence[int], work: Work) -> Columns:
-        """The outputs of the members that were `shown` to the model, and among them, without rows, those of the others."""
+        """The outputs of the members that were `shown` to the model; among them those of the others, without rows."""
         place = {m: k for k, m in enumerate(shown)}
         sources = {j: (source, dims) for j, source, dims in self._cut}
         made: Columns = []

@@ -27,7 +27,9 @@ from flowserve.backends.base import Caller, ClockNs, ModelFiles, Remote, Results
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_calls import ModelCalls
+from flowserve.backends.python_code import NO_CODE, Code, code_in
 from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model
+from flowserve.backends.python_requests import GivenRequest, ModelFacts
 from flowserve.backends.python_sender import (
     ResponseSender,
     SentRequest,
@@ -35,7 +37,7 @@ from flowserve.backends.python_sender import (
     collect,
     refuse_returned,
 )
-from flowserve.backends.triton_objects import GivenRequest, InferenceRequest, ModelFacts
+from flowserve.backends.triton_objects import InferenceRequest
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.values import DType, TensorSpec
@@ -70,7 +72,7 @@ class PythonBackend:
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Of `options`, `execution` says whether instances may run on the loop: only where somebody asked for it."""
-        source = _Source(config, files)
+        source = _Source(config, files, code_in(files.folder, files.version_folder))
         # One that makes requests may wait for their answers: by measurement it never comes to wait on the loop for it.
         makes_requests = "InferenceRequest" in source.text()
         chosen = ("inline",) if makes_requests else ("inline", "auto")
@@ -92,7 +94,7 @@ class PythonModel:
     def remote(self, name: str, group: InstanceGroup) -> Remote:
         """In a process of its own, where nothing of the server's can be broken."""
         source = self._source
-        return Remote(f"{__name__}:instance_here", (source.config, source.files, name, group))
+        return Remote(f"{__name__}:instance_here", (source.config, source.files, name, group, source.owner.code))
 
     def close(self) -> None:
         """Nothing is held between instances."""
@@ -120,9 +122,11 @@ def completed_here(config: ModelConfig, files: ModelFiles) -> dict[str, Any] | N
     return answer.as_dict()
 
 
-def instance_here(config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup) -> PythonInstance:
+def instance_here(
+    config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup, code: Code
+) -> PythonInstance:
     """What `PythonModel.instance` makes, in the process where it is called."""
-    return _kind_of(config)(_Source(config, files), name, group, is_alone=True)
+    return _kind_of(config)(_Source(config, files, code), name, group, is_alone=True)
 
 
 def _kind_of(config: ModelConfig) -> type[PythonInstance]:
@@ -163,7 +167,7 @@ class PythonInstance:
         """Its `execute` may call other models, by this."""
         owner = self._source.owner
         calls = ModelCalls(owner.model, caller)
-        self.owner = Owner(owner.model, owner.folders, calls)
+        self.owner = Owner(owner.model, owner.folders, calls, owner.code)
         self._working = WorkingFor(self.owner)
 
     def open(self) -> None:
@@ -273,20 +277,21 @@ class PythonInstance:
 
 
 class _Source:
-    """Where a model's code is, and how it is brought to life."""
+    """Where a model's code is, and how it is brought to life. `code`: as it was loaded; what is not in it is read."""
 
-    def __init__(self, config: ModelConfig, files: ModelFiles) -> None:
+    def __init__(self, config: ModelConfig, files: ModelFiles, code: Code = NO_CODE) -> None:
         self.config = config
         self.files = files
         self.path: Path = model_file(config, files, PythonBackend.default_filename)
         self.shown = relative(self.path, files)
         # Both, in this order, as on Triton.
-        self.owner = Owner(config.name, [str(self.path.parent), str(files.folder)])
+        self.owner = Owner(config.name, [str(self.path.parent), str(files.folder)], code=code)
 
     def text(self) -> str:
         """The file. Raises `Invalid` where it is not Python."""
         try:
-            text = self.path.read_text(encoding="utf-8")
+            known = self.owner.code.get(str(self.path))
+            text = self.path.read_text(encoding="utf-8") if known is None else known.decode()
             compile(text, self.shown, "exec", dont_inherit=True)
         except SyntaxError as error:
             place = f"{self.shown}:{error.lineno or 1}:{error.offset or 1}"

@@ -16,11 +16,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import module_from_spec, spec_from_file_location, spec_from_loader
 from itertools import count
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
+
+from flowserve.backends.python_code import NO_CODE, Code
 
 if TYPE_CHECKING:
     from flowserve.backends.python_calls import ModelCalls
@@ -31,16 +33,19 @@ _importing = threading.RLock()
 
 
 class Owner:
-    """The model that a thread works for: its name, the folders that its imports look in, and what it calls other models
-    through, where it may.
+    """The model that a thread works for: its name, the folders that its imports look in, what it calls other models
+    through, where it may, and its files as they were when it was loaded (python_code.py).
     """
 
-    __slots__ = ("calls", "folders", "model")
+    __slots__ = ("calls", "code", "folders", "model")
 
-    def __init__(self, model: str, folders: Sequence[str], calls: ModelCalls | None = None) -> None:
+    def __init__(
+        self, model: str, folders: Sequence[str], calls: ModelCalls | None = None, code: Code = NO_CODE
+    ) -> None:
         self.model = model
         self.folders = tuple(folders)
         self.calls = calls
+        self.code = code
 
 
 class _Scope(threading.local):
@@ -90,6 +95,14 @@ class _FreshLoader(SourceFileLoader):
     edited file from the old one by whole seconds and length only: a reload could bring the old code back.
     """
 
+    def __init__(self, fullname: str, path: str, code: Code) -> None:
+        super().__init__(fullname, path)
+        self._code = code
+
+    def get_data(self, path: str) -> bytes:
+        known = self._code.get(path)
+        return super().get_data(path) if known is None else known
+
     def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
@@ -103,7 +116,7 @@ class _RelativeFinder:
         owner = scope.owner
         if path is None or owner is None or not any(entry.startswith(owner.folders) for entry in path):
             return None
-        return _fresh(PathFinder.find_spec(name, path, target))
+        return _known(name, path, owner) or _fresh(PathFinder.find_spec(name, path, target), owner)
 
 
 class _SiblingFinder:
@@ -114,15 +127,26 @@ class _SiblingFinder:
         owner = scope.owner
         if path is not None or owner is None:
             return None
-        spec = _fresh(PathFinder.find_spec(name, owner.folders, target))
+        spec = _known(name, owner.folders, owner) or _fresh(PathFinder.find_spec(name, owner.folders, target), owner)
         if spec is not None:
             scope.found.append(name)
         return spec
 
 
-def _fresh(spec: ModuleSpec | None) -> ModuleSpec | None:
+def _known(name: str, path: Sequence[str], owner: Owner) -> ModuleSpec | None:
+    """Of the files that the model was loaded with, whatever lies on disk by now."""
+    last = name.rpartition(".")[2]
+    for folder in path:
+        for file, inside in ((f"{folder}/{last}/__init__.py", [f"{folder}/{last}"]), (f"{folder}/{last}.py", None)):
+            if file in owner.code:
+                loader = _FreshLoader(name, file, owner.code)
+                return spec_from_file_location(name, file, loader=loader, submodule_search_locations=inside)
+    return None
+
+
+def _fresh(spec: ModuleSpec | None, owner: Owner) -> ModuleSpec | None:
     if spec is not None and type(spec.loader) is SourceFileLoader:
-        spec.loader = _FreshLoader(spec.loader.name, spec.loader.path)
+        spec.loader = _FreshLoader(spec.loader.name, spec.loader.path, owner.code)
     return spec
 
 
@@ -136,7 +160,7 @@ def import_model(file: Path, owner: Owner) -> ModuleType:
     sys.modules[package] = parent = ModuleType(package)
     parent.__path__ = list(owner.folders)
     name = f"{package}.{file.stem}"
-    loader = _FreshLoader(name, str(file))
+    loader = _FreshLoader(name, str(file), owner.code)
     spec = spec_from_loader(name, loader)
     assert spec is not None  # a loader that knows its file always has one
     module = module_from_spec(spec)

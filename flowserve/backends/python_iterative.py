@@ -12,8 +12,9 @@ from typing import Any
 
 from flowserve.backends.base import Results, Work
 from flowserve.backends.python import PythonInstance
+from flowserve.backends.python_requests import GivenRequest
 from flowserve.backends.python_sender import answer_the_forgotten, refuse_returned
-from flowserve.backends.triton_objects import GivenRequest, InferenceResponse, TritonError
+from flowserve.backends.triton_objects import InferenceResponse, TritonError
 
 
 class IterativeInstance(PythonInstance):

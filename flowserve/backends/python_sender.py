@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, Sender, Sent, Work
 from flowserve.backends.python_answers import AnswerReader
+from flowserve.backends.python_requests import GivenRequest
 from flowserve.backends.triton_objects import (
     TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-    GivenRequest,
     InferenceRequest,
     InferenceResponse,
 )

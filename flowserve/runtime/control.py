@@ -101,14 +101,14 @@ class Control:
             watch.knows(await self._operations.stamps())
         for name in names:
             self._registry.loading(name, is_wanted=True)
+        if self._options.mode == "poll":  # from now on, since one that hangs while it loads stops nobody else
+            self._nursery.start_soon(self._poll, watch, name="poll the repository")
         self._registry.report = report
         try:
             errors = await self._operations.bring_up(dict.fromkeys(names))
         finally:
             self._registry.report = _log_event
         self._engine.loaded()
-        if self._options.mode == "poll":
-            self._nursery.start_soon(self._poll, watch, name="poll the repository")
         return {name: str(error) for name, error in sorted(errors.items())}
 
     async def load(self, name: str, override: Override | None = None) -> None:

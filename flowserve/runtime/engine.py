@@ -39,7 +39,7 @@ from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Pump
 from flowserve.runtime.streaming import Returned, Streaming
-from flowserve.runtime.supervisor import Supervisor
+from flowserve.runtime.supervisor import Supervisor, WarmUp
 from flowserve.runtime.traces import TraceOptions, Traces
 from flowserve.runtime.tracing import Tracing
 from flowserve.runtime.turnstile import Turnstile
@@ -413,12 +413,14 @@ class Engine:
         *,
         keeps_order: bool = False,
         execution_timeout_ns: int = 0,
+        warm_up: WarmUp | None = None,
     ) -> None:
         """Give a model version its queue; graphs announced from now on run on it where they name `key`.
 
         The `passive` instances are closed in the end as the others are, but get no work. `files` is held until then.
         `needs` are those of each host at the rate limiter, where there is one. `keeps_order`: answers leave in the
         order in which requests came. `execution_timeout_ns`: a process whose batch runs longer is killed; 0: none is.
+        `warm_up`: what an instance runs that is started again, before it serves.
         """
         statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
         queue = ModelQueue(
@@ -427,7 +429,7 @@ class Engine:
         self.dispatcher.add(queue)
         self.generations.add(Generation(queue, [*hosts, *passive], model, files))
         mortals = [host for host in hosts if isinstance(host, ProcessHost)]
-        self.supervisor.watch(queue, mortals, execution_timeout_ns)
+        self.supervisor.watch(queue, mortals, execution_timeout_ns, warm_up)
 
     def _forget(self, queue: ModelQueue) -> None:
         """Nothing reaches the queue any more; its instances are about to be closed."""

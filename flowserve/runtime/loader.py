@@ -1,20 +1,18 @@
 """From a model's folder to open instances: reading and loading one model.
 
-Decided here: how many are read and loaded at the same time, and that a model comes up with all its versions or not at
-all. Which models, and when they take over, is control.py's and registry.py's. Reading and judging files is
-repository/'s, computing is backends/'. Blocking work runs on worker threads.
+Decided here: what of it blocks and is done on worker threads (load_threads.py), and that a model comes up with all its
+versions or not at all. Which models, and when they take over, is control.py's and registry.py's. Reading and judging
+files is repository/'s, computing is backends/'.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-import trio
+from typing import Any, TypeVar
 
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
@@ -32,12 +30,12 @@ from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_mak
 from flowserve.runtime.instance import Host
 from flowserve.runtime.iterative_ports import IterativePorts
 from flowserve.runtime.limits import needs_of, refuse_what_never_runs
+from flowserve.runtime.load_threads import LoadThreads
 from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.runtime.warmup import read_samples, warm_up
 
 log = logging.getLogger("flowserve.load")
 
-LOAD_THREADS = 4  # as tritonserver's default
 T = TypeVar("T")
 
 
@@ -46,7 +44,8 @@ class Loader:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._threads = trio.CapacityLimiter(LOAD_THREADS)
+        self._opening = LoadThreads()
+        self._closing = LoadThreads()
         options = engine.options
         self._complete = Completer(options.python_execution, engine.processes, options.backend_settings)
 
@@ -86,7 +85,7 @@ class Loader:
     async def drop(self, loaded: Mapping[int, Loaded]) -> None:
         """Close what was loaded and is not wanted after all."""
         for one in loaded.values():
-            await self._in_thread(one.close)
+            await self._in_thread(one.close, self._closing)
 
     def give(self, read: ReadModel, loaded: Mapping[int, Loaded], files: object) -> None:
         """From here on the engine owns what was loaded; graphs that are announced from now on run on it."""
@@ -102,6 +101,7 @@ class Loader:
                 needs,
                 keeps_order=keeps_order(read.config),
                 execution_timeout_ns=one.execution_timeout_ns,
+                warm_up=one.warm_up,
             )
 
     async def _load_version(self, read: ReadModel, version: int, runs_at_once: int) -> Loaded:
@@ -134,10 +134,14 @@ class Loader:
                 await self._in_thread(partial(host.open, self._engine.completions))
                 (loaded.passive if group.passive else loaded.hosts).append(host)
             timeout_ns = loaded.execution_timeout_ns = execution_timeout_ns(config, loaded.hosts)
+            warm = partial(
+                warm_up, engine, config=config, version=version, samples=samples, execution_timeout_ns=timeout_ns
+            )
             for host in loaded.hosts:
-                await warm_up(self._engine, host, config, version, samples, timeout_ns)
+                await warm(host)
+            loaded.warm_up = warm if samples else None
         except FlowserveError:
-            await self._in_thread(loaded.close)
+            await self._in_thread(loaded.close, self._closing)
             raise
         return loaded
 
@@ -147,10 +151,10 @@ class Loader:
         dispatcher, clock = self._engine.dispatcher, self._engine.clock
         return IterativePorts(config, folder, lambda batch, tickets: dispatcher.reschedule(batch, tickets, clock()))
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Blocking work of other rooms, at most LOAD_THREADS at once. What is not a FlowserveError becomes one."""
+    async def _in_thread(self, work: Callable[[], T], threads: LoadThreads | None = None) -> T:
+        """Blocking work of other rooms. What is not a FlowserveError becomes one."""
         try:
-            return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._threads)
+            return await (threads or self._opening).run(work)
         except FlowserveError:
             raise
         except Exception as error:
@@ -160,12 +164,15 @@ class Loader:
 
 @dataclass(slots=True)
 class Loaded:
-    """One version of a model and its open instances, until the engine owns them. `passive` ones never get work."""
+    """One version of a model and its open instances, until the engine owns them. `passive` ones never get work.
+    `warm_up` is for instances that are started again; None where there is nothing to run.
+    """
 
     model: LoadedModel
     hosts: list[Host] = field(default_factory=list)
     passive: list[Host] = field(default_factory=list)
     execution_timeout_ns: int = 0
+    warm_up: Callable[[Any], Awaitable[None]] | None = None
 
     def close(self) -> None:
         """Blocks."""

@@ -1,8 +1,9 @@
 """What the end of an instance's process means: for its requests, for its model, and when there is another.
 
-Decided here: the instance takes no work until a new process has loaded the model; after each end that comes soon the
-next start comes later. A model none of whose instances lives is not ready, nor are the ensembles that need it. What
-waits for it goes on waiting while a start is near; where it is not, requests are refused and told why.
+Decided here: the instance takes no work until a new process has loaded the model and run its warm-up; after each end
+that comes soon the next start comes later. A model none of whose instances lives is not ready, nor are the ensembles
+that need it. What waits for it goes on waiting while a start is near; where it is not, requests are refused and told
+why.
 
 That a process has ended is noticed in children.py; what ran there is its host's matter (process_host.py).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import trio
 
@@ -47,6 +48,9 @@ class Mortal(Protocol):
         """Start another process and open the instance there. Blocks. Raises FlowserveError, and may be called again."""
 
 
+WarmUp = Callable[[Any], Awaitable[None]]
+
+
 class Supervisor:
     """Watches over the instances of a server. Touched on the loop only."""
 
@@ -75,9 +79,17 @@ class Supervisor:
             task_status.started()
             await trio.sleep_forever()
 
-    def watch(self, queue: ModelQueue, hosts: Sequence[Mortal], execution_timeout_ns: int = 0) -> None:
-        """From now on their ends are noticed. `execution_timeout_ns`: a batch that runs longer ends its process."""
-        charges = self._watched[queue] = [_Charge(queue, host, self._delays) for host in hosts]
+    def watch(
+        self,
+        queue: ModelQueue,
+        hosts: Sequence[Mortal],
+        execution_timeout_ns: int = 0,
+        warm_up: WarmUp | None = None,
+    ) -> None:
+        """From now on their ends are noticed. `execution_timeout_ns`: a batch that runs longer ends its process.
+        `warm_up`: what one runs that was started again; raises FlowserveError where that fails.
+        """
+        charges = self._watched[queue] = [_Charge(queue, host, self._delays, warm_up) for host in hosts]
         for charge in charges:
             charge.since_ns = self._clock()
             charge.host.on_end = partial(self._ended, charge)
@@ -116,7 +128,7 @@ class Supervisor:
         host = charge.host
         while True:
             await trio.sleep(delay_ns / SECOND_NS)
-            why = await self._open(host)
+            why = await self._open(host) or await self._warm_up(charge)
             if not why:
                 break
             delay_ns = self._wait_for_next(charge, why, 0)
@@ -139,6 +151,20 @@ class Supervisor:
             log.exception("starting instance %s failed", host.name)
             return f"instance '{host.name}': {type(error).__name__}: {error}"
         return host.ended
+
+    async def _warm_up(self, charge: _Charge) -> str:
+        """Returns why it cannot serve, or ""."""
+        if charge.warm_up is None:
+            return ""
+        try:
+            await charge.warm_up(charge.host)
+        except FlowserveError as error:
+            if charge.host.child is not None:
+                charge.host.child.kill(why=f"its process was killed: {error}")
+            while not charge.host.ended:  # noqa: ASYNC110 - it is about to, and its host is told
+                await trio.sleep(0.01)
+            return f"instance '{charge.host.name}': {error}"
+        return charge.host.ended
 
     def _wait_for_next(self, charge: _Charge, why: str, lived_ns: int) -> int:
         """Tell everybody that it is not there. Returns after how long it is started again."""
@@ -188,9 +214,10 @@ async def end_overdue(host: Mortal, timeout_ns: int, clock: ClockNs) -> None:
 class _Charge:
     """One instance that is watched over."""
 
-    def __init__(self, queue: ModelQueue, host: Mortal, delays: Delays) -> None:
+    def __init__(self, queue: ModelQueue, host: Mortal, delays: Delays, warm_up: WarmUp | None) -> None:
         self.queue = queue
         self.host = host
+        self.warm_up = warm_up
         self.back_off = BackOff(delays)
         self.since_ns = 0  # when its process began to serve
         self.is_away = False

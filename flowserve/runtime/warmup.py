@@ -101,15 +101,26 @@ async def _run_once(
             nursery.cancel_scope.cancel()
 
     engine.dispatcher.add(queue)
-    async with trio.open_nursery() as watch:
-        if execution_timeout_ns and isinstance(host, ProcessHost):
-            watch.start_soon(end_overdue, host, execution_timeout_ns, engine.clock)
-        async with trio.open_nursery() as nursery:
-            for _ in range(size):
-                nursery.start_soon(ask)
-        watch.cancel_scope.cancel()
-    engine.dispatcher.remove(queue)
+    try:
+        async with trio.open_nursery() as watch:
+            if execution_timeout_ns and isinstance(host, ProcessHost):
+                watch.start_soon(end_overdue, host, execution_timeout_ns, engine.clock)
+            async with trio.open_nursery() as nursery:
+                for _ in range(size):
+                    nursery.start_soon(ask)
+            watch.cancel_scope.cancel()
+    finally:
+        if queue.running:  # cancelled: its batch comes back some day, and must find its queue
+            trio.lowlevel.spawn_system_task(_remove_when_idle, engine, queue, name="end of a warm-up")
+        else:
+            engine.dispatcher.remove(queue)
     return errors[0] if errors else None
+
+
+async def _remove_when_idle(engine: Engine, queue: ModelQueue) -> None:
+    while queue.running:  # noqa: ASYNC110 - it happens at the end of a model's life, and nobody is told
+        await trio.sleep(0.05)
+    engine.dispatcher.remove(queue)
 
 
 class _AllTogether(DynamicBatcher):

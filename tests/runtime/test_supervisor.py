@@ -19,7 +19,7 @@ from trio.testing import MockClock
 from flowserve.errors import ModelFailed
 from flowserve.runtime.clock import ClockNs, running_clock
 from flowserve.runtime.instance import Completions
-from flowserve.runtime.supervisor import Supervisor
+from flowserve.runtime.supervisor import Supervisor, WarmUp
 from flowserve.scheduling.backoff import DELAYS
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import OneByOne
@@ -82,7 +82,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(instances: int = 1, timeout_s: float = 0) -> AsyncIterator[Stage]:
+async def stage(instances: int = 1, timeout_s: float = 0, warm_up: WarmUp | None = None) -> AsyncIterator[Stage]:
     clock = running_clock()
     dispatcher = Dispatcher(lambda batch: None, lambda flow: None)
     actors = [Actor(f"a_{number}", clock) for number in range(instances)]
@@ -99,7 +99,7 @@ async def stage(instances: int = 1, timeout_s: float = 0) -> AsyncIterator[Stage
     scene = Stage(supervisor, trio.Event(), dispatcher, queue, actors)
     async with trio.open_nursery() as nursery:
         await nursery.start(supervisor.run)
-        supervisor.watch(queue, actors, round(timeout_s * 1e9))
+        supervisor.watch(queue, actors, round(timeout_s * 1e9), warm_up)
         yield scene
         dispatcher.check()
         nursery.cancel_scope.cancel()
@@ -216,3 +216,23 @@ async def test_a_batch_is_ended_when_its_time_is_over_and_not_before(autojump_cl
         ((at_s, why),) = actor.killed
         assert (round(at_s, 3), why) == (9.3, text)
         await until_back(scene)
+
+
+async def test_an_instance_that_is_started_again_is_warmed_up_before_it_serves(autojump_clock: MockClock) -> None:
+    """And one whose warm-up fails is not there, and is started once more."""
+    warmed: list[str] = []
+
+    async def warm_up(actor: Actor) -> None:
+        assert actor in scene.queue.away
+        warmed.append(actor.name)
+        if len(warmed) == 1:
+            raise ModelFailed("failed to run warmup sample 's': cold")
+
+    async with stage(warm_up=warm_up) as scene:
+        (actor,) = scene.actors
+        actor.end()
+        assert not warmed, "the first start's was the loader's"
+        await until_back(scene)
+        assert warmed == ["a_0", "a_0"]
+        assert len(actor.opened_s) == 2
+        assert [why for _, why in actor.killed] == ["its process was killed: failed to run warmup sample 's': cold"]

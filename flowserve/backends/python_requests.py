@@ -1,0 +1,125 @@
+"""The requests of a batch, as a Python model is given them.
+
+Decided here: what of a batch a model sees of each of its members, looked up when the model asks for it, so that a
+request costs next to nothing until then; and what it may do with one. What it answers with is in triton_objects.py and
+python_sender.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowserve.backends.base import Work
+from flowserve.backends.triton_objects import (
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+    TRITONSERVER_REQUEST_RELEASE_ALL,
+    TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
+    InferenceRequest,
+)
+from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input
+from flowserve.values import TensorSpec
+
+
+class GivenRequest(InferenceRequest):
+    """One member of a batch. Everything is looked up when the model asks for it."""
+
+    __slots__ = ("_flags", "_kept_sender", "_member", "_model", "_work")
+
+    _kept_sender: Any
+    _flags: int
+
+    def __init__(self, model: ModelFacts, work: Work, member: int) -> None:
+        self._model = model
+        self._work = work
+        self._member = member
+        self._inputs = None
+
+    def inputs(self) -> list[Tensor]:
+        found = self._inputs
+        if found is None:
+            # Written out plainly: this runs for every request.
+            work, member = self._work, self._member
+            columns, writable = work.inputs, work.may_write
+            found = self._inputs = []
+            for i, spec in enumerate(self._model.inputs):
+                rows = columns[i][member]
+                if rows is not None:
+                    found.append(_Input(spec, rows, writable is not None and writable[i][member]))
+        return found
+
+    @property
+    def _sender(self) -> Any:
+        """The sender that the model asked for, None where it did not."""
+        return getattr(self, "_kept_sender", None)
+
+    def get_response_sender(self) -> Any:
+        sender = self._sender
+        if sender is None:
+            sender = self._kept_sender = self._model.make_sender(self._work, self._member)
+        return sender
+
+    @property
+    def _is_rescheduled(self) -> bool:
+        return getattr(self, "_flags", TRITONSERVER_REQUEST_RELEASE_ALL) == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+
+    def set_release_flags(self, flags: int) -> None:
+        """TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: it is not done, and comes with a later batch again."""
+        if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException(
+                f"Invalid request release flags: {flags} is neither TRITONSERVER_REQUEST_RELEASE_ALL nor "
+                "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE"
+            )
+        if flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE and not self._model.is_iterative:
+            raise TritonModelException(
+                "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while its model "
+                f"'{self._model.name}' does not have sequence_batching {{ iterative_sequence: true }}"
+            )
+        self._flags = flags
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants its answers any more. False for a model that is not decoupled: a batch that has started
+        is computed to its end.
+        """
+        senders = self._work.senders
+        return senders is not None and senders[self._member].is_cancelled()
+
+    def _facts(self) -> dict[str, Any]:
+        request = self._work.requests[self._member]
+        start = TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if request.sequence_start else 0
+        end = TRITONSERVER_REQUEST_FLAG_SEQUENCE_END if request.sequence_end else 0
+        return {
+            "request_id": request.id,
+            "correlation_id": request.sequence_id,
+            "requested_output_names": self._work.wanted[self._member],
+            "model_name": self._model.name,
+            "model_version": self._model.version,
+            "flags": start | end,
+            "timeout": request.timeout_us,
+            "priority": request.priority,
+            "parameters": dict(request.parameters),
+        }
+
+
+class ModelFacts:
+    """What all requests to one model have in common. `make_sender` makes what a model answers a member of a batch
+    through. `is_iterative`: its requests may be run again.
+    """
+
+    __slots__ = ("inputs", "is_iterative", "make_sender", "name", "version")
+
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        inputs: tuple[TensorSpec, ...],
+        make_sender: Callable[[Work, int], Any],
+        *,
+        is_iterative: bool = False,
+    ) -> None:
+        self.is_iterative = is_iterative
+        self.name = name
+        self.version = version
+        self.inputs = inputs
+        self.make_sender = make_sender

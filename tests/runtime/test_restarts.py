@@ -1,0 +1,93 @@
+"""An instance in a process that ends and is started again: it is what it was, warmed up, whatever lies on disk now."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from flowserve.errors import FlowserveError
+from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.control import ControlOptions, open_control
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.values import Request
+
+CONFIG = """
+backend: "python" max_batch_size: 4
+input { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } output { name: "PID" data_type: TYPE_INT32 dims: [ 1 ] }
+model_warmup {
+  name: "zero" batch_size: 1 inputs { key: "IN" value { data_type: TYPE_INT32 dims: [ 1 ] zero_data: true } }
+}
+"""
+MODEL = """
+import os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from .near import VALUE as near
+import shared.deep
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.runs = 0
+
+    def execute(self, requests):
+        import late  # as late as can be
+        self.runs += 1
+        value = FACTOR * (near + shared.deep.VALUE + late.VALUE) + self.runs
+        told = {"OUT": value, "PID": os.getpid()}
+        out = [pb_utils.Tensor(name, np.array([[number]], np.int32)) for name, number in told.items()]
+        return [pb_utils.InferenceResponse(out) for _ in requests]
+"""
+
+
+def write(folder: Path, number: int) -> None:
+    """A version 1 whose every file says `number`."""
+    for name in ("1/near.py", "1/late.py", "shared/deep.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"VALUE = {number}\n")
+    (folder / "shared" / "__init__.py").touch()
+    (folder / "1" / "model.py").write_text(MODEL.replace("FACTOR", str(100 * number)))
+    (folder / "config.pbtxt").write_text(CONFIG)
+
+
+async def ask(engine: Engine) -> tuple[int, int]:
+    """What it answers, and its process."""
+    request = Request({"IN": np.zeros((1, 1), np.int32)}, stamp=engine.next_stamp())
+    outputs = (await engine.infer(engine.find("m"), request)).outputs
+    return int(outputs["OUT"].item()), int(outputs["PID"].item())
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes of their own need Linux 5.3")
+async def test_an_instance_that_is_started_again_runs_the_code_it_was_loaded_with_and_its_warm_up(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "models" / "m"
+    write(folder, 1)
+    with trio.fail_after(60):
+        async with (
+            open_engine(EngineOptions()) as engine,
+            open_control(engine, [tmp_path / "models"], ControlOptions("explicit", ("m",))) as control,
+        ):
+            assert await control.start(lambda event: None) == {}
+            value, pid = await ask(engine)
+            assert value == 100 * 3 + 2, "the second run: the first was the warm-up"
+            write(folder, 2)
+            (folder / "1" / "near.py").unlink()
+            os.kill(pid, signal.SIGKILL)
+            while True:
+                try:
+                    again, other = await ask(engine)
+                    break
+                except FlowserveError:  # it was told before anybody knew
+                    await trio.sleep(0.01)
+            assert other != pid
+            assert again == value
+            write(folder, 2)
+            await control.load("m")
+            assert (await ask(engine))[0] == 200 * 6 + 2
