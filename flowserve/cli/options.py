@@ -15,6 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from flowserve.cli.grpc_options import GrpcChoice, add_grpc_arguments, grpc_choice, grpc_contradiction
+from flowserve.cli.metrics_options import (
+    MetricsOptions,
+    add_metrics_arguments,
+    metrics_contradiction,
+    metrics_options,
+)
 from flowserve.cli.option_values import (
     ONNXRUNTIME_SETTINGS,
     backend_setting,
@@ -39,8 +45,8 @@ ControlMode = Literal["none", "poll", "explicit"]
 class RunOptions:
     """What the operator asked for. Sizes in bytes, times in seconds. A resource is its name, how many there are, and
     the device, None for each. `python_execution` None: what this system is best at. `http_certificate`: the server's,
-    its key, and the authority of clients' certificates; None is plain HTTP. `metrics_port` None: metrics are on the
-    HTTP port only. `http_address` may be unix:PATH.
+    its key, and the authority of clients' certificates; None is plain HTTP. `http_address` may be
+    unix:PATH.
     """
 
     repositories: tuple[Path, ...]
@@ -50,7 +56,7 @@ class RunOptions:
     http_certificate: tuple[Path, Path, Path | None] | None = None
     http_restrictions: tuple[Restriction, ...] = ()
     http_header_forward_pattern: re.Pattern[str] | None = None
-    metrics_port: int | None = None
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
     grpc: GrpcChoice = field(default_factory=GrpcChoice)
     allow_client_shm: bool = False
     backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -75,7 +81,6 @@ class RunOptions:
 # beat silence.
 NOT_YET: Final[Mapping[str, str]] = {
     "--allow-http": "serving without HTTP",
-    "--allow-metrics": "serving without metrics",
     "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point)",
     "--cache-directory": "other caches than the local one",
     "--cuda-memory-pool-byte-size": "CUDA memory pools",
@@ -87,9 +92,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--host-policy": "host policies",
     "--http-thread-count": "HTTP threads (one event loop serves all connections)",
     "--id": "naming the server",
-    "--metrics-address": "a separate address for metrics (--metrics-port listens where HTTP does)",
-    "--metrics-config": "metrics configuration",
-    "--metrics-interval-ms": "metrics configuration",
     "--model-config-name": "named model configurations",
     "--model-load-gpu-limit": "GPU memory limits",
     "--model-load-retry-count": "retrying loads",
@@ -166,12 +168,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="headers of such names reach models as request parameters",
     )
     http.add_argument(
-        "--metrics-port",
-        metavar="PORT",
-        type=whole_number(0, 65535),
-        help="serve /metrics on a port of its own, too; 0 picks a free one and prints it",
-    )
-    http.add_argument(
         "--allow-client-shm",
         metavar="BOOL",
         type=boolean,
@@ -180,6 +176,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     add_grpc_arguments(parser)
+    add_metrics_arguments(parser)
 
     models = parser.add_argument_group("how models are loaded and run")
     models.add_argument(
@@ -319,7 +316,7 @@ def contradiction(arguments: argparse.Namespace) -> str:
         return f"--trace-config: {flaw}"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:
         return "Wildcard model name '*' must be the ONLY startup model if specified at all."
-    return grpc_contradiction(arguments)
+    return grpc_contradiction(arguments) or metrics_contradiction(arguments)
 
 
 def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path, Path | None] | None:
@@ -346,7 +343,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         http_certificate=_certificate(arguments),
         http_restrictions=tuple(arguments.http_restricted_api),
         http_header_forward_pattern=arguments.http_header_forward_pattern,
-        metrics_port=arguments.metrics_port,
+        metrics=metrics_options(arguments),
         grpc=grpc_choice(arguments),
         allow_client_shm=arguments.allow_client_shm,
         backend_settings=_by_backend(arguments.backend_config),

@@ -110,6 +110,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             cache_bytes=options.cache_bytes,
             backend_settings=options.backend_settings,
             trace=trace,
+            summaries=options.metrics.choice is not None and bool(options.metrics.choice.quantiles),
         )
         if options.rate_limit_resources and not options.rate_limit:
             _log.warning("--rate-limit-resource says nothing without --rate-limit execution_count")
@@ -123,7 +124,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST, tls)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
-                metrics = Server(make_metrics_app(engine)) if metrics_listeners else None
+                metrics = Server(make_metrics_app(engine, options.metrics.choice)) if metrics_listeners else None
                 if metrics is not None:
                     await nursery.start(metrics.serve, metrics_listeners)
                 if grpc_server is not None:
@@ -139,10 +140,11 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
 
 
 def _metrics_listeners(options: RunOptions) -> list[socket.socket]:
-    if options.metrics_port is None:
+    if options.metrics.port is None:
         return []
-    address = "127.0.0.1" if options.http_address.startswith(UNIX) else options.http_address
-    listeners = listen(address, options.metrics_port, "--metrics-port")
+    beside = "127.0.0.1" if options.http_address.startswith(UNIX) else options.http_address
+    address = options.metrics.address or beside
+    listeners = listen(address, options.metrics.port, "--metrics-port", "--metrics-address")
     print(f"metrics on {url(listeners[0], address)}/metrics", flush=True)
     return listeners
 
@@ -152,6 +154,7 @@ def _app_options(options: RunOptions, log_settings: LogSettings) -> AppOptions:
         max_body_bytes=options.http_max_input_size,
         client_memory=ClientMemory(is_allowed=options.allow_client_shm),
         restrictions=options.http_restrictions,
+        metrics=options.metrics.choice,
         forwarding=forwarding_of(options.http_header_forward_pattern, "--http-header-forward-pattern"),
         log=log_settings,
     )

@@ -37,6 +37,7 @@ from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
 from flowserve.observe.machine import Machine
 from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
+from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
 from flowserve.runtime.control import Control
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
@@ -50,13 +51,14 @@ from flowserve.runtime.traces import Traces
 class AppOptions:
     """`max_body_bytes` bounds bodies that a foreign ASGI server hands on in pieces, and compressed ones, expanded; our
     own server refuses others earlier. `client_memory` and `log` are shared by everything that serves one engine.
-    `forwarding`: which headers go with inference requests, as parameters.
+    `forwarding`: which headers go with inference requests, as parameters. `metrics` None: there are none.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES
     client_memory: ClientMemory = field(default_factory=ClientMemory)
     restrictions: tuple[Restriction, ...] = ()
     forwarding: Forwarding | None = None
+    metrics: MetricsChoice | None = EVERYTHING
     log: LogSettings = field(default_factory=LogSettings)
 
 
@@ -97,9 +99,9 @@ class _App:
         return found is not None and self._infer.begin(scope["headers"], exchange, *found)
 
 
-def make_metrics_app(engine: Engine) -> ASGIApp:
+def make_metrics_app(engine: Engine, choice: MetricsChoice | None = EVERYTHING) -> ASGIApp:
     """An application that serves nothing but /metrics, for a port of their own."""
-    return _starlette([Route("/metrics", _Metrics(engine).page)])
+    return _starlette(_metrics_routes(engine, choice))
 
 
 def make_routes(engine: Engine, options: AppOptions, control: Control | None) -> list[Route]:
@@ -112,7 +114,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         Route("/v2/models/stats", pages.all_statistics),
         *ModelControlRoutes(engine, control, pages.body).routes(),
         *shared_memory_routes(options.client_memory, pages.body),
-        Route("/metrics", _Metrics(engine).page),
+        *_metrics_routes(engine, options.metrics),
         *settings_routes(engine, options.log, pages.body),
         *GenerateRoutes(engine, pages.body, options.forwarding).routes(),
         Route("/openapi.json", pages.openapi),
@@ -202,14 +204,19 @@ class _Pages:
         return bytes(body)
 
 
+def _metrics_routes(engine: Engine, choice: MetricsChoice | None) -> list[Route]:
+    return [] if choice is None else [Route("/metrics", _Metrics(engine, choice).page)]
+
+
 class _Metrics:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, choice: MetricsChoice) -> None:
         self._engine = engine
-        self._machine = Machine()
+        self._choice = choice
+        self._machine = Machine(interval_ms=choice.interval_ms) if choice.has_machine else None
 
     async def page(self, request: Request) -> Response:
         # Off the loop: with many deployments the text takes a tenth of a second to write.
-        text = await trio.to_thread.run_sync(metrics_text, self._engine.counters(), self._machine)
+        text = await trio.to_thread.run_sync(metrics_text, self._engine.counters(), self._machine, self._choice)
         return Response(text, media_type=CONTENT_TYPE)
 
 

@@ -1,18 +1,21 @@
 """How busy the machine is: processors and memory, read from the system when somebody asks.
 
 Decided here: what Triton's CPU families mean here: the share of all processors' time that was not idle since the last
-reading, and memory that programs could not have. Where the system does not tell (it is Linux's /proc), there are no
-figures rather than zeros.
+reading, or since one before it where that is too young, and memory that programs could not have. How much time has
+passed the processors' own ticks tell. Where the system does not tell (it is Linux's /proc), there are no figures rather
+than zeros.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 PROC: Final = Path("/proc")
+_TICKS_PER_SECOND: Final = 100  # of each processor; the kernel tells programs so, however often it ticks itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +28,13 @@ class Readings:
 
 
 class Machine:
-    """Remembers the last reading, which the next one is compared with. Safe to call from any thread."""
+    """Remembers the last reading, which the next one is compared with, `interval_ms` later at the earliest. Safe to
+    call from any thread.
+    """
 
-    def __init__(self, proc: Path = PROC) -> None:
+    def __init__(self, proc: Path = PROC, interval_ms: int = 0) -> None:
         self._proc = proc
+        self._least = interval_ms * (os.cpu_count() or 1) * _TICKS_PER_SECOND // 1000
         self._lock = threading.Lock()
         self._busy, self._total = self._times() or (0, 0)
         self._utilization = 0.0
@@ -41,7 +47,7 @@ class Machine:
             if times is None or memory is None:
                 return None
             busy, total = times
-            if total > self._total:
+            if total > self._total and total - self._total >= self._least:
                 share = (busy - self._busy) / (total - self._total)
                 self._utilization = min(max(share, 0.0), 1.0)
                 self._busy, self._total = busy, total

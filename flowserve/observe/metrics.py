@@ -18,7 +18,9 @@ from flowserve.memory.devices import devices
 from flowserve.observe.device_metrics import DeviceMetrics
 from flowserve.observe.histogram import Histogram
 from flowserve.observe.machine import Machine, Readings
+from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
 from flowserve.observe.statistics import REASONS, Statistics
+from flowserve.observe.summary import SummarisedStatistics, Window
 from flowserve.observe.traffic import EdgeTraffic, NodeTraffic
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,7 +99,48 @@ _EDGES: Final[tuple[tuple[str, str, Callable[[NodeTraffic, EdgeTraffic], int]], 
 )
 
 
-def metrics_text(counters: Iterable[tuple[Statistics, int]], machine: Machine | None = None) -> bytes:
+_SUMMARIES: Final[tuple[tuple[str, str, Callable[[SummarisedStatistics], tuple[Window, int, int]]], ...]] = (
+    (
+        "nv_inference_request_summary_us",
+        "Successful requests of the last minute, from arrival to answer",
+        lambda s: (s.request_window, s.success_count, s.success_ns),
+    ),
+    (
+        "nv_inference_queue_summary_us",
+        "How long requests of the last minute waited",
+        lambda s: (s.queue_window, s.success_count, s.queue_ns),
+    ),
+    (
+        "nv_inference_compute_input_summary_us",
+        "Gathering inputs for requests of the last minute",
+        lambda s: (s.input_window, s.success_count - s.cache_hits, s.compute_input_ns),
+    ),
+    (
+        "nv_inference_compute_infer_summary_us",
+        "Computing for requests of the last minute",
+        lambda s: (s.infer_window, s.success_count - s.cache_hits, s.compute_infer_ns),
+    ),
+    (
+        "nv_inference_compute_output_summary_us",
+        "Handing out outputs of requests of the last minute",
+        lambda s: (s.output_window, s.success_count - s.cache_hits, s.compute_output_ns),
+    ),
+    (
+        "nv_cache_hit_summary_per_model",
+        "Looking up answers that were there, in the last minute, in microseconds",
+        lambda s: (s.hit_window, s.cache_hits, s.cache_hit_ns),
+    ),
+    (
+        "nv_cache_miss_summary_per_model",
+        "Looking up and keeping answers that were not there, in the last minute, in microseconds",
+        lambda s: (s.miss_window, s.cache_misses, s.cache_miss_ns),
+    ),
+)
+
+
+def metrics_text(
+    counters: Iterable[tuple[Statistics, int]], machine: Machine | None = None, choice: MetricsChoice = EVERYTHING
+) -> bytes:
     """The exposition of every deployment: its statistics, and how many requests wait in its queue now; how busy the
     machine is; and what the process's GPUs hold.
     """
@@ -105,7 +148,7 @@ def metrics_text(counters: Iterable[tuple[Statistics, int]], machine: Machine | 
     readings = machine.read() if machine is not None else None
     if readings is not None:
         registry.register(_Processors(readings))
-    registry.register(_Deployments(sorted(counters, key=lambda pair: (pair[0].name, pair[0].version))))
+    registry.register(_Deployments(sorted(counters, key=lambda pair: (pair[0].name, pair[0].version)), choice))
     if (gpus := devices()).count:
         registry.register(DeviceMetrics(gpus))
     # The library insists on a counter's name ending in _total, Triton's end as they are.
@@ -124,12 +167,15 @@ class _Processors(Collector):
 
 
 class _Deployments(Collector):
-    def __init__(self, counters: list[tuple[Statistics, int]]) -> None:
+    def __init__(self, counters: list[tuple[Statistics, int]], choice: MetricsChoice) -> None:
         self._counters = counters
+        self._choice = choice
         self._statistics = [one for one, _ in counters]
 
     def collect(self) -> Iterator[Metric]:
         for name, text, read in _COUNTERS:
+            if "_duration_" in name and not self._choice.has_latency_counters:
+                continue
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             for one in self._statistics:
                 counter.add_metric(_labels(one), read(one))
@@ -141,7 +187,11 @@ class _Deployments(Collector):
         for one, pending in self._counters:
             waiting.add_metric(_labels(one), pending)
         yield waiting
+        if self._choice.has_first_response:
+            yield self._first_response()
         yield from self._histograms()
+        for name, text, window in _SUMMARIES if self._choice.quantiles else ():
+            yield self._summary(name, text, window)
         yield from self._nodes()
         yield from self._edges()
 
@@ -155,7 +205,21 @@ class _Deployments(Collector):
                 failures.add_metric([*_labels(one), reason], one.failures[reason])
         return failures
 
-    def _histograms(self) -> Iterator[Metric]:
+    def _summary(self, name: str, text: str, read: Callable[[SummarisedStatistics], tuple[Window, int, int]]) -> Metric:
+        family = Metric(name, text, "summary")
+        for one in self._statistics:
+            if not isinstance(one, SummarisedStatistics):
+                continue
+            labels = dict(zip(_LABELS, _labels(one), strict=True))
+            window, count, total_ns = read(one)
+            shares = self._choice.quantiles
+            for share, value in zip(shares, window.quantiles(shares, one.clock()), strict=True):
+                family.add_sample(name, {**labels, "quantile": f"{share:g}"}, value / _NS_PER_US)
+            family.add_sample(f"{name}_count", labels, count)
+            family.add_sample(f"{name}_sum", labels, total_ns / _NS_PER_US)
+        return family
+
+    def _first_response(self) -> Metric:
         first = HistogramMetricFamily(
             "nv_inference_first_response_histogram_ms",
             "Successful requests by the time from arrival to their first response",
@@ -163,7 +227,9 @@ class _Deployments(Collector):
         )
         for one in self._statistics:
             first.add_metric(_labels(one), *_coarse(one.request_duration, one.success_ns))
-        yield first
+        return first
+
+    def _histograms(self) -> Iterator[Metric]:
         for name, text, read in _DURATIONS:
             family = HistogramMetricFamily(name, text, labels=_LABELS)
             for one in self._statistics:

@@ -24,6 +24,7 @@ from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED, Statistics, rows_as_json
+from flowserve.observe.summary import summarising
 from flowserve.runtime.accounts import record_batch, record_ensemble
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.cache import Cache, Lru
@@ -67,6 +68,7 @@ class EngineOptions:
     `backend_settings`: by backend, what the operator says for all its models ("default-max-batch-size", and what the
     backend knows); of whole numbers where the backend is onnxruntime.
     `cache_bytes`: how much the answers that are remembered may weigh, None for no such cache.
+    `summaries`: quantiles of the last minute's durations are worked out.
     """
 
     python_execution: str = PYTHON_EXECUTION
@@ -77,6 +79,7 @@ class EngineOptions:
     cache_bytes: int | None = None
     backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     trace: TraceOptions = field(default_factory=TraceOptions)
+    summaries: bool = False
 
 
 class Engine:
@@ -97,6 +100,7 @@ class Engine:
         self.generations = Generations(self._forget)
         self.processes = Processes(self.clock) if SUPPORTED else None
         self._statistics: dict[ModelKey, Statistics] = {}
+        self._make_statistics = summarising(self.clock) if options.summaries else Statistics
         self._cache: Cache | None = None if options.cache_bytes is None else Lru(options.cache_bytes)
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
@@ -422,7 +426,7 @@ class Engine:
         order in which requests came. `execution_timeout_ns`: a process whose batch runs longer is killed; 0: none is.
         `warm_up`: what an instance runs that is started again, before it serves.
         """
-        statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
+        statistics = self._statistics.setdefault(key, self._make_statistics(key.name, key.version))
         queue = ModelQueue(
             key, batcher, hosts, is_pure=model.is_pure, observer=statistics, needs=needs, keeps_order=keeps_order
         )
@@ -456,7 +460,7 @@ class Engine:
         self, config: ModelConfig, graph: Graph, versions: list[int], labels: Mapping[str, Sequence[str]]
     ) -> Deployment:
         key = ModelKey(graph.name, graph.version)
-        statistics = self._statistics.setdefault(key, Statistics(key.name, key.version))
+        statistics = self._statistics.setdefault(key, self._make_statistics(key.name, key.version))
         runs_on = [self.generations[node.model] for node in graph.nodes]
         route = tuple(generation.queue for generation in runs_on)
         pins = frozenset(one.pin for one in runs_on)

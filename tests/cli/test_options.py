@@ -11,7 +11,9 @@ import pytest
 
 from flowserve.cli.grpc_options import GrpcChoice, grpc_choice
 from flowserve.cli.main import main
+from flowserve.cli.metrics_options import QUANTILES, MetricsOptions, metrics_options
 from flowserve.cli.options import NOT_YET, add_run_arguments
+from flowserve.observe.metrics_choice import MetricsChoice
 from flowserve.runtime.restriction import Restriction
 from flowserve.version import __version__
 
@@ -97,6 +99,14 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--trace-config", "opentelemetry,resource=x"], "--trace-config: expected resource=KEY=VALUE, got 'x'"),
         (["--trace-config", "level=TIMESTAMPS"], "--trace-config: trace file name is not given"),
         (["--trace-file", "x"], "--trace-file: the option is --trace-config triton,file=PATH"),
+        (["--metrics-address", "0.0.0.0"], "--metrics-address says nothing without --metrics-port"),
+        (
+            ["--allow-metrics=false", "--metrics-port=0"],
+            "--metrics-port has nothing to serve with --allow-metrics false",
+        ),
+        (["--metrics-config", "buckets=1"], "expected KEY=VALUE with one of counter_latencies, histogram_latencies"),
+        (["--metrics-config", "summary_quantiles=2:0.1"], "expected quantiles such as 0.5:0.05,0.99:0.001"),
+        (["--metrics-config", "summary_latencies=maybe"], "expected true, false, 1 or 0, got 'maybe'"),
         (["--allow-client-shm", "maybe"], "--allow-client-shm: expected true, false, 1 or 0, got 'maybe'"),
     ],
 )
@@ -202,6 +212,23 @@ def test_options_of_connections_have_grpcs_names_and_tritons_defaults() -> None:
         ("grpc.max_connection_age_grace_ms", 8),
         ("grpc.default_compression_level", 2),
     }
+
+
+def test_metrics_are_chosen_as_for_tritonserver() -> None:
+    def chosen(*options: str) -> MetricsOptions:
+        parser = argparse.ArgumentParser()
+        add_run_arguments(parser)
+        return metrics_options(parser.parse_args(["graphs", *options]))
+
+    assert chosen() == MetricsOptions(MetricsChoice())
+    assert chosen("--allow-metrics=false").choice is None
+    assert chosen("--metrics-config=summary_latencies=true").choice == MetricsChoice(quantiles=QUANTILES)
+    assert chosen("--metrics-config=summary_quantiles=0.5").choice == MetricsChoice()
+    quantiles = ["--metrics-config=summary_latencies=1", "--metrics-config=summary_quantiles=0.5:0.05,1,0.99:0.001"]
+    more = ["--metrics-config=counter_latencies=false", "--metrics-interval-ms=5", "--allow-cpu-metrics=0"]
+    assert chosen(*quantiles, *more).choice == MetricsChoice(
+        has_latency_counters=False, quantiles=(0.5, 1.0, 0.99), has_machine=False, interval_ms=5
+    )
 
 
 def test_a_certificate_counts_only_where_tls_is_asked_for() -> None:

@@ -30,6 +30,23 @@ def test_utilization_is_the_share_that_was_not_idle_since_the_last_reading(tmp_p
     assert again.utilization == pytest.approx(30 / 100)  # no time has passed: what was known last
 
 
+def test_a_reading_that_is_too_young_says_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    write(tmp_path, 0, 0, 0, 0, 0, 0, 0, 0)
+    machine = Machine(tmp_path, interval_ms=1000)
+
+    def utilization(*ticks: int) -> float:
+        write(tmp_path, *ticks)
+        now = machine.read()
+        assert now is not None
+        return now.utilization
+
+    assert utilization(399, 0, 0, 0, 0, 0, 0, 0) == 0  # of four processors, a hundred a second each
+    assert utilization(200, 0, 0, 200, 0, 0, 0, 0) == 0.5
+    assert utilization(590, 0, 0, 200, 0, 0, 0, 0) == 0.5
+    assert utilization(600, 0, 0, 200, 0, 0, 0, 0) == 1
+
+
 def test_a_system_that_does_not_tell_has_no_figures(tmp_path: Path) -> None:
     assert Machine(tmp_path).read() is None
     write(tmp_path, 1, 2, 3, 4, 5, 6, 7, 8, memory="nothing")

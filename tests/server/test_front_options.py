@@ -46,8 +46,9 @@ class Front:
     served: Served
     metrics: str  # host:port
 
-    def metrics_port(self) -> int:
-        return int(self.metrics.rpartition(":")[2])
+    def metrics_place(self) -> tuple[str, int]:
+        host, _, port = self.metrics.rpartition(":")
+        return host, int(port)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,9 @@ def front(
         "--http-restricted-api=model-repository,logging:admin-key=secret",
         "--http-header-forward-pattern=x-.*",
         "--metrics-port=0",
+        "--metrics-address=127.0.0.2",
+        "--metrics-config=summary_latencies=true",
+        "--metrics-config=summary_quantiles=0.5:0.05",
         "--allow-client-shm=true",
     ]
     with serving(first, *options) as served:
@@ -113,14 +117,18 @@ def test_headers_reach_the_model(client: triton.InferenceServerClient) -> None:
     assert json.loads(answer.as_numpy("OUT")[0]) == {"x-tenant": "blue", "depth": 2}
 
 
-def test_metrics_have_a_port_of_their_own_and_nothing_else_is_there(front: Front) -> None:
-    def ask(port: int, path: str) -> tuple[int, str]:
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+def test_metrics_have_a_port_of_their_own_and_nothing_else_is_there(
+    front: Front, client: triton.InferenceServerClient
+) -> None:
+    def ask(place: tuple[str, int], path: str) -> tuple[int, str]:
+        with socket.create_connection(place, timeout=30) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
             received = b"".join(iter(lambda: connection.recv(65536), b""))
         return int(received.split()[1]), received.decode()
 
-    status, text = ask(front.metrics_port(), "/metrics")
+    client.infer("passes", [numbers(1, 2)])
+    assert front.metrics_place()[0] == "127.0.0.2"
+    status, text = ask(front.metrics_place(), "/metrics")
     assert status == 200
     for family in (
         "nv_inference_count{",
@@ -129,8 +137,13 @@ def test_metrics_have_a_port_of_their_own_and_nothing_else_is_there(front: Front
         "nv_cpu_memory_used_bytes ",
     ):
         assert f"\n{family}" in text
-    assert ask(front.served.port, "/metrics")[0] == 200
-    assert ask(front.metrics_port(), "/v2/health/live")[0] == 404
+    for model in ("passes", "scores"):
+        (median,) = re.findall(
+            rf'nv_inference_request_summary_us{{model="{model}",quantile="0.5",version="1"}} (\S+)', text
+        )
+        assert 0 < float(median) < 30e6
+    assert ask(("127.0.0.1", front.served.port), "/metrics")[0] == 200
+    assert ask(front.metrics_place(), "/v2/health/live")[0] == 404
 
 
 @pytest.mark.fault("Z4")

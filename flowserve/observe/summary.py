@@ -1,0 +1,115 @@
+"""Quantiles of durations over the last minute, for whoever asks for them: Prometheus summaries.
+
+Decided here: how near a quantile is, and what "the last minute" means. Values are counted by size in steps of two
+percent, so a quantile is within one percent of a value that was observed, whichever quantile it is, and a minute of any
+traffic is a few hundred counts. The minute has parts, and the oldest is forgotten whole. Time comes in as nanoseconds.
+Written from one thread; another may read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from flowserve.observe.statistics import Statistics
+
+WINDOW_NS: Final = 60_000_000_000
+PARTS: Final = 5
+_PART_NS: Final = WINDOW_NS // PARTS
+_STEP: Final = math.log(1.02)
+_NONE: Final = -1  # where 0 is counted
+
+
+class Window:
+    """Durations of the last minute, by size."""
+
+    __slots__ = ("_end_ns", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[dict[int, int]] = [{}]  # the newest last
+        self._end_ns = 0  # when the newest is full
+
+    def observe(self, value_ns: int, now_ns: int, count: int = 1) -> None:
+        """`count` observations of one value, now."""
+        if now_ns >= self._end_ns:
+            self._turn(now_ns)
+        part = self._parts[-1]
+        place = round(math.log(value_ns) / _STEP) if value_ns > 0 else _NONE
+        part[place] = part.get(place, 0) + count
+
+    def quantiles(self, wanted: Sequence[float], now_ns: int) -> list[float]:
+        """The values, in nanoseconds, that such shares of the observations are at most; nan where there are none."""
+        counts: dict[int, int] = {}
+        late = max(now_ns - self._end_ns, -_PART_NS) // _PART_NS + 1  # parts that would have begun since
+        for part in self._parts[max(len(self._parts) + late - PARTS, 0) :]:
+            for place, count in [*part.items()]:
+                counts[place] = counts.get(place, 0) + count
+        return [_quantile(sorted(counts.items()), share) for share in wanted]
+
+    def _turn(self, now_ns: int) -> None:
+        late = (now_ns - self._end_ns) // _PART_NS + 1
+        empty: list[dict[int, int]] = [{} for _ in range(min(late, PARTS))]
+        self._parts = [*self._parts, *empty][-PARTS:]
+        self._end_ns = self._end_ns + late * _PART_NS if self._end_ns else now_ns + _PART_NS
+
+
+def _quantile(counts: Sequence[tuple[int, int]], share: float) -> float:
+    left = share * sum(count for _, count in counts)
+    for place, count in counts:
+        left -= count
+        if left <= 0:
+            return 0.0 if place == _NONE else math.exp(place * _STEP)
+    return math.nan
+
+
+@dataclass(slots=True)
+class SummarisedStatistics(Statistics):
+    """Statistics whose durations are summarised as well. `clock`: the server's, in nanoseconds."""
+
+    clock: Callable[[], int] = field(kw_only=True)
+    request_window: Window = field(default_factory=Window)
+    queue_window: Window = field(default_factory=Window)
+    input_window: Window = field(default_factory=Window)
+    infer_window: Window = field(default_factory=Window)
+    output_window: Window = field(default_factory=Window)
+    hit_window: Window = field(default_factory=Window)
+    miss_window: Window = field(default_factory=Window)
+
+    def succeeded(self, queued: Sequence[int], started_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        Statistics.succeeded(self, queued, started_ns, input_ns, infer_ns, output_ns)
+        now_ns = started_ns + input_ns + infer_ns + output_ns
+        for moment in queued:
+            self.request_window.observe(now_ns - moment, now_ns)
+            self.queue_window.observe(started_ns - moment, now_ns)
+        self._computed(now_ns, len(queued), input_ns, infer_ns, output_ns)
+
+    def passed(self, total_ns: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        Statistics.passed(self, total_ns, queue_ns, input_ns, infer_ns, output_ns)
+        now_ns = self.clock()
+        self.request_window.observe(total_ns, now_ns)
+        self.queue_window.observe(queue_ns, now_ns)
+        self._computed(now_ns, 1, input_ns, infer_ns, output_ns)
+
+    def hit(self, total_ns: int, cache_ns: int) -> None:
+        Statistics.hit(self, total_ns, cache_ns)
+        now_ns = self.clock()
+        self.request_window.observe(total_ns, now_ns)
+        self.queue_window.observe(0, now_ns)
+        self.hit_window.observe(cache_ns, now_ns)
+
+    def missed(self, cache_ns: int) -> None:
+        Statistics.missed(self, cache_ns)
+        self.miss_window.observe(cache_ns, self.clock())
+
+    def _computed(self, now_ns: int, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        self.input_window.observe(input_ns, now_ns, count)
+        self.infer_window.observe(infer_ns, now_ns, count)
+        self.output_window.observe(output_ns, now_ns, count)
+
+
+def summarising(clock: Callable[[], int]) -> Callable[[str, int], Statistics]:
+    """What makes such statistics in place of `Statistics`."""
+    return partial(SummarisedStatistics, clock=clock)
