@@ -42,23 +42,27 @@ def checked(array: AnyArray, spec: TensorSpec, total: int, model: str, wrong_row
     """An output in the configuration's shape. `total` is the batch's row count, -1 for a model without batching;
     `wrong_rows` says what to do where it has another. Raises ModelFailed.
     """
-    where = f"model '{model}', output '{spec.name}'"
     if spec.dtype is DType.BYTES:
         array = _to_bytes(array)
     if array.dtype != spec.dtype.numpy:
-        raise ModelFailed(f"{where}: the configuration promises {spec.dtype}, the model answered {array.dtype}")
+        raise _other(model, spec, f"the configuration promises {spec.dtype}, the model answered {array.dtype}")
     shape = array.shape
     batch = shape[:1] if total >= 0 else ()
     inner = spec.dims if spec.reshape is None else spec.reshape
     if total >= 0 and batch != (total,):
-        raise ModelFailed(f"{where}: the batch has {total} rows, the model answered shape {shown(shape)}; {wrong_rows}")
+        what = f"the batch has {total} rows, the model answered shape {shown(shape)}; {wrong_rows}"
+        raise _other(model, spec, what)
     tail = shape[len(batch) :]
     if not shape and inner == (1,):
         return array.reshape((1,))
-    if not fits(tail, inner):
-        promised = shown((*batch, *inner))
-        raise ModelFailed(f"{where}: the configuration promises shape {promised}, the model answered {shown(shape)}")
+    if tail != inner and not fits(tail, inner):
+        what = f"the configuration promises shape {shown((*batch, *inner))}, the model answered {shown(shape)}"
+        raise _other(model, spec, what)
     return array if spec.reshape is None else array.reshape(batch + reshaped(tail, spec.reshape, spec.dims))
+
+
+def _other(model: str, spec: TensorSpec, what: str) -> ModelFailed:
+    return ModelFailed(f"model '{model}', output '{spec.name}': {what}")
 
 
 def made_shape(spec: TensorSpec, port: Port, total: int) -> tuple[int, ...] | None:

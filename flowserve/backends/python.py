@@ -233,11 +233,9 @@ class PythonInstance:
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(responses)} "
                 f"(model '{about.name}')"
             )
-        outputs, errors, placed = self._answers.read(responses, work)
-        results = Results(outputs, errors, gathered_ns=gathered_ns, computed_ns=computed_ns, placed=placed)
-        for m, response in enumerate(responses):
-            if type(response) is pb_utils.InferenceResponse and response._parameters:
-                results.parameters = {**results.parameters, m: response._parameters}
+        results = self._answers.read(responses, work)
+        results.gathered_ns = gathered_ns
+        results.computed_ns = computed_ns
         return results
 
     def _make_sender(self, work: Work, member: int) -> ResponseSender | SingleResponseSender:

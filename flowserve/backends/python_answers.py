@@ -15,7 +15,7 @@ from sys import getrefcount
 
 import numpy as np
 
-from flowserve.backends.base import Work
+from flowserve.backends.base import Results, Work
 from flowserve.backends.shapes import fits, shown
 from flowserve.backends.triton_objects import InferenceResponse, TritonError
 from flowserve.backends.triton_tensors import OnGpu, on_host
@@ -34,7 +34,7 @@ from flowserve.graph.conversion import reshaped
 from flowserve.memory.assemble import scatter
 from flowserve.memory.bytes_codec import to_bytes
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
-from flowserve.memory.tensor import WHOLE, Tensor
+from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
 
 _CLASSES = {
@@ -75,18 +75,14 @@ class AnswerReader:
         self._batches = config.max_batch_size > 0
         self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
 
-    def read(
-        self, responses: list[InferenceResponse], work: Work
-    ) -> tuple[list[list[Tensor | None]], Errors, list[int]]:
-        """The outputs by index and member, why members failed, and how many bytes of each output were laid side by
-        side. `responses` is one for each member, in a list that nobody else holds.
-        """
-        errors: Errors = {}
+    def read(self, responses: list[InferenceResponse], work: Work) -> Results:
+        """What one response for each member, in a list that nobody else holds, come to."""
         outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
         placed = [0] * len(outputs)
+        errors: Errors = {}
         try:
-            if len(responses) == 1 and self._take_one(responses[0], work, outputs, placed):
-                return outputs, errors, placed
+            if self._take_alike(responses, work, outputs, placed):
+                return Results(outputs, placed=placed)
             for j, column in enumerate(self._sort(responses, work, errors)):
                 if column:
                     placed[j] = self._take(responses, column, self._specs[j], outputs[j])
@@ -95,31 +91,51 @@ class AnswerReader:
                 if isinstance(response, InferenceResponse):
                     response._outputs[:] = map(on_host, response._outputs)
             return self.read(responses, work)
-        return outputs, errors, placed
+        # What is no response has become an error, and says nothing.
+        said = {m: found for m, response in enumerate(responses) if (found := getattr(response, "_parameters", None))}
+        return Results(outputs, errors, placed=placed, parameters=said)
 
-    def _take_one(
-        self, response: InferenceResponse, work: Work, outputs: list[list[Tensor | None]], placed: list[int]
+    def _take_alike(
+        self, responses: list[InferenceResponse], work: Work, outputs: list[list[Tensor | None]], placed: list[int]
     ) -> bool:
-        """The only response to a batch where all in it is small and right at first glance; False where it is not, with
-        nothing done that the general way would not do again. A request that comes alone pays for every step.
+        """All outputs where everything is small and right at first glance: requests of one row each, answered with the
+        same tensors in the same order and nothing besides. False where it is not so, with nothing done. This is nearly
+        every batch, and every request pays for each of its steps.
         """
-        if type(response) is not InferenceResponse or response._error is not None or work.rows[0] != 1:
+        first = responses[0]
+        count = len(responses)
+        if type(first) is not InferenceResponse or not first._outputs or work.rows.count(1) != count:
             return False
-        wanted = work.wanted[0]
-        stop = 1 if self._batches else WHOLE
-        known = self._outputs
-        for tensor in response._outputs:
-            output = known.get(tensor._name)
-            if output is None or output.spec.reshape is not None or tensor._name not in wanted:
+        blocks: dict[int, Array] = {}
+        for k, answer in enumerate(first._outputs):
+            name = answer._name
+            output = self._outputs.get(name)
+            array = answer._array
+            if output is None or output.spec.reshape is not None or output.j in blocks or array is None:
                 return False
-            array = tensor.as_numpy()
-            nbytes = array.nbytes
-            if array.dtype is not output.numpy or array.shape != output.one or nbytes >= POOLED_BYTES_MIN:
+            dtype, shape = output.numpy, array.shape
+            if array.nbytes * count >= POOLED_BYTES_MIN or dtype.hasobject:
                 return False
-            if outputs[output.j][0] is not None or array.dtype.hasobject:
+            if shape != output.one and self._mismatch(answer, output, 1):
                 return False
-            outputs[output.j][0] = Tensor(array.copy(), 0, stop)
-            placed[output.j] = nbytes
+            arrays: list[Array] = []
+            for response, wanted in zip(responses, work.wanted, strict=True):
+                if type(response) is not InferenceResponse or response._error is not None or response._parameters:
+                    return False
+                answers = response._outputs
+                if len(answers) != len(first._outputs):
+                    return False
+                answer = answers[k]
+                array = answer._array
+                if array is None or array.dtype is not dtype or array.shape != shape:
+                    return False
+                if answer._name != name or name not in wanted:
+                    return False
+                arrays.append(array)
+            blocks[output.j] = np.concatenate(arrays) if count > 1 else arrays[0].copy()
+        for j, block in blocks.items():
+            outputs[j] = [*scatter(block, work.rows)] if self._batches else [Tensor(block)]
+            placed[j] = block.nbytes
         return True
 
     def _sort(self, responses: list[InferenceResponse], work: Work, errors: Errors) -> list[list[Place]]:

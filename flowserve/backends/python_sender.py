@@ -70,9 +70,9 @@ class ResponseSender:
 
     def _taken(self, response: InferenceResponse) -> Sent | FlowserveError:
         began_ns = self._clock()
-        columns, errors, _ = self._answers.read([response], self._work)
-        outputs = [column[0] for column in columns]
-        error = errors[0] if errors else self._uneven(outputs)
+        read = self._answers.read([response], self._work)
+        outputs = [column[0] for column in read.outputs]
+        error = read.errors[0] if read.errors else self._uneven(outputs)
         if error is not None:
             return error
         return Sent(outputs, response._parameters, began_ns - self._since_ns, self._clock() - began_ns)

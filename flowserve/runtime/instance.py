@@ -184,17 +184,21 @@ class LocalHost:
 
 def gather(tickets: Sequence[Ticket], inputs: Iterable[int], *, may_write: bool = False) -> Work:
     """What an instance is given of a batch. `may_write`: it is told what it may write to."""
-    columns: list[list[Tensor | None]] = [
-        [ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets]
-        for i in inputs
-    ]
-    return Work(
-        columns,
-        [ticket.rows for ticket in tickets],
-        [ticket.flow.request for ticket in tickets],
-        [ticket.node.wanted or ticket.flow.wanted for ticket in tickets],
-        [_writable(tickets, i) for i in inputs] if may_write else None,
-    )
+    if len(tickets) == 1:  # a request that comes alone pays for all that is done for its batch
+        ticket = tickets[0]
+        flow, node = ticket.flow, ticket.node
+        tensors = flow.tensors
+        columns: list[list[Tensor | None]] = [[tensors[slot] if slot >= 0 else None] for slot in node.inputs]
+        rows, requests, wanted = [ticket.rows], [flow.request], [node.wanted or flow.wanted]
+    else:
+        columns = [
+            [ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets]
+            for i in inputs
+        ]
+        rows = [ticket.rows for ticket in tickets]
+        requests = [ticket.flow.request for ticket in tickets]
+        wanted = [ticket.node.wanted or ticket.flow.wanted for ticket in tickets]
+    return Work(columns, rows, requests, wanted, [_writable(tickets, i) for i in inputs] if may_write else None)
 
 
 def _writable(tickets: Sequence[Ticket], i: int) -> list[bool]:
