@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from bench.devices import measure_device
 from bench.in_process import measure_in_process
 from bench.measure import measure_echo, measure_work
 from bench.report import Results, print_tables, write_json, write_plot
@@ -124,6 +125,11 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the engine inside a program, beside direct calls of the same model, instead",
     )
     parser.add_argument(
+        "--device",
+        choices=("cpu", "gpu"),
+        help="measure a chain of three steps on that device beside the same steps asked one by one, instead",
+    )
+    parser.add_argument(
         "--sequences",
         type=_numbers(256),
         metavar="N,M",
@@ -182,6 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from bench.grpc_front import measure_grpc  # needs grpcio, which the rest does not
 
             print(measure_grpc(plan, _say))
+        elif options.device:
+            for chain in measure_device(options.device, rounds, options.seconds, _say):
+                print(chain)
         elif options.in_process:
             print(measure_in_process(rounds, options.seconds, _say))
         elif options.echo:

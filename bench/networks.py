@@ -1,6 +1,6 @@
-"""The two ONNX networks that are measured, built from seeded weights so that no large file lies in the repository.
+"""The ONNX networks that are measured, built from seeded weights so that no large file lies in the repository.
 
-Decided here: their layers. Both read X and write Y (10 logits), FP32, with the batch as the first dimension.
+Decided here: their layers. All read X and write Y (mostly 10 logits), FP32, with the batch as the first dimension.
 They are untrained: what they cost matters here, and that different inputs give visibly different answers.
 """
 
@@ -30,12 +30,18 @@ def _weights(generator: np.random.Generator, name: str, *shape: int) -> onnx.Ten
     return numpy_helper.from_array(values, name)
 
 
-def _model(name: str, dims: tuple[int, ...], nodes: list[onnx.NodeProto], weights: list[onnx.TensorProto]) -> bytes:
+def _model(
+    name: str,
+    dims: tuple[int, ...],
+    nodes: list[onnx.NodeProto],
+    weights: list[onnx.TensorProto],
+    answer: tuple[int, ...] = (CLASSES,),
+) -> bytes:
     graph = helper.make_graph(
         nodes,
         name,
         [helper.make_tensor_value_info("X", TensorProto.FLOAT, ["N", *dims])],
-        [helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["N", CLASSES])],
+        [helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["N", *answer])],
         weights,
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
@@ -61,6 +67,14 @@ def perceptron() -> bytes:
             nodes.append(helper.make_node("Relu", [target], [f"active{layer}"]))
         source = f"active{layer}"
     return _model("perceptron", (FEATURES,), nodes, weights)
+
+
+@functools.cache
+def convolution() -> bytes:
+    """One convolution over 3x224x224 that keeps the shape, so that several can follow each other."""
+    weights = [_weights(np.random.default_rng(4), "w", IMAGE[0], IMAGE[0], 3, 3)]
+    nodes = [helper.make_node("Conv", ["X", "w"], ["Y"], pads=[1, 1, 1, 1])]
+    return _model("convolution", IMAGE, nodes, weights, IMAGE)
 
 
 @functools.cache
