@@ -17,7 +17,8 @@ from flowserve.runtime.engine import Engine
 
 async def test_the_app_answers_under_hypercorn(engine: Engine) -> None:
     (listener,) = open_listeners("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
     config = Config()
     config.bind = [f"fd://{listener.detach()}"]
     over = trio.Event()
@@ -50,4 +51,10 @@ async def test_the_app_answers_under_hypercorn(engine: Engine) -> None:
             assert answer.status_code == 200
             cut = int(answer.headers["inference-header-content-length"])
             assert answer.content[cut:] == (array * 2).tobytes()
+        viewer = await trio.open_tcp_stream("127.0.0.1", port)
+        await viewer.send_all(b"GET /live/events HTTP/1.1\r\nHost: h\r\n\r\n")
+        seen = b""
+        while b"double" not in seen:
+            seen += await viewer.receive_some()
+        await viewer.aclose()
         over.set()

@@ -163,6 +163,7 @@ def test_a_request_is_sent_with_the_keyboard_and_its_time_is_drawn(page: Page) -
     page.run("document.querySelector('#picture [data-node=\"1\"]').focus()")
     page.press("Enter", 13)
     assert page.run("document.querySelectorAll('#steps tr')[1].className") == "marked"
+    assert text(page, "#step-said").startswith("same#2 runs same/1 on onnxruntime")
     page.run("document.querySelector('#input-0').value = '[1, 2, 3]'")
     page.run("document.querySelector('#send').focus()")
     page.press("Enter", 13)

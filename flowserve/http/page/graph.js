@@ -68,6 +68,13 @@ function mark(number) {
   const lines = [...$("steps").children];
   lines.forEach((one, i) => one.classList.toggle("marked", i === number));
   lines[number].scrollIntoView({ block: "center" });
+  const node = picture.graph.nodes[number];
+  const row = rows.get(modelOf(node));
+  const said = [`${node.name} runs ${node.model}/${node.version}`];
+  if (node.backend) said[0] += ` on ${node.backend}`;
+  if (node.place) said.push(`written at ${node.place}`);
+  if (row && row.error) said.push(`the model's last error, at ${new Date(row.error_ms).toLocaleTimeString()}: ${row.error}`);
+  sayOrHide($("step-said"), said.join("; "));
 }
 
 function showGraph(graph) {

@@ -55,6 +55,7 @@ function selectFromAddress() {
   for (const id of ["picture", "steps", "edges", "inputs", "answer", "timeline"]) $(id).replaceChildren();
   for (const id of ["answer", "timeline"]) $(id).hidden = true;
   for (const id of ["sending", "control-said"]) say($(id), "");
+  sayOrHide($("step-said"), "");
   $("live").hidden = true;
   shown(null);
   list();
