@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from flowserve.cli.gpu_options import GpuChoice, add_gpu_arguments, gpu_choice
 from flowserve.cli.grpc_options import GrpcChoice, add_grpc_arguments, grpc_choice, grpc_contradiction
 from flowserve.cli.metrics_options import (
     MetricsOptions,
@@ -64,7 +65,7 @@ class RunOptions:
     exit_on_error: bool = True
     strict_readiness: bool = True
     python_execution: str | None = None
-    gpu: bool = True
+    gpu: GpuChoice = field(default_factory=GpuChoice)
     model_control_mode: ControlMode = "none"
     load_models: tuple[str, ...] = ()
     repository_poll_s: int = 15
@@ -83,7 +84,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--allow-http": "serving without HTTP",
     "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point)",
     "--cache-directory": "other caches than the local one",
-    "--cuda-memory-pool-byte-size": "CUDA memory pools",
     "--disable-auto-complete-config": "serving without completing configurations",
     "--enable-peer-access": "CUDA peer access",
     "--grpc-infer-allocation-pool-size": "gRPC message pools (messages are not kept)",
@@ -97,7 +97,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--model-load-retry-count": "retrying loads",
     "--model-load-thread-count": "choosing the number of loading threads",
     "--model-namespacing": "model namespacing",
-    "--pinned-memory-pool-byte-size": "pinned memory pools",
     "--reuse-http-port": "sharing a port between servers",
 }
 
@@ -254,13 +253,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="a setting of a backend for all its models, where they do not say otherwise; onnxruntime has "
         f"{', '.join(ONNXRUNTIME_SETTINGS)}; repeatable",
     )
-    models.add_argument(
-        "--gpu",
-        metavar="auto|off",
-        type=one_of("auto", "off"),
-        default="auto",
-        help="auto (default): the GPUs of this machine; off: models that ask for one run on the CPU",
-    )
+    add_gpu_arguments(parser)
 
     process = parser.add_argument_group("how it logs, traces and ends")
     process.add_argument(
@@ -351,7 +344,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         exit_on_error=arguments.exit_on_error,
         strict_readiness=arguments.strict_readiness,
         python_execution=arguments.python_execution,
-        gpu=arguments.gpu == "auto",
+        gpu=gpu_choice(arguments),
         model_control_mode=arguments.model_control_mode,
         load_models=tuple(dict.fromkeys(arguments.load_model)),
         repository_poll_s=arguments.repository_poll_secs,

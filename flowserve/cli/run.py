@@ -20,13 +20,14 @@ import trio
 from rich.console import Console
 
 from flowserve.cli import logs
+from flowserve.cli.gpu_options import GpuChoice
 from flowserve.cli.grpc_front import open_grpc
 from flowserve.cli.listen import UNIX, listen, url
 from flowserve.cli.options import RunOptions
 from flowserve.cli.progress import Progress, output, served_table
 from flowserve.cli.shutdown import Shutdown, end_now
 from flowserve.cli.trace_options import opentelemetry_settings, trace_choice
-from flowserve.config.instances import OFF
+from flowserve.config.instances import OFF, Gpus
 from flowserve.errors import FlowserveError
 from flowserve.http.app import AppOptions, make_app, make_metrics_app
 from flowserve.http.limits import Limits
@@ -102,7 +103,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
         where = url(listeners[0], options.http_address, "https" if tls else "http")
         engine_options = EngineOptions(
             python_execution=options.python_execution or PYTHON_EXECUTION,
-            gpus=devices().gpus if options.gpu else OFF,
+            gpus=_gpus(options.gpu),
             strict_readiness=options.strict_readiness,
             rate_limit=tuple(Available(*given) for given in options.rate_limit_resources)
             if options.rate_limit
@@ -137,6 +138,14 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
                 if metrics is not None:
                     metrics.drain(0)
     return status
+
+
+def _gpus(choice: GpuChoice) -> Gpus:
+    if not choice.is_allowed:
+        return OFF
+    found = devices()
+    found.limit(choice.pinned_pool_bytes, choice.gpu_pool_bytes)
+    return found.gpus
 
 
 def _metrics_listeners(options: RunOptions) -> list[socket.socket]:

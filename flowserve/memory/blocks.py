@@ -131,6 +131,11 @@ class BlockPool:
             self._adopted += 1
         return Block(self, _Foreign(owner), address, nbytes)
 
+    def limit(self, budget_bytes: int) -> None:
+        """From now on no more is taken than this. What is lent stays lent."""
+        with self._lock:
+            self._budget = budget_bytes
+
     def trim(self) -> None:
         """Give everything that waits here back to the driver."""
         with self._lock:

@@ -8,6 +8,7 @@ sees it: all engines of a process share its pools. Tests put machines of their o
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -19,6 +20,8 @@ from flowserve.memory.device import Device
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.ledger import Ledger
 from flowserve.values import PINNED_MEMORY, MemoryPlace
+
+log = logging.getLogger("flowserve.memory")
 
 GPU_POOL_BYTES: Final = 1 << 30  # what lies between the steps of pipelines, of each GPU
 PINNED_POOL_BYTES: Final = 1 << 28  # as tritonserver's
@@ -60,6 +63,16 @@ class Devices:
         if not self._memories:
             raise Unsupported(self.why_none)
         raise Unsupported(f"there is no GPU {number} here: they are numbered from 0 to {len(self._memories) - 1}")
+
+    def limit(self, pinned_bytes: int | None, gpu_bytes: Mapping[int, int]) -> None:
+        """How much the pools may hold from now on: the pinned one, and each GPU's that is named. None: as it is."""
+        if self.pinned is not None and pinned_bytes is not None:
+            self.pinned.limit(pinned_bytes)
+        for number, budget in gpu_bytes.items():
+            if number < self.count:
+                self[number].pool.limit(budget)
+            else:
+                log.warning("there is no GPU %d here whose pool could be limited", number)
 
     def statistics(self) -> Mapping[MemoryPlace, BlockStatistics]:
         """Of every pool there is."""

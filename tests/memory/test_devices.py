@@ -25,6 +25,21 @@ def test_a_gpu_that_is_not_there_is_named_with_those_that_are() -> None:
         Devices((), "no driver")[0]
 
 
+def test_pools_are_limited_one_by_one_and_what_is_lent_stays_lent(caplog: pytest.LogCaptureFixture) -> None:
+    found = Devices(FakeMachine(2).devices, gpu_bytes=4096)
+    stream = found[0].device.stream()
+    held = found[0].pool.take(2048, stream)
+    found.limit(1024, {0: 512, 7: 1})
+    budgets = {str(place): pool.budget_bytes for place, pool in found.statistics().items()}
+    assert budgets == {"pinned": 1024, "gpu0": 512, "gpu1": 4096}
+    assert held is not None
+    assert found[0].pool.take(512, stream) is None
+    del held
+    assert found[0].pool.take(512, stream) is not None
+    assert found.statistics()[found[0].place].kept_bytes <= 512
+    assert [record.message for record in caplog.records] == ["there is no GPU 7 here whose pool could be limited"]
+
+
 def test_within_a_block_other_gpus_are_the_processes() -> None:
     before = devices()
     with using(Devices(FakeMachine().devices)) as found:
