@@ -17,6 +17,10 @@ from flowserve.testing.serve import Served, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Tests start hundreds of processes. Where nobody may write bytecode, as containers often have it, each of them would
+# compile all of flowserve again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # `ci`, the default, gives the same examples each time: a suite that is green once is green for everybody. `dev` looks
 # elsewhere each time, `long` looks hard. Deadlines are off: how fast a shared machine is says nothing about a law.
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
