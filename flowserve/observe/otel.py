@@ -142,6 +142,8 @@ class Spans:
             stamps = (("COMPUTE_START", ran.started_ns), ("COMPUTE_INPUT_END", ran.gathered_ns))
             for name, ns in (*stamps, ("COMPUTE_OUTPUT_START", ran.computed_ns), ("COMPUTE_END", ran.ended_ns)):
                 span.add_event(name, timestamp=ns + self._offset_ns)
+        for pause in step.pauses:
+            span.add_event(pause.reason, {"ms": pause.ns / 1e6}, timestamp=pause.from_ns + self._offset_ns)
         if step is next(one for one in trace.steps if one.execution is ran):
             for call in ran.calls:
                 self._request(call, span)

@@ -18,7 +18,7 @@ from typing import Final
 from urllib.parse import quote
 
 from flowserve.observe.trace import Step, Trace
-from flowserve.observe.waits import Wait, by_reason
+from flowserve.observe.waits import SEND, Wait, by_reason
 
 BYTES_MAX: Final = 8192  # clients bound what they take in headers
 _ERROR_CHARS: Final = 200
@@ -67,7 +67,14 @@ def _step(step: Step, name: str, origin_ns: int) -> Iterator[str]:
         return
     yield _entry(f"{name}.input", ran.started_ns, ran.gathered_ns, origin_ns)
     yield _entry(f"{name}.infer", ran.gathered_ns, ran.computed_ns, origin_ns, _batch(step))
-    yield _entry(f"{name}.output", ran.computed_ns, max(step.ended_ns, ran.computed_ns), origin_ns)
+    yield _entry(f"{name}.output", ran.computed_ns, max(step.ended_ns, ran.computed_ns), origin_ns, _answers(step))
+
+
+def _answers(step: Step) -> str:
+    if not step.answers:
+        return ""
+    paused = f", {sum(one.ns for one in step.pauses) / 1e6:.3f} ms {SEND}" if step.pauses else ""
+    return f"{step.answers} answer{'s' * (step.answers != 1)}{paused}"
 
 
 def _batch(step: Step) -> str:

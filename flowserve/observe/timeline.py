@@ -77,6 +77,7 @@ class _Drawing:
         self._execution(ran)
         self._slice(_REQUESTS, lane, f"batch {ran.number}", ran.started_ns, ran.ended_ns, _of(ran))
         wait = step.waits[0].from_ns if step.waits else step.ready_ns
+        self._waits(lane, step.pauses)
         self._arrow([(_REQUESTS, lane, wait), (*self._place(ran), ran.started_ns), (_REQUESTS, lane, ran.ended_ns)])
 
     def _execution(self, ran: Execution) -> None:

@@ -62,7 +62,8 @@ class TensorSeen:
 class Step:
     """One attempt at a node: a step whose batch failed and is tried again in halves has another. `ready_ns`:
     everything it reads was there. `waits` reach from there to when its instance began, as far as that is known.
-    `answers`: how often it answered, where its model may do so many times.
+    `answers`: how often it answered, where its model may do so many times; `pauses`: when it stood in its send because
+    there was no room for another one.
     """
 
     node: Node
@@ -74,6 +75,7 @@ class Step:
     ended_ns: int = 0
     error: str = ""
     answers: int = 0
+    pauses: list[Wait] = field(default_factory=list)
     tensors: list[TensorSeen] = field(default_factory=list)
 
 

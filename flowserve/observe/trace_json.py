@@ -116,6 +116,10 @@ def _of_step(step: Step) -> Json:
         "batch": {"id": ran.number, "rows": ran.rows, "requests": ran.requests, "instance": ran.instance},
         "rows": step.rows,
     }
+    if step.answers:
+        told["answers"] = step.answers
+    if step.pauses:
+        told["pauses"] = _waits(step.pauses)
     return {**told, "error": step.error} if step.error else told
 
 

@@ -107,7 +107,13 @@ class Engine:
         self.calls = self.completions.calls = Calls(self)
         self.supervisor = Supervisor(self.dispatcher, self.completions, self._pump.poke, self.clock, options.restarts)
         self.tracing = Tracing(
-            self.dispatcher, self.completions, self.clock, self._start, self._finished, self._answered
+            self.dispatcher,
+            self.completions,
+            self.streaming,
+            self.clock,
+            self._start,
+            self._finished,
+            self._answered,
         )
         self.traces = Traces(options.trace, self.tracing)
         self._turnstile = Turnstile()

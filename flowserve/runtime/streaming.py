@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
@@ -46,8 +46,23 @@ class Returned:
     rescheduled: Sequence[int] = ()
 
 
+class Notes(Protocol):
+    """Who takes notes of decoupled steps while any of them is traced."""
+
+    def answered(self, source: Source, now_ns: int) -> None:
+        """It answered, and what follows from that was made."""
+
+    def waits(self, source: Source) -> None:
+        """Its model stands in its send."""
+
+    def over(self, source: Source, error: FlowserveError | None, now_ns: int) -> None:
+        """There are no more answers; what follows from that is not known yet."""
+
+
 class Streaming:
-    """The engine's ear for decoupled models. Everything but `post` is called on the loop."""
+    """The engine's ear for decoupled models. Everything but `post` is called on the loop. `notes`: None where nobody
+    takes any.
+    """
 
     def __init__(
         self, token: trio.lowlevel.TrioToken, dispatcher: Dispatcher, clock: ClockNs, poke: Callable[[], None]
@@ -58,6 +73,7 @@ class Streaming:
         self._dispatcher = dispatcher
         self._clock = clock
         self._posted: deque[Callable[[], None]] = deque()
+        self.notes: Notes | None = None
 
     def start(self, source: Source, sender: Sender, instance: object) -> int:
         """A step is about to run on an instance; how many answers it may send before it must wait."""
@@ -83,6 +99,8 @@ class Streaming:
         source.count += 1
         source.last_ns = now_ns
         self._streams.answer(source, sent.outputs, now_ns, sent.parameters or None, request)
+        if self.notes is not None:
+            self.notes.answered(source, now_ns)
         self._poke()
 
     def goes_on(self, source: Source) -> None:
@@ -92,6 +110,8 @@ class Streaming:
     def waits(self, source: Source, holder: Batch | None) -> None:
         """Somebody stands in its send without a credit, and keeps the instance of `holder` meanwhile."""
         self._streams.wait(source, holder)
+        if self.notes is not None:
+            self.notes.waits(source)
         self._poke()
 
     def over(self, source: Source, error: FlowserveError | None = None, *, is_empty: bool = False) -> None:
@@ -100,6 +120,8 @@ class Streaming:
             return
         now_ns = self._clock()
         statistics = _observer(source)
+        if self.notes is not None:
+            self.notes.over(source, error, now_ns)
         source.is_counted = True
         if error is None:
             if is_empty:

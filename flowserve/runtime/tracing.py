@@ -18,37 +18,33 @@ from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, Step, TensorSeen, Trace
 from flowserve.observe.waits import (
     AGAIN,
-    CLOSED,
-    DELAYED,
-    FULL,
     GATE,
     HANDOVER,
     INFLIGHT,
-    LIMITER,
     SAME_ANSWER,
-    SEQUENCE,
-    SIZED,
+    SEND,
     TURN,
     Spells,
     Wait,
     add,
-    divided,
 )
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome
+from flowserve.runtime.reasons import ready_ns, shares_slots, waits_in_queue
+from flowserve.runtime.streaming import Streaming
 from flowserve.runtime.watch import Told, Watch
 from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.batcher import DynamicBatcher
 from flowserve.scheduling.dispatcher import Dispatcher
-from flowserve.scheduling.limited import LimitedDispatcher
-from flowserve.scheduling.queues import PolicyBatcher
+from flowserve.scheduling.iterations import Iteration, Source
 from flowserve.scheduling.router import Flow, Ticket
 
 
 class _Live:
-    """A trace under way. `attempts`: the last step of each ticket. `over`: when the nodes of each iteration were."""
+    """A trace under way. `attempts`: the last step of each ticket. Where steps may answer many times, `over`: when the
+    nodes of each iteration were, `begun`: when each iteration did, `paused`: since when steps stand in their send.
+    """
 
-    __slots__ = ("attempts", "has_tensors", "over", "trace", "would_wait")
+    __slots__ = ("attempts", "begun", "has_tensors", "over", "paused", "trace", "would_wait")
 
     def __init__(self, trace: Trace, *, would_wait: bool, has_tensors: bool) -> None:
         self.trace = trace
@@ -56,6 +52,8 @@ class _Live:
         self.has_tensors = has_tensors
         self.attempts: dict[Ticket, Step] = {}
         self.over: dict[tuple[Flow, int], int] = {}
+        self.begun: dict[Flow, int] = {}
+        self.paused: dict[Ticket, int] = {}
 
 
 class Tracing:
@@ -65,6 +63,7 @@ class Tracing:
         self,
         dispatcher: Dispatcher,
         completions: Completions,
+        streaming: Streaming,
         clock: ClockNs,
         start: Callable[[Batch], None],
         finished: Callable[[Batch, Outcome], None],
@@ -73,6 +72,7 @@ class Tracing:
         self.clock = clock
         self._dispatcher = dispatcher
         self._completions = completions
+        self._streaming = streaming
         self._start = start
         self._finished = finished
         self._returned = completions.finished
@@ -80,6 +80,7 @@ class Tracing:
         self._live: dict[Flow, _Live] = {}
         self._running: dict[Batch, tuple[Execution, list[tuple[int, _Live, Ticket, Step]]]] = {}
         self._spells: dict[ModelQueue, Spells] = {}
+        self._ended_ns = 0  # when a batch came back last
         self._numbers = count(1)
         self._execution_numbers = count(1)
 
@@ -100,6 +101,7 @@ class Tracing:
         if not self._live:
             self._dispatcher.tell(self._run, self._over)
             self._completions.finished = self._came_back
+            self._streaming.notes = self
         would_wait = gate is not None and gate.would_wait(flow)
         self._live[flow] = _Live(trace, would_wait=would_wait, has_tensors=has_tensors)
         if has_tensors:
@@ -143,6 +145,7 @@ class Tracing:
         if not self._live:
             self._dispatcher.tell(self._start, self._answered)
             self._completions.finished = self._returned
+            self._streaming.notes = None
             self._running.clear()
             self._spells.clear()
 
@@ -190,17 +193,16 @@ class Tracing:
             node = ticket.flow.plan.graph.nodes[ticket.node.index]
             waits: list[Wait] = []
             before = live.attempts.get(ticket)
-            if before is not None:
-                ready_ns = queued_ns = before.ended_ns
+            if before is not None and before.error:
+                became_ready = queued_ns = before.ended_ns
                 add(waits, AGAIN, queued_ns, now_ns)
             else:
-                queued_ns = ticket.queued_ns
-                ready_ns = self._ready(live, ticket, queued_ns)
-                add(waits, INFLIGHT, ready_ns, queued_ns)
-                waits += _queued(self._dispatcher, batch, queued_ns, now_ns, spells)
+                became_ready, queued_ns = self._moments(live, ticket, before)
+                add(waits, INFLIGHT, became_ready, queued_ns)
+                waits += waits_in_queue(self._dispatcher, batch, queued_ns, now_ns, spells)
             if not live.trace.steps:
-                add(live.trace.waits, GATE if live.would_wait else TURN, live.trace.arrived_ns, queued_ns)
-            step = live.attempts[ticket] = Step(node, ticket.rows, ready_ns, queued_ns, execution, waits)
+                add(live.trace.waits, GATE if live.would_wait else TURN, live.trace.arrived_ns, became_ready)
+            step = live.attempts[ticket] = Step(node, ticket.rows, became_ready, queued_ns, execution, waits)
             live.trace.steps.append(step)
             if live.has_tensors:
                 inputs = zip(node.inputs, ticket.node.inputs, strict=True)
@@ -209,12 +211,19 @@ class Tracing:
             taken.append((m, live, ticket, step))
         self._running[batch] = execution, taken
 
-    def _ready(self, live: _Live, ticket: Ticket, queued_ns: int) -> int:
-        return queued_ns
+    def _moments(self, live: _Live, ticket: Ticket, before: Step | None) -> tuple[int, int]:
+        """When it was ready, and queued."""
+        if before is not None:  # it asked to be run again
+            queued_ns = max(ticket.queued_ns, before.execution.ended_ns)
+            return queued_ns, queued_ns
+        flow, n = ticket.flow, ticket.node.index
+        if not live.trace.steps and shares_slots(flow, n) and self._ended_ns > flow.arrived_ns:
+            live.begun[flow] = flow.arrived_ns  # it was let in when a step of somebody else was over
+        return ready_ns(live.begun, live.over, flow, n, ticket.queued_ns), ticket.queued_ns
 
     def _note(self, batch: Batch, outcome: Outcome) -> None:
         """A batch came back; what follows from it is not known yet."""
-        now_ns = self.clock()
+        now_ns = self._ended_ns = self.clock()
         spells = self._spells.get(batch.queue)
         if spells is not None and not isinstance(outcome, InstanceDied):
             spells.end(now_ns)
@@ -238,36 +247,45 @@ class Tracing:
                     (spec.name, column[m]) for spec, column in zip(step.node.outputs, outcome.outputs, strict=True)
                 ]
                 step.tensors += [_seen(BACKEND_OUTPUT, name, one.array) for name, one in given if one is not None]
-            live.over[ticket.flow, ticket.node.index] = now_ns
+            if isinstance(ticket.flow, Iteration):
+                live.over[ticket.flow, ticket.node.index] = now_ns
+
+    # ------------------------------------------------------------------ steps that answer many times
+
+    def answered(self, source: Source, now_ns: int) -> None:
+        """As `Notes` has it."""
+        live = self._live.get(source.flow.whole)
+        if live is None or source not in live.attempts:
+            return
+        live.attempts[source].answers = source.count
+        self._resumed(live, source, now_ns)
+        assert isinstance(source.flow, Iteration)
+        if source.flow.children:  # what the answer began may be over already, and then nothing of it waits
+            live.begun.setdefault(source.flow.children[-1], now_ns)
+
+    def waits(self, source: Source) -> None:
+        live = self._live.get(source.flow.whole)
+        if live is not None and source.is_waiting:
+            live.paused.setdefault(source, self.clock())
+
+    def over(self, source: Source, error: FlowserveError | None, now_ns: int) -> None:
+        live = self._live.get(source.flow.whole)
+        if live is None or source not in live.attempts:
+            return
+        step = live.attempts[source]
+        step.ended_ns = now_ns
+        step.answers = source.count
+        self._resumed(live, source, now_ns)
+        live.over[source.flow, source.node.index] = now_ns
+        if error is not None:
+            step.error = str(error)
+
+    def _resumed(self, live: _Live, source: Source, now_ns: int) -> None:
+        since_ns = live.paused.pop(source, None)
+        if since_ns is not None:
+            add(live.attempts[source].pauses, SEND, since_ns, now_ns)
 
 
 def _seen(activity: str, name: str, array: Any) -> TensorSeen:
     """A copy: what lies there now is somebody else's in a moment."""
     return TensorSeen(activity, name, np.array(array))
-
-
-def _queued(dispatcher: Dispatcher, batch: Batch, queued_ns: int, taken_ns: int, spells: Spells) -> list[Wait]:
-    """Why a ticket waited in its queue between these moments."""
-    queue = batch.queue
-    batcher = queue.batcher
-    busy = spells.after(queued_ns)
-    if queue.bound is not None:
-        return divided(queued_ns, taken_ns, busy, SEQUENCE)
-    otherwise = LIMITER if isinstance(dispatcher, LimitedDispatcher) and queue.needs else TURN
-    if not (isinstance(batcher, DynamicBatcher | PolicyBatcher) and batcher.delay_ns):
-        return divided(queued_ns, taken_ns, busy, otherwise)
-    due_ns = min(ticket.queued_ns for ticket in batch.tickets) + batcher.delay_ns
-    until_ns = max(min(due_ns, taken_ns), queued_ns)
-    return [
-        *divided(
-            queued_ns, until_ns, busy, DELAYED if batch.started_ns >= due_ns else _why_complete(batch, len(batcher))
-        ),
-        *divided(until_ns, taken_ns, busy, otherwise),
-    ]
-
-
-def _why_complete(batch: Batch, left: int) -> str:
-    """Why a batch left before its delay was over."""
-    if batch.rows >= batch.tickets[0].node.max_batch_size:
-        return FULL
-    return CLOSED if left else SIZED

@@ -14,6 +14,8 @@ import trio
 import trio.testing
 
 from flowserve.errors import FlowserveError, Unsupported
+from flowserve.observe.trace import Trace
+from flowserve.observe.waits import INFLIGHT, SEND, by_reason
 from flowserve.runtime.control import ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.scheduling.streams import UNREAD_MAX
@@ -384,3 +386,41 @@ async def test_a_shared_limit_holds_for_all_requests_together(repository: Path, 
                 nursery.start_soon(one, number)
         assert [node.most_inflight for node in engine.find("shared").traffic] == [1, 1]
     assert got == {number: [4, 5, 6, 7] for number in range(8)}
+
+
+async def test_a_trace_tells_who_waited_for_room_below_and_how_often_a_step_answered(repository: Path) -> None:
+    async with served(repository, "thread") as engine:
+        told: list[Trace] = []
+        watch = engine.tracing.watch(told.append)
+        async with engine.stream(engine.find("limited_1"), ask(4), watch) as stream:
+            assert [int(answer.outputs["OUT"].item()) async for answer in stream] == [16, 25, 36, 49]
+        (trace,) = told
+        repeat, *slow = trace.steps
+        assert (repeat.node.name, repeat.answers) == ("repeat", 4)
+        assert {one.node.name for one in slow} == {"slow"}
+        assert len(slow) == 4
+        # One step of `slow` at a time: the model stands in its send meanwhile, each time for 5 ms.
+        assert sum(pause.ns for pause in repeat.pauses) > 9_000_000
+        assert {pause.reason for pause in repeat.pauses} == {SEND}
+        assert repeat.ended_ns >= slow[-1].ready_ns
+        for one in slow:
+            assert repeat.queued_ns <= one.ready_ns <= one.queued_ns <= one.ended_ns <= trace.ended_ns
+        assert not engine.tracing.is_live
+        assert engine.streaming.notes is None
+
+
+async def test_a_step_that_is_ready_before_there_is_a_slot_for_it_says_so(repository: Path) -> None:
+    write(repository, "shared", ensemble(("slow", "IN", "OUT"), limit=1, shared=True))
+    async with served(repository, "thread") as engine:
+        told: list[Trace] = []
+
+        async def one() -> None:
+            async with engine.stream(engine.find("shared"), ask(3), engine.tracing.watch(told.append)) as stream:
+                assert [int(answer.outputs["OUT"].item()) async for answer in stream] == [9]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one)
+            nursery.start_soon(one)
+        waited = [by_reason(trace.steps[0].waits).get(INFLIGHT, 0) for trace in told]
+        assert waited[0] == 0
+        assert waited[1] > 4_000_000
