@@ -175,7 +175,7 @@ def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, A
                 raise request
             return await method(request, context)
         except FlowserveError as error:
-            failure = error
+            failure = error.with_traceback(None)  # or this frame would hold it, and it this frame and the request
         except Exception as error:
             failure = broken(error)
         raise await _refused(context, failure)

@@ -115,7 +115,8 @@ def test_models_are_listed_unloaded_and_loaded(client: Client) -> None:
         return row.state, row.reason
 
     assert state() == ("READY", "")
-    client.unload_model("fails")
+    refused("INTERNAL", "no, thank you", client.infer, "fails", [numbers(1)])
+    client.unload_model("fails", client_timeout=20)  # which waits for all that still has it: a failed call must not
     assert state() == ("UNAVAILABLE", "unloaded")
     refused("UNAVAILABLE", "is not at ready state", client.infer, "fails", [numbers(1)])
     assert not client.is_model_ready("fails")
