@@ -17,19 +17,19 @@ from flowserve.graph.advice import advise
 from flowserve.render.facts import Facts
 from flowserve.render.text import render_text
 from flowserve.repository.resolve import Resolution
-from flowserve.runtime.reading import read_repositories
+from flowserve.runtime.reading import read_apart
 
 RED, YELLOW, DIM, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 
 
-def check(repositories: Sequence[Path], out: TextIO, err: TextIO, color: bool) -> int:
+def check(repositories: Sequence[Path], out: TextIO, err: TextIO, color: bool, config_name: str = "") -> int:
     """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0.
 
     Warnings go to `err` in both cases.
     """
     printer = Printer(err, color)
     try:
-        reading = read_repositories(repositories)
+        reading = read_apart(repositories, config_name)
     except FlowserveError as error:
         printer.failure("", error)
         return 1

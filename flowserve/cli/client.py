@@ -16,6 +16,7 @@ from flowserve.errors import FlowserveError, Invalid, Unavailable
 
 PATIENCE_S: Final = 300.0
 Headers = Mapping[str, str]
+NO_HEADERS: Final[Headers] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ class Address:
         return f"{'https' if self.is_tls else 'http'}://{self.netloc}{self.prefix}"
 
 
-def ask(address: Address, method: str, path: str, body: bytes = b"", headers: Headers = {}) -> tuple[Headers, bytes]:  # noqa: B006
+def ask(
+    address: Address, method: str, path: str, body: bytes = b"", headers: Headers = NO_HEADERS
+) -> tuple[Headers, bytes]:
     """One exchange: the answer's headers, in lower case, and its body. Blocks. Raises Unavailable where nobody answers,
     Invalid with the server's own words where it refuses.
     """

@@ -18,7 +18,7 @@ from flowserve.graph.types import Graph
 from flowserve.render.formats import format_of, render
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
-from flowserve.runtime.reading import Reading, read_repositories
+from flowserve.runtime.reading import Reading, read_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def draw(options: GraphOptions, err: TextIO, *, color: bool) -> int:
     try:
         picture = options.picture or (format_of(options.output) if options.output else "text")
         repository, model = _which(options)
-        reading = read_repositories([repository])
+        reading = read_apart([repository])
         failed = {n: error for n, error in reading.resolution.failed.items() if model in ("", n)}
         for name, error in sorted(failed.items()):
             printer.failure(name, error)

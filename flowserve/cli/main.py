@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from flowserve.cli.commands import add_commands, run_command
-from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments, contradiction, run_options
+from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_run_arguments, contradiction, run_options
 from flowserve.errors import FlowserveError
 from flowserve.version import __version__
 
@@ -106,6 +106,7 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         allow_abbrev=False,
     )
     check.add_argument("repository", metavar="REPO", nargs="?", type=Path, help="the model repository")
+    add_config_name(check)
 
     graph = commands.add_parser(
         "graph",
@@ -199,4 +200,7 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
         case _:
             from flowserve.cli.check import check
 
-            return check([parsed.repository], sys.stdout, sys.stderr, color=sys.stderr.isatty())
+            streams = (sys.stdout, sys.stderr)
+            return check(
+                [parsed.repository], *streams, color=sys.stderr.isatty(), config_name=parsed.model_config_name or ""
+            )

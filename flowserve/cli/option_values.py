@@ -104,6 +104,13 @@ def backend_setting(text: str) -> tuple[str, str, str]:
     return backend, key, value
 
 
+def file_stem(text: str) -> str:
+    """The name of a file, without a folder and without what says its kind."""
+    if not re.fullmatch(r"[^\s/\\\x00]+", text) or text in (".", ".."):
+        raise argparse.ArgumentTypeError(f"expected a name without slashes and spaces, got {text!r}")
+    return text
+
+
 def pattern(text: str) -> re.Pattern[str]:
     """A regular expression for the names of headers."""
     try:

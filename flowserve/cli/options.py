@@ -26,6 +26,7 @@ from flowserve.cli.option_values import (
     ONNXRUNTIME_SETTINGS,
     backend_setting,
     boolean,
+    file_stem,
     local_cache,
     one_of,
     pattern,
@@ -68,6 +69,7 @@ class RunOptions:
     gpu: GpuChoice = field(default_factory=GpuChoice)
     model_control_mode: ControlMode = "none"
     load_models: tuple[str, ...] = ()
+    model_config_name: str = ""
     repository_poll_s: int = 15
     rate_limit: bool = False
     rate_limit_resources: tuple[tuple[str, int, int | None], ...] = ()
@@ -92,7 +94,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--host-policy": "host policies",
     "--http-thread-count": "HTTP threads (one event loop serves all connections)",
     "--id": "naming the server",
-    "--model-config-name": "named model configurations",
     "--model-load-gpu-limit": "GPU memory limits",
     "--model-load-retry-count": "retrying loads",
     "--model-load-thread-count": "choosing the number of loading threads",
@@ -207,6 +208,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="with --model-control-mode=explicit: load this at start; may be repeated; * alone loads everything",
     )
+    add_config_name(models)
     models.add_argument(
         "--repository-poll-secs",
         metavar="SECONDS",
@@ -294,6 +296,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_config_name(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """For every command that reads configurations."""
+    parser.add_argument(
+        "--model-config-name",
+        metavar="NAME",
+        type=file_stem,
+        help="models that have a configs/NAME.pbtxt are configured by it in place of config.pbtxt",
+    )
+
+
 def contradiction(arguments: argparse.Namespace) -> str:
     """What is wrong with options of `flowserve run` that are right each by itself, "" for nothing."""
     if arguments.load_model and arguments.model_control_mode != "explicit":
@@ -346,6 +358,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         python_execution=arguments.python_execution,
         gpu=gpu_choice(arguments),
         model_control_mode=arguments.model_control_mode,
+        model_config_name=arguments.model_config_name or "",
         load_models=tuple(dict.fromkeys(arguments.load_model)),
         repository_poll_s=arguments.repository_poll_secs,
         rate_limit=arguments.rate_limit == "execution_count",

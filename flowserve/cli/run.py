@@ -111,6 +111,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             cache_bytes=options.cache_bytes,
             backend_settings=options.backend_settings,
             trace=trace,
+            model_config_name=options.model_config_name,
             summaries=options.metrics.choice is not None and bool(options.metrics.choice.quantiles),
         )
         if options.rate_limit_resources and not options.rate_limit:

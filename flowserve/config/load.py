@@ -32,6 +32,7 @@ __all__ = ["CONFIG_FILE", "Draft", "finish", "parse_model_config", "read_draft"]
 log = logging.getLogger("flowserve.config")
 
 CONFIG_FILE: Final = "config.pbtxt"
+VARIANTS: Final = "configs"  # the folder of configurations that have names
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +52,26 @@ class Draft:
     backends: frozenset[str]
 
 
-def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str]) -> Draft:
-    """Read one model folder's config.pbtxt; no such file is an empty configuration.
+def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str], config_name: str = "") -> Draft:
+    """Read one model folder's configs/NAME.pbtxt where `config_name` is NAME and there is such a file, else its
+    config.pbtxt; where that is missing too, it is an empty configuration.
 
     `default_files`: the file a version of each existing backend holds ("onnxruntime": "model.onnx"). Raises `Problems`
     where the file cannot be read or is not a configuration.
     """
-    path = folder / CONFIG_FILE
     home = folder.relative_to(repository).as_posix()
-    if path.exists() or path.is_symlink():
-        file = f"{home}/{CONFIG_FILE}"
-        message, source = parse_model_config(read_text(path, file), file)
+    named = (f"{VARIANTS}/{config_name}.pbtxt",) if config_name else ()
+    found = next((name for name in (*named, CONFIG_FILE) if _is_there(folder / name)), None)
+    if found is not None:
+        file = f"{home}/{found}"
+        message, source = parse_model_config(read_text(folder / found, file), file)
     else:
         message, source = ModelConfigProto(), SourceMap(home)
     return draft_of(message, source, folder, default_files)
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()  # a link that leads nowhere is a mistake and not a missing file
 
 
 def draft_of(message: ModelConfigProto, source: SourceMap, folder: Path, default_files: Mapping[str, str]) -> Draft:

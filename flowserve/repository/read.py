@@ -41,16 +41,18 @@ def read_model(
     *,
     gpus: Gpus = NO_GPUS,
     config_json: str = "",
+    config_name: str = "",
 ) -> ReadModel:
     """Read one folder; its files are opened once, so that a change meanwhile gives the old or the new state, never a
     mixture.
 
     `default_files`: what a version folder holds, by backend. `gpus`: those that instances may be on.
-    `config_json`: a configuration in the place of the folder's own. Blocks.
+    `config_json`: a configuration in the place of the folder's own; `config_name`: which of those that it has by name
+    counts. Blocks.
     Raises Problems with every mistake of the folder.
     """
     try:
-        draft = _draft(folder, default_files, config_json)
+        draft = _draft(folder, default_files, config_json, config_name)
     except OSError as error:
         raise Problems([Problem(f"cannot be read: {error.strerror}", Place(folder.name))]) from error
     versions, problems = _versions(folder, draft)
@@ -74,9 +76,9 @@ def read_model(
     return ReadModel(folder, config, versions, (*folder.warnings, *_warnings(folder, config)), labels)
 
 
-def _draft(folder: ModelFolder, default_files: Mapping[str, str], config_json: str) -> Draft:
+def _draft(folder: ModelFolder, default_files: Mapping[str, str], config_json: str, config_name: str) -> Draft:
     if not config_json:
-        return read_draft(folder.path, folder.repository, default_files)
+        return read_draft(folder.path, folder.repository, default_files, config_name)
     try:
         message, source = parse_model_config(config_json, f"{folder.name}/config", "json")
     except Problems as problems:

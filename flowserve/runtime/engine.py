@@ -69,6 +69,7 @@ class EngineOptions:
     backend knows); of whole numbers where the backend is onnxruntime.
     `cache_bytes`: how much the answers that are remembered may weigh, None for no such cache.
     `summaries`: quantiles of the last minute's durations are worked out.
+    `model_config_name`: which of the configurations that models have by name counts, where they have it.
     """
 
     python_execution: str = PYTHON_EXECUTION
@@ -80,6 +81,7 @@ class EngineOptions:
     backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     trace: TraceOptions = field(default_factory=TraceOptions)
     summaries: bool = False
+    model_config_name: str = ""
 
 
 class Engine:

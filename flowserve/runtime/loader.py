@@ -58,6 +58,7 @@ class Loader:
                 self._complete,
                 gpus=self._engine.options.gpus,
                 config_json=config_json,
+                config_name=self._engine.options.model_config_name,
             )
         )
         for warning in read.warnings:

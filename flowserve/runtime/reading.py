@@ -1,14 +1,18 @@
 """A repository read without serving it, for those who only look.
 
 Decided here: that reading goes as far as it can: what is wrong with one deployment says nothing about the others; and
-that it says nothing about the GPUs of the machine it is read on, which need not be the one it is served on.
+that it says nothing about the GPUs of the machine it is read on, which need not be the one it is served on; and where
+models' own code runs that has to be asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import trio
 
 from flowserve.backends import registry
 from flowserve.config.instances import ASSUMED
@@ -16,9 +20,12 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError
 from flowserve.render.facts import Facts, gather_facts
 from flowserve.repository.layout import find_models
-from flowserve.repository.read import ReadModel, read_model
+from flowserve.repository.read import Complete, ReadModel, read_model
 from flowserve.repository.resolve import Resolution, resolve
-from flowserve.runtime.completion import complete
+from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.clock import running_clock
+from flowserve.runtime.completion import Completer, complete
+from flowserve.runtime.hosts import PROCESS, Processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +41,45 @@ class Reading:
         return gather_facts(self.configs.values())
 
 
-def read_repositories(repositories: Sequence[Path]) -> Reading:
-    """Read and compile everything. Blocks. Raises FlowserveError where a repository itself cannot be read."""
+def read_apart(repositories: Sequence[Path], config_name: str = "") -> Reading:
+    """As `read_repositories`, with models' own code in processes of its own, as a server has it: what breaks or never
+    ends there ends with the command. For programs that run no loop; where there are no such processes it is the same.
+    """
+    if not SUPPORTED:
+        return read_repositories(repositories, config_name)
+    return trio.run(_read_apart, repositories, config_name)
+
+
+async def _read_apart(repositories: Sequence[Path], config_name: str) -> Reading:
+    processes = Processes(running_clock())
+    apart = Completer(PROCESS, processes)
+    outcome: Reading | FlowserveError
+    async with trio.open_nursery() as nursery:
+        await nursery.start(processes.run)
+        read = partial(read_repositories, repositories, config_name, apart)
+        try:
+            outcome = await trio.to_thread.run_sync(read, abandon_on_cancel=True)
+        except FlowserveError as error:
+            outcome = error  # out of the nursery, which would make a group of it
+        finally:
+            with trio.CancelScope(shield=True):
+                await processes.close()
+            nursery.cancel_scope.cancel()
+    if isinstance(outcome, FlowserveError):
+        raise outcome
+    return outcome
+
+
+def read_repositories(repositories: Sequence[Path], config_name: str = "", complete: Complete = complete) -> Reading:
+    """Read and compile everything. `config_name`: which of the configurations that models have by name counts. Blocks.
+    Raises FlowserveError where a repository itself cannot be read.
+    """
     found = find_models(repositories)
     read: dict[str, ReadModel] = {}
     failed: dict[str, FlowserveError] = dict(found.duplicates)
     for folder in found.folders:
         try:
-            model = read_model(folder, registry.default_files(), complete, gpus=ASSUMED)
+            model = read_model(folder, registry.default_files(), complete, gpus=ASSUMED, config_name=config_name)
             if not model.config.is_ensemble:
                 registry.find(model.config.backend)  # which says what is wrong where there is none
             read[folder.name] = model

@@ -173,3 +173,31 @@ def test_a_backend_that_is_not_there_is_found_before_the_server_is_started(
     status, _, err = checked()
     assert status == 1
     assert "same: error: unable to find backend library for backend 'pyton': flowserve has callable, onnx" in err
+
+
+def test_a_configuration_with_a_name_counts_where_a_model_has_it(repository: Path) -> None:
+    def says(config_name: str) -> Checked:
+        out, err = io.StringIO(), io.StringIO()
+        return check([repository], out, err, color=False, config_name=config_name), out.getvalue(), err.getvalue()
+
+    (folder,) = [path.parents[1] for path in repository.glob("*/1/model.onnx")]
+    (folder / "configs").mkdir()
+    (folder / "configs/small.pbtxt").write_text("max_batch_size: -1\n")
+    assert says("")[0] == says("other")[0] == 0
+    status, _, err = says("small")
+    assert status == 1
+    assert f"{folder.name}/configs/small.pbtxt:1:" in err
+
+
+def test_a_model_whose_own_code_breaks_when_it_is_asked_does_not_take_the_command_with_it(
+    checked: Callable[..., Checked], repository: Path
+) -> None:
+    (repository / "dies/1").mkdir(parents=True)
+    (repository / "dies/1/model.py").write_text(
+        "import os\n\nclass TritonPythonModel:\n"
+        "    @staticmethod\n    def auto_complete_config(config):\n        os.abort()\n"
+    )
+    status, _, err = checked()
+    assert status == 1
+    assert "model 'dies'" in err
+    assert "SIGABRT" in err

@@ -102,6 +102,8 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--trace-config", "opentelemetry,resource=x"], "--trace-config: expected resource=KEY=VALUE, got 'x'"),
         (["--trace-config", "level=TIMESTAMPS"], "--trace-config: trace file name is not given"),
         (["--trace-file", "x"], "--trace-file: the option is --trace-config triton,file=PATH"),
+        (["--model-config-name", "a/b"], "--model-config-name: expected a name without slashes and spaces, got 'a/b'"),
+        (["--model-config-name", ".."], "expected a name without slashes and spaces, got '..'"),
         (["--metrics-address", "0.0.0.0"], "--metrics-address says nothing without --metrics-port"),
         (
             ["--allow-metrics=false", "--metrics-port=0"],

@@ -173,15 +173,19 @@ def test_a_socket_in_the_file_system_serves_the_same(tmp_path: Path, add_model: 
     assert not path.exists()
 
 
-def test_a_setting_of_a_backend_counts_where_a_model_does_not_say_otherwise(
+def test_settings_of_a_backend_and_named_configurations_count_where_a_model_has_or_lacks_its_own(
     tmp_path: Path, add_model: Callable[..., Path]
 ) -> None:
     model = {"1/model.onnx": onnx_identity(DType.FP32, ("N", "M"))}
     add_model(tmp_path / "models", "free", "", model)
     add_model(tmp_path / "models", "says", SCORES.replace('label_filename: "labels.txt"', ""), model)
+    named = {"configs/big.pbtxt": SCORES.replace("max_batch_size: 4", "max_batch_size: 64"), "labels.txt": "cat\n"}
+    add_model(tmp_path / "models", "varies", SCORES, {**model, **named})
     options = ["--backend-config=default-max-batch-size=32", "--backend-config=onnxruntime,intra_op_thread_count=1"]
+    options.append("--model-config-name=big")
     with serving(tmp_path / "models", *options) as served, triton.InferenceServerClient(served.address) as client:
         assert client.get_model_config("free")["max_batch_size"] == 32
         assert client.get_model_config("says")["max_batch_size"] == 4
+        assert client.get_model_config("varies")["max_batch_size"] == 64
         one = triton.InferInput("x", [32, 2], "FP32").set_data_from_numpy(np.ones((32, 2), np.float32))
         assert client.infer("free", [one]).as_numpy("y").shape == (32, 2)
