@@ -114,7 +114,8 @@ class CudaDevice:
     def record(self, stream: Stream) -> CudaEvent:
         assert isinstance(stream, CudaStream)
         with cupy.cuda.Device(self.number):
-            event = cupy.cuda.Event(disable_timing=True)
+            # Who synchronises sleeps instead of spinning: the cores are the other instances'.
+            event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(stream.raw)
         return CudaEvent(event, stream)
 

@@ -24,7 +24,8 @@ from flowserve.memory.device_tensor import DeviceTensor
 from flowserve.memory.devices import Devices, using
 from flowserve.memory.tensor import Tensor
 from flowserve.testing.backends import Repository, config_of, sample, spec
-from flowserve.testing.fake_device import FakeMachine, FakeStream
+from flowserve.testing.fake_device import FakeMachine
+from flowserve.testing.fake_onnx import OnFake
 from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_memory
 
@@ -37,45 +38,6 @@ def onnx_config(max_batch_size: int = 8, **fields: Any) -> ModelConfig:
     fields.setdefault("inputs", [spec("x")])
     fields.setdefault("outputs", [spec("y")])
     return config_of("onnxruntime", max_batch_size=max_batch_size, **fields)
-
-
-class OnFake:
-    """A session on the CPU whose runs are work on a fake device's stream, on the memory that they are bound to."""
-
-    def __init__(self, session: Any, machine: FakeMachine, stream: FakeStream) -> None:
-        self._session = session
-        self._machine = machine
-        self._stream = stream
-        self.bindings = 0
-
-    def io_binding(self) -> Binding:
-        self.bindings += 1
-        return Binding(self._session.io_binding())
-
-    def run_with_iobinding(self, binding: Binding, options: Any) -> None:
-        found = [[self._machine.find(address, 1) for address in side] for side in (binding.reads, binding.writes)]
-        assert all(memory is not None for memory in (*found[0], *found[1]))
-        self._machine.enqueue(self._stream, *found)
-        self._session.run_with_iobinding(binding.raw, options)
-
-
-class Binding:
-    def __init__(self, raw: Any) -> None:
-        self.raw = raw
-        self.reads: list[int] = []
-        self.writes: list[int] = []
-
-    def bind_input(self, name: str, device: str, number: int, dtype: Any, shape: Sequence[int], address: int) -> None:
-        self.reads.append(address)
-        self.raw.bind_input(name, device, number, dtype, shape, address)
-
-    def bind_output(self, name: str, device: str, number: int, *buffer: Any) -> None:
-        if buffer:
-            self.writes.append(buffer[-1])
-        self.raw.bind_output(name, device, number, *buffer)
-
-    def get_outputs(self) -> Any:
-        return self.raw.get_outputs()
 
 
 class Bench:
@@ -91,14 +53,12 @@ class Bench:
         self.instances = []
         for _ in range(count):
             instance = OnnxDeviceInstance(
-                loaded, self.devices[0], lambda _: self._session(loaded), run_without_waiting, device="cpu"
+                loaded, self.devices[0], lambda stream: self._session(loaded, stream), run_without_waiting
             )
             self.instances.append(instance)
             instance.open()
 
-    def _session(self, loaded: OnnxModel) -> OnFake:
-        stream = self.instances[-1]._stream.handle
-        assert isinstance(stream, FakeStream)
+    def _session(self, loaded: OnnxModel, stream: int) -> OnFake:
         self.sessions.append(OnFake(loaded._open_session(), self.machine, stream))
         return self.sessions[-1]
 

@@ -1,0 +1,114 @@
+"""ONNX pipelines on a GPU, from files to answers: the real loader, engine and onnxruntime, on a fake device."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from flowserve.config.instances import Gpus
+from flowserve.memory.devices import Devices
+from flowserve.runtime.control import ControlOptions, open_control
+from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.testing.fake_device import FakeMachine
+from flowserve.testing.fake_onnx import onnx_on
+from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
+from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_memory
+
+IN, OUT = (HOST_MEMORY, gpu_memory(0)), (gpu_memory(0), PINNED_MEMORY)
+GPU = "instance_group { kind: KIND_GPU }\n"
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 32
+input { name: "IN" data_type: TYPE_FP32 dims: 4 }
+output { name: "OUT" data_type: TYPE_FP32 dims: 4 }
+ensemble_scheduling {
+  step { model_name: "a" model_version: -1 input_map { key: "x" value: "IN" } output_map { key: "y" value: "t" } }
+  step { model_name: "b" model_version: -1 input_map { key: "x" value: "t" } output_map { key: "y" value: "u" } }
+  step { model_name: "c" model_version: -1 input_map { key: "x" value: "u" } output_map { key: "y" value: "OUT" } }
+}
+"""
+
+
+def _doubling() -> bytes:
+    node = onnx_node("Add", ["x", "x"], ["y"])
+    return onnx_model([node], [onnx_value("x", DType.FP32, ("N", 4))], [onnx_value("y", DType.FP32, ("N", 4))])
+
+
+def _repository(folder: Path, where: Mapping[str, str]) -> Path:
+    for name, group in where.items():
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "1" / "model.onnx").write_bytes(_doubling())
+        (folder / name / "config.pbtxt").write_text(f"max_batch_size: 32\ndynamic_batching {{ }}\n{group}")
+    (folder / "chain" / "1").mkdir(parents=True)
+    (folder / "chain" / "config.pbtxt").write_text(ENSEMBLE)
+    return folder
+
+
+@pytest.fixture
+def machine() -> FakeMachine:
+    return FakeMachine()
+
+
+@pytest.fixture
+def devices(machine: FakeMachine) -> Iterator[Devices]:
+    with onnx_on(machine) as devices:
+        yield devices
+    assert sum(pool.lent_bytes + pool.adopted for pool in devices.statistics().values()) == 0
+
+
+@asynccontextmanager
+async def serving(repository: Path) -> AsyncIterator[Engine]:
+    async with (
+        open_engine(EngineOptions(gpus=Gpus((0,)))) as engine,
+        open_control(engine, [repository], ControlOptions()) as control,
+    ):
+        assert await control.start(lambda event: None) == {}
+        yield engine
+
+
+async def _ask(engine: Engine, name: str, count: int) -> list[float]:
+    answers = [0.0] * count
+    port = "IN" if name == "chain" else "x"
+
+    async def one(i: int) -> None:
+        request = Request({port: np.full((1, 4), i, np.float32)}, stamp=engine.next_stamp())
+        response = await engine.infer(engine.find(name), request)
+        answers[i] = float(next(iter(response.outputs.values()))[0, 0])
+
+    async with trio.open_nursery() as nursery:
+        for i in range(count):
+            nursery.start_soon(one, i)
+    return answers
+
+
+def _copies(devices: Devices) -> dict[object, int]:
+    return {crossing: copies for crossing, (copies, _) in devices.ledger.entries().items()}
+
+
+@pytest.mark.parametrize("count", [1, 32])
+async def test_a_pipeline_of_three_onnx_models_crosses_once_in_and_once_out(
+    tmp_path: Path, devices: Devices, count: int
+) -> None:
+    async with serving(_repository(tmp_path, {"a": GPU, "b": GPU, "c": GPU})) as engine:
+        assert await _ask(engine, "chain", count) == [8.0 * i for i in range(count)]
+        assert _copies(devices) == {IN: 1, OUT: 1}
+        assert [(node.batches, node.rows) for node in engine.find("chain").traffic] == [(1, count)] * 3
+
+
+async def test_a_step_on_the_cpu_between_them_crosses_back_and_in_again(tmp_path: Path, devices: Devices) -> None:
+    cpu = "instance_group { kind: KIND_CPU }\n"
+    async with serving(_repository(tmp_path, {"a": GPU, "b": cpu, "c": GPU})) as engine:
+        assert await _ask(engine, "chain", 8) == [8.0 * i for i in range(8)]
+        assert _copies(devices) == {IN: 2, OUT: 2}
+        assert await _ask(engine, "a", 2) == [0.0, 2.0]  # and a direct caller
+
+
+async def test_what_says_nothing_of_its_place_is_on_the_gpu_there_is(tmp_path: Path, devices: Devices) -> None:
+    async with serving(_repository(tmp_path, {"a": "", "b": "", "c": ""})) as engine:
+        assert await _ask(engine, "chain", 4) == [0.0, 8.0, 16.0, 24.0]
+        assert _copies(devices) == {IN: 1, OUT: 1}
