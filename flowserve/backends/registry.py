@@ -27,6 +27,7 @@ _BUILT_IN: Final = {
     # Before "python", whose a model.py is where nothing else is said.
     "callable": ("flowserve.backends.callable", "CallableBackend", "model.py"),
     "onnxruntime": ("flowserve.backends.onnxruntime", "OnnxRuntime", "model.onnx"),
+    "tensorrt": ("flowserve.backends.tensorrt", "TensorRtBackend", "model.plan"),
     "python": ("flowserve.backends.python", "PythonBackend", "model.py"),
 }
 

@@ -1,4 +1,4 @@
-"""The commands that are no server's: what `infer`, `bench` and `new` can be told, and what runs for them.
+"""The commands that are no server's: what `infer`, `bench`, `new` and `build-plan` can be told, and what runs for them.
 
 Decided here: their arguments. Modules of the commands are imported when one is called.
 """
@@ -30,6 +30,11 @@ examples:
   flowserve bench localhost:8000 digit --concurrency 1,8     other levels
   flowserve bench --sweep graphs/ digit --p99-ms 20          which instances, batches and delays are best
   flowserve bench --sweep graphs/ digit --json               for a program
+"""
+
+BUILD_PLAN_EXAMPLES: Final = """\
+examples:
+  flowserve build-plan net.onnx -o models/net/1/model.plan --profile X:1x3x224x224:8x3x224x224:16x3x224x224
 """
 
 
@@ -78,7 +83,39 @@ def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> dict
         **same,
     )
     new.add_argument("folder", metavar="FOLDER", type=Path, help="must not exist; its last part names the graph")
-    return {"infer": infer, "bench": bench, "new": new}
+    return {"infer": infer, "bench": bench, "new": new, "build-plan": _add_build_plan(commands, same)}
+
+
+def _add_build_plan(commands: Any, same: dict[str, Any]) -> argparse.ArgumentParser:
+    from flowserve.cli.option_values import whole_number
+
+    plan: argparse.ArgumentParser = commands.add_parser(
+        "build-plan",
+        help="compile an ONNX file for this machine's GPU, with TensorRT",
+        description="Build a TensorRT plan from the ONNX file MODEL, on the GPU that is to serve it. Needs TensorRT.",
+        epilog=BUILD_PLAN_EXAMPLES,
+        **same,
+    )
+    plan.add_argument("model", metavar="MODEL", type=Path, help="an ONNX file")
+    plan.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="such as REPO/net/1/model.plan")
+    plan.add_argument(
+        "--profile",
+        metavar="NAME:MIN:OPT:MAX[,...]",
+        type=_profile,
+        action="append",
+        default=[],
+        help="between which shapes inputs vary, and which is the best; once more for another optimisation profile",
+    )
+    plan.add_argument("--fp16", action="store_true", help="compute in FP16 where that is faster (TensorRT 10)")
+    plan.add_argument("--workspace-mib", metavar="MIB", type=whole_number(0), default=0, help="default: what there is")
+    plan.add_argument("--gpu", metavar="N", type=whole_number(0), default=0, help="build it on this one; default 0")
+    return plan
+
+
+def _profile(text: str) -> object:
+    from flowserve.cli.build_plan import profile
+
+    return profile(text)
 
 
 def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
@@ -114,6 +151,10 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
                 ),
                 sys.stderr,
             )
+        case "build-plan":
+            from flowserve.cli.build_plan import build
+
+            return build(parsed, sys.stdout, sys.stderr)
         case _:
             from flowserve.cli.new import new
 

@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             leftovers = []
         parsed.repository = parsed.repositories[0] if len(parsed.repositories) == 1 else Path()
     _refuse_leftovers(command, leftovers)
-    if parsed.command in ("infer", "bench", "new"):
+    if parsed.command in ("infer", "bench", "new", "build-plan"):
         return run_command(parsed, command)
     if not (parsed.repositories if parsed.command == "run" else parsed.repository):
         command.error(f"which repository? Say: {command.prog} REPO")

@@ -15,7 +15,6 @@ from flowserve.errors import Problem
 YET: Final = "is not supported yet"
 # What to do instead, by backend.
 OTHER_BACKENDS: Final[Mapping[str, str]] = {
-    "tensorrt": "serve the ONNX file that the plan was built from: name it model.onnx and leave `platform` out",
     "pytorch": "export it: torch.onnx.export(model, inputs, '1/model.onnx', dynamo=True), or call it in a model.py",
     "tensorflow": "convert it to ONNX: pip install tf2onnx, then python -m tf2onnx.convert --saved-model"
     " 1/model.savedmodel --output 1/model.onnx, and leave `platform` out",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import numpy as np
@@ -131,6 +132,10 @@ class CudaDevice:
     def is_done(self, event: Event) -> bool:
         assert isinstance(event, CudaEvent)
         return bool(event.raw.done)
+
+    def current(self) -> AbstractContextManager[object]:
+        device: AbstractContextManager[object] = cupy.cuda.Device(self.number)
+        return device
 
     def settle(self) -> None:
         cupy.cuda.Device(self.number).synchronize()

@@ -15,6 +15,7 @@ from a finaliser: the collector runs anywhere.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from flowserve.values import Array
@@ -85,6 +86,9 @@ class Device(Protocol):
 
     def is_done(self, event: Event) -> bool:
         """Whether the event has passed. If so, the host may rely on it as after `synchronize`."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """Within it, this is what CUDA calls the thread's current device, for libraries that ask it."""
 
     def settle(self) -> None:
         """Return when all is over that anybody has put on the device so far, other libraries included: for what comes

@@ -18,7 +18,8 @@ import itertools
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -93,6 +94,7 @@ class FakeMachine:
         self._addresses: list[int] = []
         self._streams = itertools.count(1)
         self.streams: list[FakeStream] = []
+        self.current = threading.local()  # `number` is the thread's current device, for whoever asks
         self.devices = [FakeDevice(self, number) for number in range(count)]
 
     def used_bytes(self, place: MemoryPlace) -> int:
@@ -247,6 +249,12 @@ class FakeDevice:
             if self.machine.is_quick:
                 _join(self.machine.host, event.clock)
             return all(self.machine.host.get(who, 0) >= moment for who, moment in event.clock.items())
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        before, self.machine.current.number = getattr(self.machine.current, "number", -1), self.number
+        yield
+        self.machine.current.number = before
 
     def settle(self) -> None:
         with self.machine.lock:

@@ -53,22 +53,23 @@ def test_the_table_of_default_files_agrees_with_the_backends() -> None:
             "callable": "model.py",
             "onnxruntime": "model.onnx",
             "python": "model.py",
+            "tensorrt": "model.plan",
         }
     )
 
 
 def test_an_unknown_backend_is_refused_listing_the_known_ones() -> None:
     with pytest.raises(Unsupported) as caught:
-        registry.find("tensorrt")
+        registry.find("openvino")
     assert str(caught.value) == (
-        "unable to find backend library for backend 'tensorrt': flowserve has callable, onnxruntime, python"
+        "unable to find backend library for backend 'openvino': flowserve has callable, onnxruntime, python, tensorrt"
     )
 
 
 @pytest.mark.usefixtures("third_party")
 def test_a_package_adds_its_backend_by_an_entry_point() -> None:
     assert isinstance(registry.find("third"), Third)
-    with pytest.raises(Unsupported, match="flowserve has broken, callable, onnxruntime, python, third"):
+    with pytest.raises(Unsupported, match="flowserve has broken, callable, onnxruntime, python, tensorrt, third"):
         registry.find("unknown")
 
 
@@ -80,6 +81,7 @@ def test_a_backend_that_cannot_be_imported_harms_no_other(caplog: pytest.LogCapt
         "callable": "model.py",
         "onnxruntime": "model.onnx",
         "python": "model.py",
+        "tensorrt": "model.plan",
         "third": "model.third",
     }
     assert "backend 'broken'" in caplog.text

@@ -13,7 +13,7 @@ from flowserve.config.rules import find_problems
 from flowserve.config.rules.subject import Subject
 from flowserve.errors import Problem
 
-DEFAULT_FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
+DEFAULT_FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan", "python": "model.py"}
 
 
 @pytest.fixture

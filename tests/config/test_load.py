@@ -154,7 +154,7 @@ def test_an_ensemble_keeps_its_steps_in_order_with_their_places(draft: Read) -> 
 
 def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(draft: Read) -> None:
     text = """name: "other"
-platform: "tensorrt_plan"
+platform: "pytorch_libtorch"
 max_batch_size: -1
 model_repository_agents { agents { name: "checksum" } }
 output { name: "Y" data_type: TYPE_FP32 dims: [ 0 ] }

@@ -18,8 +18,8 @@ from flowserve.errors import Problems
 # File -> the features (config/unsupported.py) that still stand between it and being served.
 SEEDS = {
     "control_inputs": set(),
-    "direct_stateful_model": {"N22"},
-    "direct_stateful_model_in_one_line": {"N22"},
+    "direct_stateful_model": set(),
+    "direct_stateful_model_in_one_line": set(),
     "ensemble_model": set(),
     "ensemble_model_unindented": set(),
     "implicit_state": set(),

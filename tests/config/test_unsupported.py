@@ -142,10 +142,9 @@ def test_refusal_N21_places_that_do_not_exist_yet(refused: Refused) -> None:
             "1:1",
             "tensorflow_savedmodel is not supported yet (convert it to ONNX:",
         ),
-        ('platform: "tensorrt_plan"', (), "1:1", "tensorrt_plan is not supported yet (serve the ONNX file"),
         ('backend: "pytorch"', (), "1:1", "pytorch_libtorch is not supported yet (export it: torch.onnx.export("),
         ('backend: "openvino"', (), "1:1", "openvino is not supported yet (serve the ONNX file"),
-        ("", ("1/model.plan",), "", "tensorrt_plan is not supported yet (serve the ONNX file"),
+        ("", ("1/model.xml",), "", "openvino is not supported yet (serve the ONNX file"),
     ],
 )
 def test_refusal_N22_backends_that_are_not_here(
