@@ -57,6 +57,10 @@ from flowserve.values import Request, Response
 
 log = logging.getLogger("flowserve.runtime")
 
+STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+# Of the exit timeout: what is left, when time is up, for telling those who still wait.
+LAST_WORDS_S: Final = 0.5
+
 TRACES_S_MAX: Final = 5.0  # what is not written by then is lost
 
 
@@ -287,7 +291,7 @@ class Engine:
         admission = deployment.admission
         if self._is_draining and take is None and not deployment.goes_on(request):
             deployment.statistics.failed(1, 0, REJECTED)
-            raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
+            raise Unavailable(STOPPING)
         try:
             tensors = admission.admit(request)
         except FlowserveError as error:
@@ -514,17 +518,27 @@ class Engine:
                 await trio.sleep(0.01)
 
     async def drain(self, deadline: float) -> list[str]:
-        """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`.
+        """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`. A moment before that
+        whoever waits in a queue, or reads a stream, is told that it is over.
 
-        Returns what did not finish: the instances that are still running then, or that requests wait in queues.
+        Returns what did not finish: the instances that are still running then, or that requests are under way.
         """
         self.refuse_new()
-        with trio.move_on_at(deadline) as patience:
+        left_s = max(deadline - trio.current_time(), 0)
+        if await self._emptied(deadline - min(LAST_WORDS_S, left_s / 5)):
+            return []
+        running = [host.name for host in self.generations.hosts() if host.running is not None]
+        self.dispatcher.fail_all(STOPPING)
+        self._pump.poke()
+        await trio.sleep_until(deadline)  # they are told meanwhile
+        return running or ["requests that wait in queues, or are answered many times"]
+
+    async def _emptied(self, deadline: float) -> bool:
+        with trio.move_on_at(deadline):
             # Polled, because the hot path should pay for no "last one left" event and this happens once in a life.
             while self.dispatcher.in_flight:  # noqa: ASYNC110
                 await trio.sleep(0.01)
-        running = [host.name for host in self.generations.hosts() if host.running is not None]
-        return running or (["requests that wait in queues"] if patience.cancelled_caught else [])
+        return not self.dispatcher.in_flight
 
     async def close(self, deadline: float) -> list[str]:
         """Close every instance, those that still run last and only until `deadline`. Returns the ones that did not
@@ -532,7 +546,7 @@ class Engine:
         """
         self.refuse_new()
         self.supervisor.stop()
-        self.dispatcher.fail_all("Server is stopping, scheduler for model has stopped accepting new inference requests")
+        self.dispatcher.fail_all(STOPPING)
         return await self.generations.close(deadline)
 
 

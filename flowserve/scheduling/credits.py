@@ -46,10 +46,12 @@ class Streams:
         self.is_due = False  # whether `settle` has anything to do
         self._changed: dict[StreamFlow, None] = {}
         self._freed: list[Ticket] = []  # steps that got slots which somebody who has ended had
+        self._answering: dict[StreamFlow, None] = {}  # whose decoupled steps were started
         self.ending = ""
 
     def start(self, source: Source, sender: Sender, now_ns: int) -> int:
         """A decoupled step is about to run. Returns the credits that it has from the beginning."""
+        self._answering[_stream(source)] = None
         source.sender = sender
         source.started_ns = now_ns
         if source.flow.done:
@@ -111,11 +113,11 @@ class Streams:
             self.note(_stream(source))
 
     def stop(self, reason: str) -> None:
-        """The server is going away: whoever stands in a send, or comes to, is sent home, for nobody will read on."""
+        """The server is going away: whatever still answers is told so, and whoever stands in a send is sent home."""
         self.ending = reason
-        for source in [*self._pauses.waiting]:
-            if not source.flow.done:
-                self._fail(source.flow, Unavailable(reason))
+        for stream in [*self._answering]:
+            if not stream.done:
+                self._fail(stream, Unavailable(reason))
 
     def put(self, tickets: Sequence[Ticket], now_ns: int) -> None:
         """Queue what became ready; it may belong to several requests. A refusal fails the one it concerns."""
@@ -135,6 +137,7 @@ class Streams:
             self._forget(source)
             if sender is not None:
                 sender.withdraw()
+        self._answering.pop(stream, None)
         slots = stream.slots
         for iteration in stream.live:
             iteration.done = True

@@ -60,8 +60,10 @@ def _shape(flow: Flow, slot: int) -> str:
 
 def steps_under_way(flow: Flow) -> list[PlanNode]:
     """The nodes of a graph whose steps wait or run. A step is over when what it wrote lies there, or was read."""
-    if flow.done or not flow.open or flow.whole is not flow or flow.plan.nesting is not None:
+    if flow.done or not flow.open or flow.whole is not flow:
         return []
+    if flow.plan.nesting is not None:
+        return flow.steps_under_way()
     return [
         node for node in flow.plan.nodes if node.writes and not flow.missing[node.index] and not _is_over(flow, node)
     ]

@@ -169,6 +169,10 @@ class Flow:
         """Nobody but the asking step will read this slot: not a sibling, not the graph's own output."""
         return slot < self.plan.converted and self.readers[slot] == 1
 
+    def steps_under_way(self) -> list[PlanNode]:
+        """The nodes whose steps wait or run. For flows with iterations (streams.py)."""
+        raise NotImplementedError
+
     def _check_given(self, plan: Plan) -> None:
         """An optional input of the graph may feed one that a model must have, as on Triton: then that model complains,
         and here before anything runs.

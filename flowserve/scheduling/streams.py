@@ -163,6 +163,15 @@ class StreamFlow(Iteration):
                 if self.slots.limits[n]:
                     self.slots.promised[n] += count
 
+    def steps_under_way(self) -> list[PlanNode]:
+        found = {
+            n
+            for iteration in (self, *self.live)
+            for n, depth in enumerate(self.nesting.depth)
+            if depth == iteration.depth and not iteration.missing[n] and n not in iteration.finished
+        }
+        return [node for node in self.plan.nodes if node.index in found and node.writes]
+
     def sources(self) -> Iterator[Source]:
         """The decoupled steps that may still answer."""
         for iteration in (self, *self.live):

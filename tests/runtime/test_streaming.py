@@ -230,6 +230,23 @@ async def test_what_an_answer_says_reaches_its_client_and_of_a_step_the_sequence
         ]
 
 
+async def test_a_deadline_in_the_middle_of_a_stream_names_the_steps_that_were_under_way(
+    repository: Path, execution: str
+) -> None:
+    timed = ensemble(("repeat", "IN", "mid"), ("slow", "mid", "OUT"), limit=2)
+    parameter = 'parameters { key: "deadline_ms" value { string_value: "150" } }'
+    write(repository, "timed", timed.replace('platform: "ensemble"', f'platform: "ensemble" {parameter}'))
+    async with served(repository, execution) as engine:
+        some = engine.stream(engine.find("timed"), ask(100_000, thread=True))
+        got = 0
+        with pytest.raises(
+            FlowserveError, match=r"its deadline passed after 1\d\d ms, it was in step 'repeat', 'slow'"
+        ):
+            async for _ in some:
+                got += 1
+        assert got > 3
+
+
 async def test_failures_of_steps_that_answer_many_times_say_where_they_happened(
     repository: Path, execution: str
 ) -> None:

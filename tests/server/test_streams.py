@@ -242,13 +242,17 @@ def test_what_is_no_request_is_refused(server: Served, asked: Any, text: str) ->
 
 
 @pytest.mark.fault("X4")
-def test_a_stream_under_way_finishes_when_the_server_ends(
+def test_a_stream_under_way_finishes_when_the_server_ends_or_is_told_that_it_does_not(
     tmp_path: Path, add_model: Callable[..., Path], log: Path
 ) -> None:
     add_model(tmp_path, "repeat", DECOUPLED, {"1/model.py": REPEAT.replace("LOG", str(log))})
-    with serving(tmp_path) as server:
+    with serving(tmp_path, "--exit-timeout-secs=2") as server:
         stream = events(post(server, "repeat/generate_stream", {"IN": [10, -1, 50]}))
+        endless = events(post(server, "repeat/generate_stream", {"IN": [100_000, -1, 50]}))
         next(stream)
+        next(endless)
         server.process.terminate()
         assert [event["OUT"] for event in stream] == [*range(1, 10)]
-        assert server.process.wait(30) == 0
+        last = [*endless][-1]
+        assert last["error"].startswith("Server is stopping")
+        assert server.process.wait(30) == 1
