@@ -57,6 +57,9 @@ class Iterative(Sequences):
                 self._thin_out(line, left)
         return gone
 
+    def id_of(self, flow: Flow) -> SequenceId:
+        return self._says(flow)[0]
+
     def _named(self, flow: Flow) -> tuple[SequenceId, bool, bool]:
         """What a request that names no sequence is called is for its model only."""
         sequence_id, is_start, _ = self._says(flow)

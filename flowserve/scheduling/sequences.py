@@ -3,7 +3,7 @@
 Decided here: what a correlation id means (it is live from its START until its END is queued), and every way a sequence
 ends: END, idleness, a timeout in the backlog, a request that was withdrawn, an instance that died. Which of the
 requests in slots make a batch is decided in direct.py and oldest.py, who has a slot in seats.py, who may begin a
-sequence in lines.py. State is nobody's business here.
+sequence in lines.py, what is told of one that ended early in endings.py. State is nobody's business here.
 
 Tickets of sequences are bound to an instance, so this queue is asked for each free instance (`take_for`), and what it
 gave for one is back before it is asked for that one again. `take` is for whoever refuses them all.
@@ -17,19 +17,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final
+from typing import Any
 
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
 from flowserve.scheduling.deadlines import Deadlines
+from flowserve.scheduling.endings import Endings
 from flowserve.scheduling.lines import Line, SequenceId, SequencePolicy, Shaped, Slot, check_first
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.seats import Seats
 
 # What a request says of itself: its correlation id (0 or "" for none), START, END.
 Identify = Callable[[Flow], tuple[SequenceId, bool, bool]]
-
-# So many ended sequences are remembered, so that a request that comes too late can be told what became of its own.
-ENDINGS_MAX: Final = 1024
 
 
 class Sequences:
@@ -50,8 +48,7 @@ class Sequences:
         self._due: Deadlines[Line] = Deadlines()
         self._ran: dict[Any, list[Line]] = {}  # the lines of what each instance was given last
         self._again: dict[Any, deque[list[Ticket]]] = {}  # parts of batches that raised
-        self._orphans: list[tuple[Ticket, FlowserveError]] = []
-        self._endings: dict[SequenceId, str] = {}
+        self._endings = Endings()
         self.on_quiet: list[Callable[[], None]] = []  # called once, when no sequence is live any more
         self._count = 0
         self._now_ns = 0  # the latest moment that was heard of
@@ -89,11 +86,10 @@ class Sequences:
             self._leads(line)
 
     def _begin(self, ticket: Ticket, sequence_id: SequenceId, *, is_start: bool) -> Line:
-        ending = self._endings.get(sequence_id, "")
-        check_first(self.policy, ticket, sequence_id, is_start=is_start, ending=ending)
+        check_first(self.policy, ticket, sequence_id, is_start=is_start, ending=self._endings.why(sequence_id))
         line = self._live[sequence_id] = Line(sequence_id)
         self._lines[line] = None
-        self._endings.pop(sequence_id, None)
+        self._endings.forget(sequence_id)
         self._seats.take(line)
         return line
 
@@ -183,10 +179,7 @@ class Sequences:
 
     def orphans(self) -> Sequence[tuple[Ticket, FlowserveError]]:
         """Requests whose sequence ended before they ran, each with the reason; they are given out once."""
-        if not self._orphans:
-            return ()
-        orphans, self._orphans = self._orphans, []
-        return orphans
+        return self._endings.orphans()
 
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         """End what is idle, and what has waited too long in the backlog. Those who waited become `orphans`."""
@@ -225,7 +218,7 @@ class Sequences:
         why = f"the instance of model '{self.policy.model}' that had it has ended; begin again with START"
         error = InstanceDied(f"sequence lost: {why}")
         for part in self._again[instance]:
-            self._orphans += [(ticket, error) for ticket in part if not ticket.flow.done]
+            self._endings.orphaned(part, error)
         self._again[instance].clear()
         for line in lines:
             self._end(line, why, error)
@@ -237,15 +230,12 @@ class Sequences:
     def _end(self, line: Line, why: str, error: FlowserveError | None = None) -> None:
         """A sequence is over before its END came through. `error` is what its waiting requests are told."""
         if error is not None:
-            self._orphans += [(ticket, error) for ticket in line.waiting if not ticket.flow.done]
+            self._endings.orphaned(line.waiting, error)
         self._drop_waiting(line)
         if self._live.get(line.id) is line:
             self._not_live(line)
             if why:
-                self._endings.pop(line.id, None)
-                self._endings[line.id] = why
-                if len(self._endings) > ENDINGS_MAX:
-                    del self._endings[next(iter(self._endings))]
+                self._endings.remember(line.id, why)
         line.is_closed = True
         self._due.discard(line)
         self._lines.pop(line, None)
@@ -318,4 +308,4 @@ class Sequences:
             assert all(ticket.line is line for ticket in line.waiting), "a ticket stands in a wrong line"
             assert line.waiting or line.is_running or not line.is_closed, f"{line} is over and not forgotten"
         assert self._count == sum(len(line.waiting) for line in self._lines), "a ticket is lost or counted twice"
-        assert not self._orphans, "an orphan was not told"
+        self._endings.check()

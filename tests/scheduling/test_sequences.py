@@ -9,11 +9,12 @@ import pytest
 from flowserve.errors import Cancelled, InstanceDied, Invalid, ModelFailed, Unavailable
 from flowserve.scheduling.batcher import BatchPolicy
 from flowserve.scheduling.direct import Direct, Nobody
+from flowserve.scheduling.endings import ENDINGS_MAX
 from flowserve.scheduling.limiter import Limiter, Needs, Resource
 from flowserve.scheduling.lines import SequencePolicy
 from flowserve.scheduling.oldest import Oldest
 from flowserve.scheduling.router import Flow
-from flowserve.scheduling.sequences import ENDINGS_MAX, Sequences
+from flowserve.scheduling.sequences import Sequences
 from flowserve.testing.recorder import Recorder, rows_of, simple_model
 from flowserve.testing.strategies import plain_graph
 
