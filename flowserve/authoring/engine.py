@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from flowserve.authoring.graph import Graph, write_together
 from flowserve.cli.target import Writable
 from flowserve.config.instances import OFF
 from flowserve.errors import Invalid
@@ -73,6 +74,8 @@ class Engine:
 
     def _find(self) -> tuple[list[Path], object]:
         """The repositories, and the private folders among them, which exist as long as they are held. Blocks."""
-        private = [source.write_private() for source in self._sources if not isinstance(source, str | Path)]
         folders = [Path(source) for source in self._sources if isinstance(source, str | Path)]
+        graphs = [source for source in self._sources if isinstance(source, Graph)]
+        private = [write_together(graphs)] if graphs else []
+        private += [one.write_private() for one in self._sources if not isinstance(one, str | Path | Graph)]
         return [*folders, *(one.path for one in private)], private

@@ -100,7 +100,7 @@ class Graph(Declared):
         """The configurations of everything, compiled. Raises Problems."""
         parts = self._parts()
         problems = [problem for part in parts if isinstance(part, Graph) for problem in part.sketch.problems]
-        problems += [*_misnamed(parts), *_ambiguous(self)]
+        problems += [*_misnamed(parts), *_ambiguous([self])]
         configs: dict[str, ModelConfig] = {}
         failed: dict[str, FlowserveError] = {}
         for part in parts:
@@ -149,10 +149,7 @@ class Graph(Declared):
 
         Functions need no module there. Raises Problems.
         """
-        self.check()
-        private = PrivateFolder()
-        write_private(self._parts(), private.path)
-        return private
+        return write_together([self])
 
     # Pictures
 
@@ -209,6 +206,22 @@ class Graph(Declared):
         return run(RunOptions((private.path,), http_address=http_address, http_port=http_port))
 
 
+def write_together(graphs: Sequence[Graph]) -> PrivateFolder:
+    """A repository of several graphs for this process alone; what they share is in it once. Blocks. Raises Problems."""
+    problems: list[Problem] = []
+    for graph in graphs:
+        try:
+            graph.check()
+        except Problems as found:
+            problems += found.problems
+    problems = problems or [*_ambiguous(graphs)]
+    if problems:
+        raise Problems(problems)
+    private = PrivateFolder()
+    write_private(list({part.name: part for graph in graphs for part in _walk(graph)}.values()), private.path)
+    return private
+
+
 def _walk(graph: Graph) -> Iterator[SavedPart]:
     """Every part of every graph inside, inner ones first."""
     for part in graph.sketch.parts():
@@ -228,13 +241,12 @@ def _misnamed(parts: Sequence[SavedPart]) -> Iterator[Problem]:
             yield Problem(str(error), part.place, "B9")
 
 
-def _ambiguous(graph: Graph) -> Iterator[Problem]:
+def _ambiguous(graphs: Sequence[Graph]) -> Iterator[Problem]:
+    whole = " and ".join(f"graph '{graph.name}'" for graph in graphs)
     first: dict[str, SavedPart] = {}
-    for part in {id(part): part for part in _walk(graph)}.values():
+    for part in {id(part): part for graph in graphs for part in _walk(graph)}.values():
         if first.setdefault(part.name, part) is not part:
-            text = (
-                f"two parts of graph '{graph.name}' are called '{part.name}'; the first is at {first[part.name].place}"
-            )
+            text = f"two parts of {whole} are called '{part.name}'; the first is at {first[part.name].place}"
             yield Problem(text, part.place, "B7", "give one of them another name")
 
 

@@ -1,8 +1,9 @@
 """Models that are functions over numpy arrays, declared by their decorator (graph/functions.py).
 
-Decided here: where the function of a deployment is found, how it meets a batch, and how its answers are judged. A
-deployment on disk has a model.py whose `function` is one; one that exists only in this process is found by a key that
-`offer` gave it. What a function raises goes to the log with its traceback, and into the answer as one line.
+Decided here: where the function of a deployment is found, and how it meets a batch, or, where it answers many times,
+each request. A deployment on disk has a model.py whose `function` is one; one that exists only in this process is found
+by a key that `offer` gave it. What a function raises goes to the log with its traceback, and into the answer as one
+line. What it answered is function_answers.py's.
 """
 
 from __future__ import annotations
@@ -11,23 +12,22 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Mapping
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 
-from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
+from flowserve.backends.base import ClockNs, ModelFiles, Results, Sender, Sent, Work
 from flowserve.backends.files import model_file, relative
-from flowserve.backends.shapes import fits, shown
+from flowserve.backends.function_answers import FunctionAnswers
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
-from flowserve.graph.functions import BACKEND, Function, FunctionModel
-from flowserve.memory.assemble import gather, scatter
+from flowserve.graph.functions import BACKEND, FunctionModel
+from flowserve.memory.assemble import gather
 from flowserve.memory.pool import HOST
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, DType, TensorSpec
+from flowserve.values import Array
 
 log = logging.getLogger("flowserve.callable")
 
@@ -58,12 +58,15 @@ class CallableBackend:
             inputs=model.inputs,
             outputs=model.outputs,
             max_batch_size=model.max_batch_size,
-            dynamic_batching=model.max_batch_size > 0,
+            dynamic_batching=model.max_batch_size > 0 and not model.decoupled,
+            decoupled=model.decoupled or None,
         )
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> LoadedFunction:
         """Instances may run on the loop only where the configuration says so: `options` cannot know the author."""
-        return LoadedFunction(config, find_function(config, files))
+        model = find_function(config, files)
+        _check(config, model)
+        return LoadedFunction(config, model)
 
 
 def find_function(config: ModelConfig, files: ModelFiles) -> FunctionModel:
@@ -75,12 +78,12 @@ def find_function(config: ModelConfig, files: ModelFiles) -> FunctionModel:
         return offered
     path = model_file(config, files, CallableBackend.default_filename)
     where = relative(path, files)
-    spec = spec_from_file_location(f"flowserve_function_{config.name}_{files.version}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = module_from_spec(spec)
+    module = ModuleType(f"flowserve_function_{config.name}_{files.version}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
     try:
-        spec.loader.exec_module(module)
+        # Not through Python's loaders: their cache tells an edited file by whole seconds and length only.
+        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
     except ModuleNotFoundError as error:
         raise Invalid(
             f"model '{config.name}': {where} needs the module '{error.name}', which cannot be found; put its folder on"
@@ -98,6 +101,22 @@ def find_function(config: ModelConfig, files: ModelFiles) -> FunctionModel:
     return model
 
 
+def _check(config: ModelConfig, model: FunctionModel) -> None:
+    """Raises Invalid where the function could not do what the configuration says."""
+    if config.decoupled and not model.decoupled:
+        raise Invalid(
+            f"model '{config.name}': the configuration says decoupled, and its function answers once; a function that"
+            " yields its answers is declared with decoupled=True"
+        )
+    listed = [spec.name for spec in model.inputs if spec.ragged]
+    for spec in config.inputs:
+        if spec.ragged and spec.name not in listed:
+            raise Invalid(
+                f"model '{config.name}': input '{spec.name}' has allow_ragged_batch, and its function takes it as one"
+                f" array; declare it with [*], and get a list of arrays"
+            )
+
+
 class LoadedFunction:
     """One version: the same function for every instance."""
 
@@ -108,7 +127,8 @@ class LoadedFunction:
         self._model = model
 
     def instance(self, name: str, group: InstanceGroup) -> FunctionInstance:
-        return FunctionInstance(name, self._config, self._model)
+        kind = DecoupledFunctionInstance if self._config.decoupled else FunctionInstance
+        return kind(name, self._config, self._model)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -120,98 +140,108 @@ class FunctionInstance:
     def __init__(self, name: str, config: ModelConfig, model: FunctionModel) -> None:
         self._name = name
         self._model = config.name
-        self._function: Function = model.function
-        self._is_pure = model.is_pure
+        self._function = model.function
+        self._answers = FunctionAnswers(config, model)
         self._outputs = config.outputs
-        self._names = [spec.name for spec in config.outputs]
         self._batches = config.max_batch_size > 0
+        ragged = {spec.name for spec in model.inputs if spec.ragged}
+        self._is_ragged = [spec.name in ragged for spec in config.inputs]
 
     def open(self) -> None:
         """A function is ready as it is."""
 
     def run(self, work: Work, clock: ClockNs) -> Results:
-        arrays, copied = self._gather(work)
+        arrays, copied = self._gather(work.inputs)
         gathered_ns = clock()
         try:
-            answer = self._function(*arrays)
+            answer = [self._function(*arrays)]  # who else holds an array is told from its reference count
         except BaseException as error:  # its sys.exit() is its own failure too
-            log.error("model '%s', instance '%s' failed", self._model, self._name, exc_info=error)
-            raise ModelFailed(f"model '{self._model}' failed: {_text(error)}") from error
+            raise self._failed(error) from error
         computed_ns = clock()
-        made = self._in_order(answer)
-        del answer  # who else holds an array is told from its reference count
-        # A member of no rows counts as one to the batcher.
-        rows = [0 if tensor is None else tensor.shape[0] for tensor in work.inputs[0]] if self._batches else []
-        total = sum(rows)
         outputs: list[list[Tensor | None]] = []
-        for number, spec in enumerate(self._outputs):
-            array = self._own(made, number, spec)
-            self._judge(array, spec, total)
-            tensors = scatter(array, rows) if self._batches else [Tensor(array)]
+        columns = self._answers.of_batch(answer, self._rows(work))
+        for spec, tensors in zip(self._outputs, columns, strict=True):
             outputs.append([one if spec.name in work.wanted[m] else None for m, one in enumerate(tensors)])
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _gather(self, work: Work) -> tuple[list[Array], list[int]]:
-        arrays, copied = [], []
-        for column in work.inputs:
-            array, nbytes = gather([tensor for tensor in column if tensor is not None], HOST)
-            view = array.view()
-            view.flags.writeable = False  # it may be the block that others read
-            arrays.append(view)
+    def _rows(self, work: Work) -> list[int]:
+        """Of each member. One of no rows counts as one to the batcher; where it has no inputs, so it does here."""
+        for column in work.inputs if self._batches else ():
+            if column[0] is not None:  # all members have the same inputs
+                return [0 if tensor is None else tensor.shape[0] for tensor in column]
+        return [*work.rows]
+
+    def _gather(self, columns: Sequence[Sequence[Tensor | None]]) -> tuple[list[Any], list[int]]:
+        """What the function gets: None for an optional input that is not there, a list for a ragged one."""
+        arrays: list[Any] = []
+        copied = []
+        for column, is_ragged in zip(columns, self._is_ragged, strict=True):
+            there = [tensor for tensor in column if tensor is not None]
+            nbytes = 0
+            if not there:
+                arrays.append(None)
+            elif is_ragged:
+                arrays.append([_read_only(tensor.array) for tensor in there])
+            else:
+                array, nbytes = gather(there, HOST)
+                arrays.append(_read_only(array))
             copied.append(nbytes)
         return arrays, copied
 
-    def _in_order(self, answer: Any) -> list[Any]:
-        """One array per output."""
-        if isinstance(answer, Mapping):
-            missing = [name for name in self._names if name not in answer]
-            if missing:
-                raise self._broken(f"returned no {', '.join(missing)}; it has {', '.join(map(str, answer))}")
-            return [answer[name] for name in self._names]
-        made = list(answer) if isinstance(answer, tuple | list) else [answer]
-        if len(made) != len(self._names):
-            raise self._broken(f"returned {len(made)} arrays; its outputs are {', '.join(self._names)}")
-        return made
-
-    def _own(self, made: list[Any], number: int, spec: TensorSpec) -> Array:
-        """The answer as an array that nobody writes to any more."""
-        if not isinstance(made[number], np.ndarray):
-            raise self._broken(f"returned {type(made[number]).__name__} where an array was expected", spec)
-        if spec.dtype is DType.BYTES:
-            return self._as_bytes(made[number], spec)
-        if self._is_pure or (made[number].flags.owndata and _holders(made, number) == _ALONE):
-            return made[number]  # type: ignore[no-any-return]  # it is an array
-        return made[number].copy() if made[number].flags.writeable else made[number]  # type: ignore[no-any-return]
-
-    def _as_bytes(self, array: Array, spec: TensorSpec) -> Array:
-        taken = np.empty(array.shape, np.object_)
-        elements = [one.encode() if isinstance(one, str) else one for one in array.ravel().tolist()]
-        strange = next((one for one in elements if not isinstance(one, bytes)), None)
-        if strange is not None:
-            raise self._broken(f"returned {type(strange).__name__} in an array of BYTES", spec)
-        taken.ravel()[:] = elements
-        return taken
-
-    def _judge(self, array: Array, spec: TensorSpec, rows: int) -> None:
-        if array.dtype != spec.dtype.numpy:
-            raise self._broken(f"promises {spec.dtype} and returned {array.dtype}", spec)
-        dims = (rows, *spec.dims) if self._batches else spec.dims
-        if not fits(array.shape, dims):
-            raise self._broken(f"promises shape {shown(dims)} and returned {shown(array.shape)}", spec)
-
-    def _broken(self, what: str, spec: TensorSpec | None = None) -> FlowserveError:
-        return ModelFailed(f"model '{self._model}'{f', output {spec.name!r}' if spec else ''}: its function {what}")
+    def _failed(self, error: BaseException) -> ModelFailed:
+        log.error("model '%s', instance '%s' failed", self._model, self._name, exc_info=error)
+        return ModelFailed(f"model '{self._model}' failed: {_text(error)}")
 
 
-def _holders(made: list[Any], number: int) -> int:
-    return sys.getrefcount(made[number])
+class DecoupledFunctionInstance(FunctionInstance):
+    """Takes from the function, for one request after the other, as many answers as it gives."""
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        gathered_ns = clock()
+        for m, sender in enumerate(work.senders or ()):
+            arrays, _ = self._gather([[column[m]] for column in work.inputs])
+            try:
+                self._send_all(arrays, sender, work.wanted[m], clock)
+            except FlowserveError as error:
+                sender.fail(error)
+            except BaseException as error:
+                sender.fail(self._failed(error))
+            else:
+                sender.finish(is_empty=True)
+        return Results([], gathered_ns=gathered_ns, computed_ns=clock())
+
+    def _send_all(self, arrays: list[Any], sender: Sender, wanted: Sequence[str], clock: ClockNs) -> None:
+        begun_ns = clock()
+        answers = self._function(*arrays)
+        if not isinstance(answers, Iterable) or isinstance(answers, np.ndarray | Mapping):
+            raise self._answers.broken(f"returned {type(answers).__name__} where an iterator over answers was expected")
+        iterator = iter(answers)
+        try:
+            while not sender.is_cancelled():
+                try:
+                    answer = [next(iterator)]  # who else holds an array is told from its reference count
+                except StopIteration:
+                    return
+                computed_ns = clock()
+                tensors = self._answers.of_request(answer)
+                outputs = [
+                    one if spec.name in wanted else None for spec, one in zip(self._outputs, tensors, strict=True)
+                ]
+                sender.send(Sent(outputs, infer_ns=computed_ns - begun_ns, output_ns=clock() - computed_ns))
+                begun_ns = clock()
+        finally:
+            if isinstance(iterator, Generator):
+                iterator.close()  # what it has opened is closed here, and not wherever it is collected
 
 
-# What that counts when only the list holds an array; it differs between versions of Python.
-_ALONE: Final = _holders([np.zeros(1)], 0)
+def _read_only(array: Array) -> Array:
+    """It may be the block that others read."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _text(error: BaseException) -> str:

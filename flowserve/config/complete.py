@@ -22,6 +22,8 @@ Side = Literal["input", "output"]
 RULE: Final = "M90"
 # Backends whose models are asked to write their configuration, and so may say more than one thing.
 AUTHORS: Final = frozenset({"python"})
+# Backends whose files have values of their own for what they call optional.
+HAVE_DEFAULTS: Final = frozenset({"onnxruntime"})
 
 
 def merge(message: ModelConfigProto, completion: Completion, source: SourceMap) -> list[Problem]:
@@ -78,7 +80,7 @@ class _Merger:
         given = {tensor.name: index for index, tensor in enumerate(ours)}
         if not given:
             for spec in theirs:
-                if self._is_author or not spec.optional:  # what a file can go without is left out, as on Triton
+                if not spec.optional or self.message.backend not in HAVE_DEFAULTS:  # left out, as on Triton
                     self._add(side, spec)
             return
         yield from self._unknown(side, ours, theirs)

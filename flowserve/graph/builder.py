@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from flowserve.config.types import SourceMap
 from flowserve.errors import FlowserveError, Place, Problem, Problems
+from flowserve.graph.notation import input_json, output_json
 from flowserve.graph.notation import tensor as parse_tensor
 from flowserve.graph.types import GRAPH
 from flowserve.graph.wiring import LATEST
@@ -191,7 +192,7 @@ class Sketch:
             return
         if one is not None:
             self._give_name(one, name)
-        self.wanted.append(Wanted(name, one, self._spec(name, text) if text else None, caller()))
+        self.wanted.append(Wanted(name, one, self._spec(name, text, is_output=True) if text else None, caller()))
 
     def add_step(self, part: Part, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> None:
         self._add(Call(part, dict(inputs), dict(outputs), caller()))
@@ -246,12 +247,19 @@ class Sketch:
                 hint="a step that copies it can write the other",
             )
 
-    def _spec(self, name: str, text: str) -> TensorSpec:
+    def _spec(self, name: str, text: str, *, is_output: bool = False) -> TensorSpec:
         try:
-            return parse_tensor(name, text)
+            spec = parse_tensor(name, text)
         except FlowserveError as error:
             self._problem(str(error))
             return parse_tensor(name, _UNKNOWN)
+        if spec.ragged:
+            self._problem(f"tensor '{name}' of graph '{self.name}' is ragged: {text!r}", "only models batch; write -1")
+        if spec.optional and is_output:
+            self._problem(
+                f"output '{name}' of graph '{self.name}' is optional", "an output that nobody writes is left out"
+            )
+        return spec
 
     def _refuse_second(self, name: str, what: str, is_second: bool) -> None:
         if is_second:
@@ -304,8 +312,8 @@ class Sketch:
             "name": self.name,
             "platform": "ensemble",
             "max_batch_size": self.batch_size(),
-            "input": [tensor_json(spec) for spec in self.input_specs()],
-            "output": [tensor_json(spec) for spec in self.output_specs()],
+            "input": [input_json(spec) for spec in self.input_specs()],
+            "output": [output_json(spec) for spec in self.output_specs()],
             **self.options,
             "ensemble_scheduling": {**self.options.get("ensemble_scheduling", {}), **scheduling},
         }
@@ -340,12 +348,3 @@ class Sketch:
         places |= {f"output[{number}]": output.place for number, output in enumerate(self.wanted)}
         places |= {f"ensemble_scheduling.step[{number}]": call.place for number, call in enumerate(self.calls)}
         return SourceMap(self.place.file, places)
-
-
-def tensor_json(spec: TensorSpec) -> dict[str, Any]:
-    made: dict[str, Any] = {"name": spec.name, "data_type": spec.dtype.config_name, "dims": list(spec.dims)}
-    if spec.optional:
-        made["optional"] = True
-    if spec.labels:
-        made["label_filename"] = spec.labels
-    return made

@@ -7,13 +7,14 @@ a model is. How the function meets a batch is backends/callable.py's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from flowserve.config.types import SourceMap
 from flowserve.errors import FlowserveError, Place, Problem, Problems
-from flowserve.graph.builder import Declared, caller, tensor_json
-from flowserve.graph.notation import tensor
+from flowserve.graph.builder import Declared, caller
+from flowserve.graph.notation import input_json, output_json, tensor
 from flowserve.values import TensorSpec
 
 Execution = Literal["thread", "auto", "inline"]
@@ -36,6 +37,7 @@ class FunctionModel(Declared):
         instances: int,
         execution: Execution,
         is_pure: bool,
+        decoupled: bool,
         place: Place,
     ) -> None:
         self.function = function
@@ -44,9 +46,12 @@ class FunctionModel(Declared):
         self.instances = instances
         self.execution = execution
         self.is_pure = is_pure
+        self.decoupled = decoupled
         self.place = place
         self._inputs = inputs
-        self._outputs = outputs
+        self._outputs = tuple(replace(spec, ragged=False) for spec in outputs)
+        # Of a batch they are lists, with an array for each request. A configuration has no word for it.
+        self.ragged_outputs = frozenset(spec.name for spec in outputs if spec.ragged)
         self._max_batch_size = max_batch_size
 
     @property
@@ -69,12 +74,14 @@ class FunctionModel(Declared):
             "name": self.name,
             "backend": BACKEND,
             "max_batch_size": self._max_batch_size,
-            "input": [tensor_json(spec) for spec in self._inputs],
-            "output": [tensor_json(spec) for spec in self._outputs],
+            "input": [input_json(spec) for spec in self._inputs],
+            "output": [output_json(spec) for spec in self._outputs],
             "instance_group": [{"count": self.instances, "kind": "KIND_CPU"}],
             "parameters": {"execution": {"string_value": self.execution}},
         }
-        if self._max_batch_size:
+        if self.decoupled:
+            made["model_transaction_policy"] = {"decoupled": True}
+        elif self._max_batch_size:
             delay = {"max_queue_delay_microseconds": self.max_queue_delay_us} if self.max_queue_delay_us else {}
             made["dynamic_batching"] = delay
         return made
@@ -94,12 +101,18 @@ def model(
     instances: int = 1,
     execution: Execution = "thread",
     is_pure: bool = False,
+    decoupled: bool = False,
 ) -> Callable[[Function], FunctionModel]:
     """Declare a function a model: `@model({"X": "FP32[4]"}, {"Y": "FP32[1]"}, max_batch_size=16)`.
 
     The function gets one array per input, in the order of `inputs`, and returns one per output: an array, a tuple in
     the order of `outputs`, or a dict by name. With `max_batch_size` above 0 it gets whole batches, rows in front, and
     the dynamic batcher forms them. Arrays are read-only; BYTES are object arrays of `bytes`.
+
+    An input "FP32[4]?" is optional: None where it was not given. One "FP32[*]" is ragged: requests of any lengths run
+    together, and it is a list with an array of each; an output "FP32[*]" is returned so. `decoupled`: the function
+    yields any number of answers (as a generator does, or any iterator that it returns), for one request at a time,
+    whose answers may have any number of rows.
 
     `name` is the function's where nothing is said. `execution`: "thread" gives each instance a thread of its own,
     "inline" runs on the event loop (for microseconds' work only), "auto" measures. `is_pure` promises that it has no
@@ -111,7 +124,16 @@ def model(
     def decorate(function: Function) -> FunctionModel:
         mistakes = _mismatch(function, len(inputs))
         given, made = (_specs(side, mistakes) for side in (inputs, outputs))
-        mistakes += [f"input '{s.name}' is optional: a function gets all of its inputs" for s in given if s.optional]
+        mistakes += [
+            f"output '{spec.name}' is optional; a function returns all of its outputs" for spec in made if spec.optional
+        ]
+        if not max_batch_size:
+            ragged = [spec.name for spec in (*given, *made) if spec.ragged]
+            mistakes += [f"tensor '{port}' is ragged ([*]), and nothing is batched: write -1" for port in ragged]
+        if decoupled:
+            mistakes += _not_decoupled((*given, *made), max_queue_delay_us, execution)
+        elif inspect.isgeneratorfunction(function):
+            mistakes.append(f"function '{function.__name__}' yields its answers: say decoupled=True")
         if mistakes:
             raise Problems([Problem(text, place, "B3") for text in mistakes])
         return FunctionModel(
@@ -124,10 +146,22 @@ def model(
             instances=instances,
             execution=execution,
             is_pure=is_pure,
+            decoupled=decoupled,
             place=place,
         )
 
     return decorate
+
+
+def _not_decoupled(tensors: Sequence[TensorSpec], max_queue_delay_us: int, execution: Execution) -> Iterator[str]:
+    """What makes no sense for a function that answers one request at a time, whenever it likes."""
+    for spec in tensors:
+        if spec.ragged:
+            yield f"tensor '{spec.name}' is ragged ([*]), and a decoupled function gets one request at a time: write -1"
+    if max_queue_delay_us:
+        yield "max_queue_delay_us waits for company, and a decoupled function gets one request at a time"
+    if execution != "thread":
+        yield f"a decoupled function runs on a thread, not {execution}: on the event loop nobody could take its answers"
 
 
 def _specs(side: Mapping[str, str], mistakes: list[str]) -> tuple[TensorSpec, ...]:

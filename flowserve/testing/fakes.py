@@ -6,7 +6,7 @@ instances) and replaces only who computes. So a pipeline can be tested where its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,28 +35,29 @@ class FakeModel:
     """Stands for a model. `calls` keeps the input arrays of every batch, in order.
 
     `answer`: a function as `flowserve.model` takes one; an exception, which is raised; or None for zeros (what varies
-    in a shape is 1).
+    in a shape is 1). For a model with many answers it is a generator, and zeros are one answer.
     """
 
     def __init__(self, answer: Callable[..., Any] | Exception | None = None) -> None:
-        self.calls: list[tuple[Array, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self._answer = answer
 
     @property
     def rows(self) -> list[int]:
         """How many rows each batch had."""
-        return [len(arrays[0]) for arrays in self.calls]
+        return [_rows(arrays) for arrays in self.calls]
 
     def function(self, config: ModelConfig) -> Callable[..., Any]:
         """What runs in the place of the model of that configuration."""
 
-        def run(*arrays: Array) -> Any:
+        def run(*arrays: Any) -> Any:
             self.calls.append(arrays)
             if isinstance(self._answer, Exception):
                 raise self._answer
             if self._answer is not None:
                 return self._answer(*arrays)
-            return _zeros(config, len(arrays[0]) if config.max_batch_size else -1)
+            zeros = _zeros(config, _rows(arrays) if config.max_batch_size else -1)
+            return [zeros] if config.decoupled else zeros
 
         return run
 
@@ -102,6 +103,7 @@ class Faked:
             instances=count,
             execution="thread",
             is_pure=False,
+            decoupled=config.decoupled,
             place=Place(folder.name),
         )
         self._offered.append(model)
@@ -119,6 +121,12 @@ def _fields(folder: ModelFolder) -> dict[str, Any]:
         if fields.get("input") and fields.get("output"):
             return fields
     return dict(read_model(folder, registry.default_files(), complete).config.json)
+
+
+def _rows(arrays: Sequence[Any]) -> int:
+    """Of a batch: an optional input may be missing, a ragged one is a list."""
+    first = next((array for array in arrays if array is not None), ())
+    return sum(map(len, first)) if isinstance(first, list) else len(first)
 
 
 def _zeros(config: ModelConfig, rows: int) -> tuple[Array, ...]:

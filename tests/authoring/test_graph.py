@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -206,7 +207,8 @@ def test_a_part_called_on_arrays_says_how_to_compute() -> None:
     [
         ({"X": "FP32[4]", "Y": "FP32[4]"}, {"Z": "FP32[4]"}, "function 'once' does not take 2 arrays: it is once(x"),
         ({"X": "FP23[4]"}, {"Z": "FP32[4]"}, "there is no data type 'FP23' (did you mean \"FP32\"?)"),
-        ({"X": "FP32[4]?"}, {"Z": "FP32[4]"}, "input 'X' is optional: a function gets all of its inputs"),
+        ({"X": "FP32[4]"}, {"Z": "FP32[4]?"}, "output 'Z' is optional; a function returns all of its outputs"),
+        ({"X": "FP32[*]"}, {"Z": "FP32[4]"}, "tensor 'X' is ragged ([*]), and nothing is batched: write -1"),
         ({"X": "FP32"}, {"Z": "FP32[4"}, "tensor 'X': 'FP32' is not a data type with dims"),
     ],
 )
@@ -219,6 +221,36 @@ def test_a_wrong_declaration_is_refused_at_its_line(inputs: dict[str, str], outp
     declared = line(1)
     assert said in str(refused.value)
     assert all(problem.place and problem.place.line == declared for problem in refused.value.problems)
+
+
+def test_a_function_that_yields_says_so_and_asks_for_nothing_that_batches() -> None:
+    def some(x: Array) -> Iterator[Array]:
+        yield x
+
+    with pytest.raises(Problems, match=r"function 'some' yields its answers: say decoupled=True \[B3\]"):
+        model({"X": "FP32[4]"}, {"Z": "FP32[4]"})(some)
+    with pytest.raises(Problems) as refused:
+        declare = model(
+            {"X": "FP32[*]"},
+            {"Z": "FP32[4]"},
+            max_batch_size=4,
+            max_queue_delay_us=5,
+            execution="inline",
+            decoupled=True,
+        )
+        declare(some)
+    said = str(refused.value)
+    for text in ("tensor 'X' is ragged ([*])", "max_queue_delay_us waits for company", "on a thread, not inline"):
+        assert text in said
+
+
+def test_a_graphs_own_tensors_are_not_ragged_and_its_outputs_not_optional() -> None:
+    graph = good()
+    graph.input("R", "FP32[*]")
+    graph.output("O", spec="FP32[4]?")
+    said = [str(problem) for problem in mistakes(graph)]
+    assert any("tensor 'R' of graph 'g' is ragged: 'FP32[*]' (only models batch; write -1)" in text for text in said)
+    assert any("output 'O' of graph 'g' is optional" in text for text in said)
 
 
 def test_rules_about_one_configuration_hold_for_python_too() -> None:

@@ -50,7 +50,7 @@ def test_every_block_prints_what_stands_below_it(blocks: list[tuple[str, str]], 
         assert done.stderr == ""
         assert done.stdout.rstrip() == printed.rstrip()
         run += 1
-    assert run == 4
+    assert run == 5
 
 
 def test_the_page_about_engines_in_programs_does_what_it_says(home: Path, root: Path) -> None:
