@@ -55,11 +55,12 @@ class _Chosen(logging.Filter):
         return choice.log_warning if record.levelno >= logging.WARNING else choice.log_info
 
 
-def configure(verbose: int, style: str, file: str = "") -> LogSettings:
-    """Send the log to standard error, or to `file`, behind what is there; a file that was moved away is begun anew.
-    `verbose` 0: information and worse; 1: our own details; 2: everybody's. What comes back can change that while the
+def configure(choice: LogChoice) -> LogSettings:
+    """Send the log to standard error, or to its file, behind what is there; a file that was moved away is begun anew.
+    Level 0: information and worse; 1: our own details; 2: everybody's. What comes back can change that while the
     server runs. Raises OSError where the file cannot be opened.
     """
+    file = choice.log_file
     handler = WatchedFileHandler(file, encoding="utf-8") if file else logging.StreamHandler(sys.stderr)
     logging.basicConfig(handlers=[handler], force=True)
     chosen = logging.Filter()
@@ -74,6 +75,5 @@ def configure(verbose: int, style: str, file: str = "") -> LogSettings:
         logging.getLogger().setLevel(logging.DEBUG if level > 1 else logging.INFO)
         logging.getLogger("flowserve").setLevel(logging.DEBUG if level else logging.INFO)
 
-    choice = LogChoice(log_file=file, log_verbose_level=verbose, log_format=style)
     apply(choice)
     return LogSettings(choice, apply)

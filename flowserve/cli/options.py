@@ -35,6 +35,7 @@ from flowserve.cli.option_values import (
     whole_number,
 )
 from flowserve.cli.trace_options import TraceSetting, trace_choice, trace_setting
+from flowserve.observe.log_settings import LogChoice
 
 if TYPE_CHECKING:
     from flowserve.runtime.restriction import Restriction
@@ -75,17 +76,20 @@ class RunOptions:
     rate_limit_resources: tuple[tuple[str, int, int | None], ...] = ()
     cache_bytes: int | None = None
     trace: tuple[TraceSetting, ...] = ()
-    log_verbose: int = 0
-    log_format: str = "default"
-    log_file: str = ""
+    log: LogChoice = field(default_factory=LogChoice)
 
 
 # Options of tritonserver whose feature this server does not have. Naming the feature beats "unknown option", and both
 # beat silence.
 NOT_YET: Final[Mapping[str, str]] = {
+    "--allow-gpu-metrics": "choosing GPU metrics",
     "--allow-http": "serving without HTTP",
+    "--allow-sagemaker": "SageMaker's endpoints",
+    "--allow-vertex-ai": "Vertex AI's endpoints",
     "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point)",
+    "--buffer-manager-thread-count": "copying threads (what has to be copied is copied where it is used)",
     "--cache-directory": "other caches than the local one",
+    "--cuda-virtual-address-size": "CUDA memory pools",
     "--disable-auto-complete-config": "serving without completing configurations",
     "--enable-peer-access": "CUDA peer access",
     "--grpc-infer-allocation-pool-size": "gRPC message pools (messages are not kept)",
@@ -94,11 +98,21 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--host-policy": "host policies",
     "--http-thread-count": "HTTP threads (one event loop serves all connections)",
     "--id": "naming the server",
+    "--min-supported-compute-capability": "choosing GPUs by what they can compute",
     "--model-load-gpu-limit": "GPU memory limits",
     "--model-load-retry-count": "retrying loads",
     "--model-load-thread-count": "choosing the number of loading threads",
     "--model-namespacing": "model namespacing",
+    "--repoagent-directory": "repository agents",
+    "--reuse-grpc-port": "sharing a port between servers",
     "--reuse-http-port": "sharing a port between servers",
+    "--sagemaker-port": "SageMaker's endpoints",
+    "--sagemaker-safe-port-range": "SageMaker's endpoints",
+    "--sagemaker-thread-count": "SageMaker's endpoints",
+    "--strict-model-config": "serving without completing configurations",
+    "--vertex-ai-default-model": "Vertex AI's endpoints",
+    "--vertex-ai-port": "Vertex AI's endpoints",
+    "--vertex-ai-thread-count": "Vertex AI's endpoints",
 }
 
 # Said instead of "not supported", where the thing exists under another name.
@@ -279,6 +293,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         default="default",
         help="default or ISO8601: how a line tells the time",
     )
+    for what in ("info", "warning", "error"):
+        process.add_argument(
+            f"--log-{what}", metavar="BOOL", type=boolean, default=True, help=f"log {what} lines; default true"
+        )
     process.add_argument(
         "--log-file",
         metavar="PATH",
@@ -365,7 +383,12 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         rate_limit_resources=tuple(arguments.rate_limit_resource),
         cache_bytes=arguments.cache_config,
         trace=tuple(arguments.trace_config),
-        log_verbose=arguments.log_verbose,
-        log_format=arguments.log_format,
-        log_file=arguments.log_file,
+        log=LogChoice(
+            log_file=arguments.log_file,
+            log_info=arguments.log_info,
+            log_warning=arguments.log_warning,
+            log_error=arguments.log_error,
+            log_verbose_level=arguments.log_verbose,
+            log_format=arguments.log_format,
+        ),
     )

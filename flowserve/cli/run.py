@@ -57,9 +57,9 @@ SEQUENCES_SHARE: Final = 0.9
 def run(options: RunOptions) -> int:
     """Serve until told to stop. Returns the exit status."""
     try:
-        log_settings = logs.configure(options.log_verbose, options.log_format, options.log_file)
+        log_settings = logs.configure(options.log)
     except OSError as error:
-        return _failed(f"--log-file: '{options.log_file}' cannot be written: {error.strerror}")
+        return _failed(f"--log-file: '{options.log.log_file}' cannot be written: {error.strerror}")
     tune_malloc()
     # A worker thread that finished computing waits this long for a busy loop to let go of the interpreter; Python's
     # own 5 ms are longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the throughput.

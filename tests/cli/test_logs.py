@@ -11,6 +11,7 @@ import pytest
 from flowserve.cli.logs import LineFormatter, configure, escape
 from flowserve.cli.options import RunOptions
 from flowserve.cli.run import run
+from flowserve.observe.log_settings import LogChoice
 
 
 def _record(message: str, *arguments: object) -> logging.LogRecord:
@@ -65,7 +66,9 @@ def test_what_the_log_says_changes_while_the_server_runs(
             loggers.log(level, logging.getLevelName(level))
         return [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
 
-    settings = configure(0, "default")
+    configure(LogChoice(log_warning=False))
+    assert said() == ["INFO", "ERROR"]
+    settings = configure(LogChoice())
     assert said() == ["INFO", "WARNING", "ERROR"]
     settings.change({"log_verbose_level": 1})
     assert said() == ["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -81,7 +84,7 @@ def test_the_log_goes_into_the_operators_file_and_follows_it_when_it_is_moved_aw
 ) -> None:
     path = tmp_path / "server.log"
     path.write_text("before\n")
-    settings = configure(0, "default", str(path))
+    settings = configure(LogChoice(log_file=str(path)))
     try:
         assert settings.as_json()["log_file"] == str(path)
         loggers.warning("one")
@@ -98,5 +101,5 @@ def test_the_log_goes_into_the_operators_file_and_follows_it_when_it_is_moved_aw
 
 def test_a_log_file_that_cannot_be_opened_ends_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "nowhere/server.log"
-    assert run(RunOptions((tmp_path,), log_file=str(path))) == 1
+    assert run(RunOptions((tmp_path,), log=LogChoice(log_file=str(path)))) == 1
     assert capsys.readouterr().err == f"flowserve: --log-file: '{path}' cannot be written: No such file or directory\n"

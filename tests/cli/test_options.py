@@ -12,7 +12,7 @@ import pytest
 from flowserve.cli.grpc_options import GrpcChoice, grpc_choice
 from flowserve.cli.main import main
 from flowserve.cli.metrics_options import QUANTILES, MetricsOptions, metrics_options
-from flowserve.cli.options import NOT_YET, add_run_arguments
+from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments
 from flowserve.observe.metrics_choice import MetricsChoice
 from flowserve.runtime.restriction import Restriction
 from flowserve.version import __version__
@@ -129,6 +129,37 @@ def test_every_option_of_tritonserver_that_is_missing_names_its_feature(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert f"{option}: {NOT_YET[option]} is not supported yet" in _complaint(["run", option, "x", "models"], capsys)
+
+
+# What tritonserver can be told, in the order of its help; some are there only where it was built with the feature.
+TRITONSERVER = """
+    id exit-timeout-secs model-store model-repository exit-on-error disable-auto-complete-config strict-readiness
+    strict-model-config model-control-mode repository-poll-secs load-model model-config-name model-load-thread-count
+    model-load-retry-count model-namespacing enable-peer-access log-verbose log-info log-warning log-error log-format
+    log-file allow-http http-address http-port reuse-http-port http-header-forward-pattern http-thread-count
+    http-restricted-api http-max-input-size allow-grpc grpc-address grpc-port reuse-grpc-port
+    grpc-header-forward-pattern grpc-infer-thread-count grpc-infer-allocation-pool-size grpc-max-response-pool-size
+    grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert grpc-server-key grpc-root-cert
+    grpc-infer-response-compression-level grpc-keepalive-time grpc-keepalive-timeout
+    grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data
+    grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes grpc-max-connection-age
+    grpc-max-connection-age-grace grpc-restricted-protocol allow-sagemaker sagemaker-port sagemaker-safe-port-range
+    sagemaker-thread-count allow-vertex-ai vertex-ai-port vertex-ai-thread-count vertex-ai-default-model allow-metrics
+    allow-gpu-metrics allow-cpu-metrics metrics-address metrics-port metrics-interval-ms metrics-config trace-file
+    trace-level trace-rate trace-count trace-log-frequency trace-config backend-directory repoagent-directory
+    cache-directory backend-config host-policy rate-limit rate-limit-resource response-cache-byte-size cache-config
+    pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size min-supported-compute-capability
+    buffer-manager-thread-count model-load-gpu-limit allow-client-shm
+"""
+
+
+def test_every_option_of_tritonserver_is_taken_or_refused_by_its_feature() -> None:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    taken = {option for action in parser._actions for option in action.option_strings}
+    known = {f"--{name}" for name in TRITONSERVER.split()}
+    assert known - taken - {*NOT_YET} - {*INSTEAD} == set()
+    assert not taken & ({*NOT_YET} | {*INSTEAD})
 
 
 @pytest.mark.fault("K1")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import secrets
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,12 +61,42 @@ async def test_inputs_are_read_from_it_and_outputs_written_to_it(allowed: Any, r
                 assert answer.get_output("OUT") == {"name": "OUT", "datatype": "FP32", "shape": [1, 4]}
                 told = shared_memory.get_contents_as_numpy(handle, np.float32, [1, 4], 32)
                 assert told.tolist() == [[2.0 * number] * 4]
+            assert shared_memory.mapped_shared_memory_regions() == [key]
             client.unregister_system_shared_memory("r")
             assert client.get_system_shared_memory_status() == []
             with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'r'"):
                 client.infer("double", inputs)
 
     await trio.to_thread.run_sync(talk)
+
+
+@pytest.mark.fault("M11")
+async def test_a_region_that_its_owner_destroyed_stays_until_it_is_unregistered(allowed: Any) -> None:
+    key = f"/flowserve_test_{secrets.token_hex(8)}"
+    handle = shared_memory.create_shared_memory_region("r", key, 64)
+    shared_memory.set_shared_memory_region(handle, [np.full((1, 4), 5, np.float32)])
+
+    def talk() -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}") as client:
+            client.register_system_shared_memory("r", key, 64)
+            shared_memory.destroy_shared_memory_region(handle)
+            inputs, _ = tensors(0, 16)
+            assert client.infer("double", inputs).as_numpy("OUT").tolist() == [[10.0] * 4]
+            client.unregister_system_shared_memory("r")
+            with pytest.raises(InferenceServerException, match="Unable to open shared memory region"):
+                client.register_system_shared_memory("r", key, 64)
+
+    await trio.to_thread.run_sync(talk)
+
+
+def test_the_table_of_the_clients_functions_is_whole(root: Path) -> None:
+    page = (root / "docs/compatibility.md").read_text().partition("# Shared memory of clients")[2]
+    listed = dict(re.findall(r"^\| `(\w+)` \|.*\| `(test_\w+)` \|$", page, re.MULTILINE))
+    functions = {name for name, one in vars(shared_memory).items() if inspect.isfunction(one) and name[0] != "_"}
+    assert {*listed} == functions
+    here = Path(__file__).read_text()
+    for function, test in listed.items():
+        assert f"shared_memory.{function}(" in here.partition(f"def {test}(")[2].partition("\n\n\n")[0]
 
 
 @pytest.mark.fault("M9")
