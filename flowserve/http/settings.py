@@ -34,7 +34,7 @@ def settings_routes(engine: Engine, log: LogSettings, body: ReadBody) -> list[Ro
     async def tracing(request: Request) -> Response:
         name = request.path_params.get("name", "")
         if name and name not in engine.entries:
-            raise Invalid(f"request for unknown model '{name}': it has no trace settings")
+            raise Invalid(f"Request for unknown model : {name} has no trace settings")
         if request.method == "POST":
             engine.traces.change(await document(request, body), name)
         return json_response(engine.traces.as_json(name))

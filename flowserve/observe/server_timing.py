@@ -18,7 +18,7 @@ from typing import Final
 from urllib.parse import quote
 
 from flowserve.observe.trace import Step, Trace
-from flowserve.observe.waits import SEND, Wait, by_reason
+from flowserve.observe.waits import Wait, by_reason
 
 BYTES_MAX: Final = 8192  # clients bound what they take in headers
 _ERROR_CHARS: Final = 200
@@ -56,6 +56,8 @@ def _entries(trace: Trace, prefix: str, origin_ns: int) -> Iterator[str]:
             known.add(step.execution.number)
             for call in step.execution.calls:
                 yield from _entries(call, f"{name}/", origin_ns)
+    if trace.omitted:
+        yield f'{quote(prefix, safe=_TOKEN)}more;desc="{trace.omitted} steps left out"'
 
 
 def _step(step: Step, name: str, origin_ns: int) -> Iterator[str]:
@@ -71,10 +73,8 @@ def _step(step: Step, name: str, origin_ns: int) -> Iterator[str]:
 
 
 def _answers(step: Step) -> str:
-    if not step.answers:
-        return ""
-    paused = f", {sum(one.ns for one in step.pauses) / 1e6:.3f} ms {SEND}" if step.pauses else ""
-    return f"{step.answers} answer{'s' * (step.answers != 1)}{paused}"
+    told = [f"{step.answers} answer{'s' * (step.answers != 1)}"] if step.answers else []
+    return "; ".join([*told, *_reasons(step.pauses)])
 
 
 def _batch(step: Step) -> str:
@@ -87,8 +87,11 @@ def _batch(step: Step) -> str:
 
 
 def _wait(name: str, waits: list[Wait], origin_ns: int) -> str:
-    reasons = "; ".join(f"{ns / 1e6:.3f} ms {reason}" for reason, ns in by_reason(waits).items())
-    return _entry(f"{name}.queue", waits[0].from_ns, waits[-1].to_ns, origin_ns, reasons)
+    return _entry(f"{name}.queue", waits[0].from_ns, waits[-1].to_ns, origin_ns, "; ".join(_reasons(waits)))
+
+
+def _reasons(waits: list[Wait]) -> list[str]:
+    return [f"{ns / 1e6:.3f} ms {reason}" for reason, ns in by_reason(waits).items()]
 
 
 def _entry(name: str, from_ns: int, to_ns: int, origin_ns: int, description: str = "") -> str:

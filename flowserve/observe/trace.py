@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from flowserve.graph.types import Graph, ModelKey, Node
-from flowserve.observe.waits import Wait
+from flowserve.observe.waits import ORDER, Wait, add
 from flowserve.values import Array
 
 # Triton's words for where a tensor was seen: entering the queue of a model, leaving a model.
@@ -51,11 +51,15 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSeen:
-    """A tensor as it passed, where tensors are traced: a copy. `activity` is Triton's word for where that was."""
+    """A tensor as it passed, where tensors are traced. `activity` is Triton's word for where that was. `array` is a
+    copy, None where it is too large, or lies where nobody looks at it.
+    """
 
     activity: str
     name: str
-    array: Array
+    dtype: str
+    shape: tuple[int, ...]
+    array: Array | None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +67,7 @@ class Step:
     """One attempt at a node: a step whose batch failed and is tried again in halves has another. `ready_ns`:
     everything it reads was there. `waits` reach from there to when its instance began, as far as that is known.
     `answers`: how often it answered, where its model may do so many times; `pauses`: when it stood in its send because
-    there was no room for another one.
+    there was no room for another one, or had its answer held back.
     """
 
     node: Node
@@ -78,12 +82,16 @@ class Step:
     pauses: list[Wait] = field(default_factory=list)
     tensors: list[TensorSeen] = field(default_factory=list)
 
+    def held_back(self, until_ns: int) -> None:
+        """Its answer was there, and waited for those before it."""
+        add(self.pauses, ORDER, self.ended_ns, until_ns)
+
 
 @dataclass(slots=True, eq=False)
 class Trace:
     """One request. `waits` are those before its first step; `marks` are moments of the front end that took it, by
     Triton's names; `parent` is the context it came with (a `traceparent`), "" for none. `is_cached`: its answer was
-    remembered.
+    remembered. `omitted`: so many steps more ran than are told.
     """
 
     number: int
@@ -95,6 +103,7 @@ class Trace:
     ended_ns: int = 0
     error: str = ""
     is_cached: bool = False
+    omitted: int = 0
     waits: list[Wait] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)

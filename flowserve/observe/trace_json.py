@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from flowserve.observe.trace import Step, TensorSeen, Trace
 from flowserve.observe.waits import Wait
-from flowserve.values import BY_NUMPY, Array
+from flowserve.values import Array
 
 Json = dict[str, Any]
-ELEMENTS_MAX: Final = 100_000  # a larger tensor is told without its data
 _NO_VERSION: Final = -1  # of a nested ensemble: the graph was compiled without one
 
 
@@ -105,6 +104,8 @@ def _told(trace: Trace) -> Json:
     told: Json = {"waits": _waits(trace.waits)} if trace.waits else {}
     if trace.error:
         told["error"] = trace.error
+    if trace.omitted:
+        told["omitted"] = trace.omitted
     return {**told, "cached": True} if trace.is_cached else told
 
 
@@ -129,13 +130,11 @@ def _waits(waits: Sequence[Wait]) -> list[Json]:
 
 def _tensors(number: int, tensors: Sequence[TensorSeen]) -> Iterator[Json]:
     for one in tensors:
-        array = one.array
-        dtype = BY_NUMPY.get(array.dtype)
         tensor = {
             "name": one.name,
-            "data": _data(array) if array.size <= ELEMENTS_MAX else "",
-            "shape": ",".join(map(str, array.shape)),
-            "dtype": str(dtype or array.dtype),
+            "data": "" if one.array is None else _data(one.array),
+            "shape": ",".join(map(str, one.shape)),
+            "dtype": one.dtype,
         }
         yield {"id": number, "activity": one.activity, "tensor": tensor}
 

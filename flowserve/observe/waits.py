@@ -23,6 +23,7 @@ GATE: Final = "the deployment was full"
 SAME_ANSWER: Final = "the same request was being answered"
 AGAIN: Final = "its batch had failed and it was tried again in a smaller one"
 TURN: Final = "its turn of the event loop had not come"
+ORDER: Final = "the answers before it were not there"
 SEND: Final = "there was no room for another answer"
 HANDOVER: Final = "its batch was on the way to the instance"
 

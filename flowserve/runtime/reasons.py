@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flowserve.observe.trace import Trace
 from flowserve.observe.waits import CLOSED, DELAYED, FULL, LIMITER, SEQUENCE, SIZED, TURN, Spells, Wait, divided
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.batcher import DynamicBatcher
@@ -15,7 +16,7 @@ from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.iterations import Iteration
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.queues import PolicyBatcher
-from flowserve.scheduling.router import Flow
+from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow
 
 
@@ -35,6 +36,18 @@ def ready_ns(
                 moments.append(over[at, edge.producer])
             at = at.parent
     return min(max(moments, default=queued_ns), queued_ns)
+
+
+def passed_on_ns(trace: Trace, n: int) -> int:
+    """When what node n made was handed on: to the steps that read it, or to the caller."""
+    readers = {edge.consumer for edge in trace.graph.edges if edge.producer == n}
+    return min([step.ready_ns for step in trace.steps if step.node.index in readers], default=trace.ended_ns)
+
+
+def is_held(batch: Batch, ticket: Ticket) -> bool:
+    """Whether an answer that came back with this batch has to wait for others."""
+    order = batch.queue.order
+    return order is not None and any(one not in batch.tickets for one in order.ahead_of(ticket.flow.whole))
 
 
 def shares_slots(flow: Flow, n: int) -> bool:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
-
-import numpy as np
+from typing import Final
 
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, InstanceDied
-from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, Step, TensorSeen, Trace
+from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, Step, Trace
 from flowserve.observe.waits import (
     AGAIN,
     GATE,
@@ -30,13 +28,18 @@ from flowserve.observe.waits import (
 )
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome
-from flowserve.runtime.reasons import ready_ns, shares_slots, waits_in_queue
+from flowserve.runtime.reasons import is_held, passed_on_ns, ready_ns, shares_slots, waits_in_queue
+from flowserve.runtime.seen import seen, seen_of_request
 from flowserve.runtime.streaming import Streaming
 from flowserve.runtime.watch import Told, Watch
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.iterations import Iteration, Source
 from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.streams import StreamFlow
+
+STEPS_MAX: Final = 10_000  # of a request are told
+_KEPT_MAX: Final = 1024
 
 
 class _Live:
@@ -44,16 +47,25 @@ class _Live:
     nodes of each iteration were, `begun`: when each iteration did, `paused`: since when steps stand in their send.
     """
 
-    __slots__ = ("attempts", "begun", "has_tensors", "over", "paused", "trace", "would_wait")
+    __slots__ = ("attempts", "begun", "has_tensors", "held", "over", "paused", "trace", "would_wait")
 
     def __init__(self, trace: Trace, *, would_wait: bool, has_tensors: bool) -> None:
         self.trace = trace
         self.would_wait = would_wait  # at the gate
         self.has_tensors = has_tensors
         self.attempts: dict[Ticket, Step] = {}
+        self.held: list[Step] = []  # whose answers had to wait for others'
         self.over: dict[tuple[Flow, int], int] = {}
         self.begun: dict[Flow, int] = {}
         self.paused: dict[Ticket, int] = {}
+
+    def forget(self, stream: StreamFlow) -> None:
+        """Let go of iterations that are over, once there are many: a request may have any number of them."""
+        if len(self.over) + len(self.begun) > _KEPT_MAX:
+            here = {stream, *stream.live}
+            self.over = {key: ns for key, ns in self.over.items() if key[0] in here}
+            self.begun = {one: ns for one, ns in self.begun.items() if one in here}
+            self.attempts = {one: step for one, step in self.attempts.items() if one.flow in here}
 
 
 class Tracing:
@@ -105,7 +117,7 @@ class Tracing:
         would_wait = gate is not None and gate.would_wait(flow)
         self._live[flow] = _Live(trace, would_wait=would_wait, has_tensors=has_tensors)
         if has_tensors:
-            trace.tensors += [_seen(QUEUE_INPUT, name, array) for name, array in request.inputs.items()]
+            trace.tensors += seen_of_request(request)
         for queue in flow.route:
             if queue not in self._spells:
                 spells = self._spells[queue] = Spells()
@@ -128,9 +140,9 @@ class Tracing:
         trace = live.trace
         trace.ended_ns = self.clock()
         if live.has_tensors and flow.done and flow.error is None and not has_left and not flow.owner.is_decoupled:
-            slots = flow.owner.output_slot
-            made = [(name, flow.tensors[slots[name]]) for name in flow.wanted]
-            trace.tensors += [_seen(BACKEND_OUTPUT, name, one.array) for name, one in made if one is not None]
+            specs, slots = flow.owner.outputs, flow.owner.output_slot
+            made = [flow.tensors[slots[name]] for name in flow.wanted]
+            trace.tensors += seen(BACKEND_OUTPUT, [specs[name] for name in flow.wanted], made)
         if flow.error is not None:
             trace.error = str(flow.error)
         elif has_left:
@@ -142,6 +154,8 @@ class Tracing:
             trace.error = "it was refused"
         for step in trace.steps:
             step.ended_ns = step.ended_ns or trace.ended_ns
+        for step in live.held:
+            step.held_back(passed_on_ns(trace, step.node.index))
         if not self._live:
             self._dispatcher.tell(self._start, self._answered)
             self._completions.finished = self._returned
@@ -189,6 +203,9 @@ class Tracing:
         )
         taken: list[tuple[int, _Live, Ticket, Step]] = []
         for m, live, ticket in members:
+            if len(live.trace.steps) >= STEPS_MAX:
+                live.trace.omitted += 1
+                continue
             execution.members.append(live.trace.number)
             node = ticket.flow.plan.graph.nodes[ticket.node.index]
             waits: list[Wait] = []
@@ -205,9 +222,8 @@ class Tracing:
             step = live.attempts[ticket] = Step(node, ticket.rows, became_ready, queued_ns, execution, waits)
             live.trace.steps.append(step)
             if live.has_tensors:
-                inputs = zip(node.inputs, ticket.node.inputs, strict=True)
-                given = [(spec.name, ticket.flow.tensors[slot]) for spec, slot in inputs if slot >= 0]
-                step.tensors += [_seen(QUEUE_INPUT, name, one.array) for name, one in given if one is not None]
+                given = [ticket.flow.tensors[slot] if slot >= 0 else None for slot in ticket.node.inputs]
+                step.tensors += seen(QUEUE_INPUT, node.inputs, given)
             taken.append((m, live, ticket, step))
         self._running[batch] = execution, taken
 
@@ -243,12 +259,12 @@ class Tracing:
             if isinstance(outcome, Results) and m in outcome.errors:
                 step.error = str(outcome.errors[m])
             elif live.has_tensors and isinstance(outcome, Results):
-                given = [
-                    (spec.name, column[m]) for spec, column in zip(step.node.outputs, outcome.outputs, strict=True)
-                ]
-                step.tensors += [_seen(BACKEND_OUTPUT, name, one.array) for name, one in given if one is not None]
+                step.tensors += seen(BACKEND_OUTPUT, step.node.outputs, [column[m] for column in outcome.outputs])
+            if is_held(batch, ticket):
+                live.held.append(step)
             if isinstance(ticket.flow, Iteration):
                 live.over[ticket.flow, ticket.node.index] = now_ns
+                live.forget(ticket.flow.stream)
 
     # ------------------------------------------------------------------ steps that answer many times
 
@@ -262,6 +278,7 @@ class Tracing:
         assert isinstance(source.flow, Iteration)
         if source.flow.children:  # what the answer began may be over already, and then nothing of it waits
             live.begun.setdefault(source.flow.children[-1], now_ns)
+            live.forget(source.flow.stream)
 
     def waits(self, source: Source) -> None:
         live = self._live.get(source.flow.whole)
@@ -284,8 +301,3 @@ class Tracing:
         since_ns = live.paused.pop(source, None)
         if since_ns is not None:
             add(live.attempts[source].pauses, SEND, since_ns, now_ns)
-
-
-def _seen(activity: str, name: str, array: Any) -> TensorSeen:
-    """A copy: what lies there now is somebody else's in a moment."""
-    return TensorSeen(activity, name, np.array(array))

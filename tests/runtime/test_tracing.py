@@ -13,6 +13,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from flowserve.config.gate import GateOptions
 from flowserve.errors import FlowserveError
+from flowserve.graph.plan import make_plan
+from flowserve.graph.types import ModelKey
 from flowserve.observe.trace import Trace
 from flowserve.observe.waits import (
     AGAIN,
@@ -21,15 +23,27 @@ from flowserve.observe.waits import (
     FULL,
     GATE,
     HANDOVER,
+    LIMITER,
+    ORDER,
+    SAME_ANSWER,
     SIZED,
     TURN,
+    Spells,
     Wait,
     by_reason,
 )
+from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.runtime.gate import Gate
+from flowserve.runtime.reasons import waits_in_queue
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.scheduling.limited import LimitedDispatcher
+from flowserve.scheduling.limiter import Available, Limiter, Needs
+from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.engine import add_chain, add_function
+from flowserve.testing.recorder import simple_model
+from flowserve.testing.strategies import plain_graph
 from flowserve.values import Array, Request
 
 MS = 1_000_000
@@ -230,9 +244,81 @@ async def test_who_waits_at_the_gate_says_so() -> None:
             check(trace)
 
 
-def _limit(engine: Engine, name: str, options: GateOptions) -> None:
+async def test_an_answer_that_is_held_back_for_those_before_it_says_so() -> None:
+    gate = threading.Event()
+
+    def wait(array: Array) -> Array:
+        assert array[0, 0] > 1 or gate.wait(10)
+        return array
+
+    async with running() as engine:
+        one_by_one = DynamicBatcher(BatchPolicy.simple(1))
+        add_function(engine, "ordered", [wait, wait], inline=False, batcher=one_by_one, keeps_order=True)
+        add_chain(engine, "chain", ["ordered"])
+        told: list[Trace] = []
+        async with trio.open_nursery() as nursery:
+            for value in (1.0, 2.0):
+                nursery.start_soon(ask, engine, "chain", value, 1, told)
+                await wait_all_tasks_blocked()
+            await trio.sleep(0.02)
+            gate.set()
+        first, second = told
+        assert first.steps[0].pauses == []
+        assert by_reason(second.steps[0].pauses)[ORDER] >= 19 * MS
+        for trace in told:
+            check(trace)
+
+
+async def test_an_answer_that_is_remembered_or_shared_has_no_steps() -> None:
+    gate = threading.Event()
+
+    def wait(array: Array) -> Array:
+        assert gate.wait(10)
+        return array
+
+    async with running() as engine:
+        add_function(engine, "slow", [wait], inline=False)
+        _limit(engine, "slow", GateOptions(), Lru(1 << 20))
+        told: list[Trace] = []
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(ask, engine, "slow", 1.0, 1, told)
+                await wait_all_tasks_blocked()
+            await trio.sleep(0.02)
+            gate.set()
+        told.sort(key=lambda trace: trace.number)
+        assert [(len(trace.steps), trace.is_cached) for trace in told] == [(1, False), (0, True)]
+        assert by_reason(told[1].waits)[SAME_ANSWER] >= 19 * MS
+        found = await ask(engine, "slow")
+        assert (found.steps, found.is_cached, found.error) == ([], True, "")
+
+
+def test_with_a_rate_limiter_a_free_instance_is_not_enough() -> None:
+    plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
+    dispatcher = LimitedDispatcher(lambda _: None, lambda _: None, Limiter([Available("R", 1)]))
+    for needs, reason in (([Needs({("R", 0): 1})], LIMITER), ([], TURN)):
+        queue = ModelQueue(ModelKey("a", 1), DynamicBatcher(BatchPolicy.simple(1)), ["a_0"], needs=needs)
+        ticket = Ticket(Flow(plan, (queue,), (None,), 0), plan.nodes[0], 1, None)
+        ticket.queued_ns = 10
+        spells = Spells()
+        spells.begin(5)
+        spells.end(20)
+        batch = Batch(queue, "a_0", [ticket], 50)
+        assert waits_in_queue(dispatcher, batch, 10, 50, spells) == [Wait(BUSY, 10, 20), Wait(reason, 20, 50)]
+
+
+async def test_a_trace_tells_so_many_steps_and_counts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowserve.runtime.tracing.STEPS_MAX", 1)
+    async with running() as engine:
+        add_function(engine, "one", [double])
+        add_chain(engine, "chain", ["one", "one"])
+        trace = await ask(engine, "chain")
+        assert (len(trace.steps), trace.omitted) == (1, 1)
+
+
+def _limit(engine: Engine, name: str, options: GateOptions, cache: Cache | None = None) -> None:
     deployment = engine.find(name)
     key = deployment.graph.nodes[0].model
     deployment.gate = Gate(
-        options, None, key, deployment.output_slot, deployment.statistics, engine.dispatcher, engine.clock
+        options, cache, key, deployment.output_slot, deployment.statistics, engine.dispatcher, engine.clock
     )
