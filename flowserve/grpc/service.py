@@ -154,7 +154,7 @@ class Service:
     async def trace(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         asked = {key: _trace_value(key, list(value.value)) for key, value in request.settings.items()}
         if request.model_name and request.model_name not in self._engine.entries:
-            raise Invalid(f"request for unknown model '{request.model_name}': it has no trace settings")
+            raise Invalid(f"Request for unknown model : {request.model_name} has no trace settings")
         self._engine.traces.change(asked, request.model_name)
         answer = pb.TraceSettingResponse()
         for key, value in self._engine.traces.as_json(request.model_name).items():

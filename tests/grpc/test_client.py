@@ -150,7 +150,7 @@ def test_settings_are_told_and_changed(client: Client) -> None:
     assert client.get_trace_settings(as_json=True)["settings"]["trace_level"] == {"value": ["OFF"]}
     assert client.update_trace_settings(settings={"trace_rate": "1000"}).settings["trace_rate"].value == ["1000"]
     refused("UNIMPLEMENTED", "trace file", client.update_trace_settings, settings={"trace_file": ["elsewhere"]})
-    refused("INVALID_ARGUMENT", "unknown model 'nobody'", client.get_trace_settings, "nobody")
+    refused("INVALID_ARGUMENT", "Request for unknown model : nobody", client.get_trace_settings, "nobody")
 
 
 # ------------------------------------------------------------------------------------------------------- inference
