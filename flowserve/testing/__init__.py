@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowserve.testing.fakes import Faked, FakeModel
+    from flowserve.testing.history import Arrival, Simulation
     from flowserve.testing.serve import Served, serving
-    from flowserve.testing.simulation import Arrival, Simulation, simulate
+    from flowserve.testing.simulation import simulate
 
 # Imported when asked for: a test that simulates needs no server.
 _WHERE = {
-    "Arrival": "flowserve.testing.simulation",
+    "Arrival": "flowserve.testing.history",
     "FakeModel": "flowserve.testing.fakes",
     "Faked": "flowserve.testing.fakes",
     "Served": "flowserve.testing.serve",
-    "Simulation": "flowserve.testing.simulation",
+    "Simulation": "flowserve.testing.history",
     "serving": "flowserve.testing.serve",
     "simulate": "flowserve.testing.simulation",
 }

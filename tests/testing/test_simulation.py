@@ -102,10 +102,108 @@ def test_the_same_requests_give_the_same_history() -> None:
     assert str(simulate(graph, arrivals=arrivals)) == str(simulate(graph, arrivals=arrivals))
 
 
+SEQUENCES = """sequence_batching {{ {strategy} max_sequence_idle_microseconds: 20000 }}
+instance_group [ {{ count: 1 kind: KIND_CPU }} ]"""
+
+
+def asked(at_ms: float, sequence: int, flags: str = "") -> Arrival:
+    return Arrival(at_ms, sequence_id=sequence, sequence_start="s" in flags, sequence_end="e" in flags)
+
+
+@pytest.mark.parametrize("strategy", ["direct { }", "oldest { max_candidate_sequences: 4 }"])
+def test_requests_of_a_sequence_run_one_after_the_other_and_those_of_others_beside_them(
+    tmp_path: Path, strategy: str
+) -> None:
+    one_model(tmp_path, SEQUENCES.format(strategy=strategy))
+    arrivals = [asked(0, 7, "s"), asked(0, 8, "s"), asked(1, 7), asked(1, 7, "e"), asked(1, 8, "e")]
+    told = simulate(tmp_path, arrivals=arrivals, takes_ms=2)
+    assert [(batch.requests, batch.rows) for batch in told.batches] == [((0, 1), 2), ((2, 4), 2), ((3,), 1)]
+
+
+def test_sequences_beyond_the_slots_wait_for_one_and_who_never_began_is_refused(tmp_path: Path) -> None:
+    one_model(tmp_path, SEQUENCES.format(strategy="direct { }"))
+    arrivals = [asked(0, n, "s") for n in range(1, 6)]  # four slots
+    told = simulate(tmp_path, arrivals=[*arrivals, asked(1, 9)])
+    assert [(batch.requests, batch.start_ms) for batch in told.batches] == [((0, 1, 2, 3), 0), ((4,), 21)]
+    (refusal,) = [one for one in told.outcomes if one.error]
+    assert (refusal.request, "must specify the START flag" in str(refusal.error)) == (5, True)
+
+
+def many(**options: Any) -> Any:
+    @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, name="many", max_batch_size=4, decoupled=True, **options)
+    def some(x: Any) -> Any:
+        yield x
+
+    return some
+
+
+def test_a_decoupled_model_answers_so_often_and_keeps_its_instance_meanwhile() -> None:
+    told = simulate(graph_of(many()), arrivals=[0, 1], takes_ms=2, answers=lambda request: 3 - request)
+    assert [(batch.requests, batch.start_ms, batch.end_ms) for batch in told.batches] == [((0,), 0, 6), ((1,), 6, 10)]
+    assert [(one.request, one.answers_ms) for one in told.outcomes] == [(0, (2, 4, 6)), (1, (8, 10))]
+    assert str(told).splitlines()[1:4] == [
+        "   2.000 ms  request 0 gets answer 1, after 2 ms",
+        "   4.000 ms  request 0 gets answer 2, after 4 ms",
+        "   6.000 ms  many_0_0 runs request 1 until 10 ms",
+    ]
+
+
+def test_what_follows_a_decoupled_step_runs_for_each_answer_and_its_limit_holds_the_model_back(tmp_path: Path) -> None:
+    slow = part(name="slow", max_batch_size=4)
+    free = simulate(graph_of(many(), slow), arrivals=[0], takes_ms={"many": 1, "slow": 10}, answers={"many": 6})
+    assert [(batch.requests, batch.start_ms) for batch in free.batches_of("slow")] == [
+        ((0,), 1),
+        ((0, 0, 0, 0), 11),
+        ((0,), 21),
+    ]
+    limited = Graph("graph", max_inflight_requests=2)
+    limited.output("Y", slow(many()(limited.input("X", "FP32[4]"))))
+    held = simulate(limited, arrivals=[0], takes_ms={"many": 1, "slow": 10}, answers={"many": 6})
+    # Two may be under way: the third answer waits in its send until the first is over.
+    assert [len(batch.requests) for batch in held.batches_of("slow")] == [1, 1, 1, 1, 1, 1]
+    assert held.batches_of("many")[0].end_ms > free.batches_of("many")[0].end_ms == 6
+    assert held.outcomes[0].answers_ms == (11, 21, 31, 41, 51, 61)
+
+
+def test_a_request_without_answers_is_over_too() -> None:
+    told = simulate(graph_of(many()), arrivals=[0], answers=0)
+    assert [(one.answers_ms, one.error, one.at_ms) for one in told.outcomes] == [((), None, 0)]
+    assert "request 0 is over, after 0 ms, with 0 answers" in str(told)
+
+
+def gated(folder: Path, **options: str) -> Path:
+    keys = "".join(
+        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in options.items()
+    )
+    return one_model(folder, keys)
+
+
+def test_who_finds_a_deployment_full_is_refused_or_waits_as_its_gate_says(tmp_path: Path) -> None:
+    told = simulate(gated(tmp_path / "a", max_requests="2"), arrivals=[0, 0, 1, 11], takes_ms=10)
+    assert (told.refused, [one.request for one in told.outcomes]) == ((2,), [2, 0, 1, 3])
+    assert "'only' is full: 2 requests are under way" in str(told.outcomes[0].error)
+    waits = simulate(gated(tmp_path / "b", max_requests="1", when_full="wait"), arrivals=[0, 1, 2], takes_ms=10)
+    assert [(one.request, one.latency_ms) for one in waits.outcomes] == [(0, 10), (1, 19), (2, 28)]
+
+
+def test_a_gate_counts_the_bytes_of_requests_and_ends_them_at_their_deadline(tmp_path: Path) -> None:
+    by_size = gated(tmp_path / "a", max_request_bytes="40")  # a row has 16
+    told = simulate(by_size, arrivals=[Arrival(0, rows=2), 0, Arrival(0, rows=3)], takes_ms=5)
+    assert [(one.request, type(one.error).__name__) for one in told.outcomes] == [
+        (1, "Unavailable"),
+        (2, "TooLarge"),
+        (0, "NoneType"),
+    ]
+    late = simulate(gated(tmp_path / "b", deadline_ms="15"), arrivals=[0, 0], takes_ms=10)
+    assert [(one.request, one.at_ms, one.error is None) for one in late.outcomes] == [(0, 10, True), (1, 15, False)]
+    assert late.refused == (1,)
+
+
 def test_what_cannot_be_simulated_says_why(tmp_path: Path) -> None:
-    one_model(tmp_path, "model_transaction_policy { decoupled: true }", "many")
+    iterative = "sequence_batching { iterative_sequence: true } model_transaction_policy { decoupled: true }"
+    one_model(tmp_path, iterative, "many")
     one_model(tmp_path, "", "other")
-    with pytest.raises(Unsupported, match="model 'many' may answer any number of times"):
+    with pytest.raises(Unsupported, match="model 'many' says itself how often a request runs"):
         simulate(tmp_path, "many", arrivals=[0])
     with pytest.raises(NotFound, match="which deployment"):
         simulate(tmp_path, arrivals=[0])
@@ -133,3 +231,5 @@ def test_a_fake_for_nothing_is_a_mistake(tmp_path: Path) -> None:
 def test_an_unknown_model_in_durations_is_not_looked_for() -> None:
     with pytest.raises(Invalid, match="takes_ms names 'prat'"):
         simulate(graph_of(part(max_batch_size=4)), arrivals=[0], takes_ms={"prat": 3})
+    with pytest.raises(Invalid, match=r"answers names 'prat', which the graph does not have \(did you mean \"part\""):
+        simulate(graph_of(part(max_batch_size=4)), arrivals=[0], answers={"prat": 3})
