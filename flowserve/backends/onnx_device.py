@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.backends.device import DeviceWork
 from flowserve.backends.onnx_signature import Port
-from flowserve.backends.onnx_values import checked, fed_shape, made_shape
+from flowserve.backends.onnx_values import checked, cleaned, fed_shape, made_shape
 from flowserve.errors import ModelFailed
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.device_tensor import DeviceArray
@@ -26,6 +26,7 @@ from flowserve.memory.tensor import Tensor
 from flowserve.values import DType, TensorSpec
 
 WRONG_ROWS: Final = "its first dimension is no batch dimension, so set max_batch_size to 0"
+_GPU: Final = "cuda"  # onnxruntime's word
 _ONNX_BFLOAT16: Final = 16  # TensorProto.DataType; the one type that numpy has no name for
 
 
@@ -43,9 +44,7 @@ class Facts(Protocol):
 
 
 class OnnxDeviceInstance:
-    """A session and a stream on one GPU. `open_session` gets the address of that stream; `device` is onnxruntime's word
-    for the GPU.
-    """
+    """A session and a stream on one GPU. `open_session` gets the address of that stream."""
 
     def __init__(
         self,
@@ -53,53 +52,65 @@ class OnnxDeviceInstance:
         memory: DeviceMemory,
         open_session: Callable[[int], Any],
         run_options: Callable[[], Any],
-        device: str = "cuda",
     ) -> None:
         self.place = memory.place
         self._model = model
         self._memory = memory
         self._open_session = open_session
         self._run_options = run_options
-        self._device = device
 
     def open(self) -> None:
         self._stream = DeviceStream(self._memory)
-        self._session: Any = self._open_session(self._stream.handle.address)
+        try:
+            self._session: Any = self._open_session(self._stream.handle.address)
+        except Exception:
+            self._stream.close()
+            raise
 
     def close(self) -> None:
+        self._stream.wait()
+        del self._session  # it computes on the stream until then
         self._stream.close()
-        del self._session
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         model, stream = self._model, self._stream
         binding = self._session.io_binding()
         with stream.batch():
             copied, total = self._bind_inputs(binding, work)
-            rows = self._rows(work, total)
             _, indices = model.asked(work.wanted)
             made = [self._bind_output(binding, j, total) for j in indices]
             gathered_ns = clock()
-            try:
-                self._session.run_with_iobinding(binding, self._run_options())
-            except Exception as error:
-                raise ModelFailed(f"model '{model.name}' failed: onnxruntime: {error}") from error
+            self._compute(binding, self._run_options())
             values = binding.get_outputs() if None in made else ()
             arrays = [
-                checked(
-                    self._adopted(values[k], model.outputs[j]) if array is None else array,
-                    model.outputs[j],
-                    total,
-                    model.name,
-                    WRONG_ROWS,
-                )
+                self._adopted(values[k], model.outputs[j]) if array is None else array
                 for k, (j, array) in enumerate(zip(indices, made, strict=True))
             ]
-            read_at = work.read_at if isinstance(work, DeviceWork) else None
-            delivered = stream.deliver(arrays, rows, None if read_at is None else [read_at[j] for j in indices])
-        outputs: list[list[Tensor | None]] = [[None] * len(work.rows)] * len(model.outputs)
-        for j, tensors in zip(indices, delivered, strict=True):
-            outputs[j] = [*tensors]
+            outputs = self._delivered(work, indices, arrays, total)
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=clock(), copied=copied)
+
+    def _compute(self, binding: Any, options: Any) -> None:
+        try:
+            self._session.run_with_iobinding(binding, options)
+        except Exception as error:
+            text = cleaned(str(error))
+            raise ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {text}") from error
+
+    def _delivered(
+        self, work: Work, indices: Sequence[int], arrays: Sequence[DeviceArray], total: int
+    ) -> list[list[Tensor | None]]:
+        """The members' outputs, of which the asked ones are `arrays`."""
+        model = self._model
+        judged = [
+            checked(array, model.outputs[j], total, model.name, WRONG_ROWS)
+            for j, array in zip(indices, arrays, strict=True)
+        ]
+        read_at = work.read_at if isinstance(work, DeviceWork) else None
+        chosen = None if read_at is None else [read_at[j] for j in indices]
+        outputs: list[list[Tensor | None]] = [[None] * len(work.rows)] * len(model.outputs)
+        for j, tensors in zip(indices, self._stream.deliver(judged, self._rows(work, total), chosen), strict=True):
+            outputs[j] = [*tensors]
+        return outputs
 
     def _bind_inputs(self, binding: Any, work: Work) -> tuple[list[int], int]:
         """The bytes of each input that were copied, and the batch's rows, -1 for a model without batching."""
@@ -114,8 +125,14 @@ class OnnxDeviceInstance:
             if model.is_batching:
                 total = len(array)
             shape = fed_shape(array.shape, spec, port, is_batching=model.is_batching)
-            binding.bind_input(spec.name, *self._where(array), _element_type(spec), shape, array.address)
+            self._bind_input(binding, spec, array, shape)
         return copied, total
+
+    def _bind_input(self, binding: Any, spec: TensorSpec, array: DeviceArray, shape: tuple[int, ...]) -> None:
+        binding.bind_input(spec.name, *self._where(array), _element_type(spec), shape, array.address)
+
+    def _bind_room(self, binding: Any, spec: TensorSpec, array: DeviceArray) -> None:
+        binding.bind_output(spec.name, *self._where(array), _element_type(spec), array.shape, array.address)
 
     def _rows(self, work: Work, total: int) -> list[int] | None:
         if total < 0:
@@ -129,10 +146,10 @@ class OnnxDeviceInstance:
         spec, port = self._model.outputs[j], self._model.output_ports[j]
         shape = made_shape(spec, port, total)
         if shape is None:
-            binding.bind_output(spec.name, self._device, self.place.number)
+            binding.bind_output(spec.name, _GPU, self.place.number)
             return None
         array = self._stream.empty(spec.dtype.numpy, shape)
-        binding.bind_output(spec.name, *self._where(array), _element_type(spec), shape, array.address)
+        self._bind_room(binding, spec, array)
         return array
 
     def _adopted(self, value: Any, spec: TensorSpec) -> DeviceArray:
@@ -140,7 +157,7 @@ class OnnxDeviceInstance:
 
     def _where(self, array: DeviceArray) -> tuple[str, int]:
         """Memory of the host is pinned or not: to onnxruntime it is the CPU's, and it copies."""
-        return (self._device, self.place.number) if array.place.is_gpu else ("cpu", 0)
+        return (_GPU, self.place.number) if array.place.is_gpu else ("cpu", 0)
 
 
 def _element_type(spec: TensorSpec) -> Any:

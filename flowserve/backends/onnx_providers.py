@@ -72,7 +72,7 @@ _OLD_PARAMETERS: Final[Mapping[str, Mapping[str, str]]] = {
     "do_copy_in_default_stream": {},
 }
 _OURS: Final = frozenset({"device_id", "user_compute_stream", "has_user_compute_stream"})
-# A captured graph reads and writes the addresses it was captured with; each batch here has its own.
+# A captured graph reads and writes the addresses it was captured with: onnx_graphs.py sees to that.
 _GRAPHS: Final = frozenset({"enable_cuda_graph", "trt_cuda_graph_enable"})
 _FLAGS: Final = {"true": "True", "false": "False"}
 
@@ -99,10 +99,37 @@ def gpu_providers(config: ModelConfig, gpu: int, stream: int = 0) -> list[Provid
         else:
             text = f"unknown execution accelerator '{name}' is requested"
             problems.append(_problem(config, path, text, did_you_mean(name, ["tensorrt", "cuda"]) or ""))
+    if graph_sizes(config, problems):
+        if tensorrt is None:
+            cuda["enable_cuda_graph"] = "1"
+        else:
+            text = "CUDA graphs are captured by onnxruntime's CUDA provider, not by TensorRT's"
+            problems.append(_problem(config, "optimization.cuda", text, "leave one of them out"))
     if problems:
         raise Problems(problems)
     first = [] if tensorrt is None else [(TENSORRT, {**tensorrt, **place})]
     return [*first, (CUDA, {**cuda, **place}), (CPU, {})]
+
+
+def graph_sizes(config: ModelConfig, problems: list[Problem] | None = None) -> frozenset[int]:
+    """The sizes of batch whose runs are captured as CUDA graphs: those that `optimization.cuda` specifies, else the
+    largest; 1 for a model without batching. None where it does not ask for graphs. `problems` gets what is wrong.
+    """
+    cuda = (config.json.get("optimization") or {}).get("cuda") or {}
+    if not cuda.get("graphs"):
+        return frozenset()
+    varying = [spec for spec in (*config.inputs, *config.outputs) if spec.is_variable]
+    if varying and problems is not None:
+        text = f"CUDA graphs need fixed shapes, and '{varying[0].name}' has dims {list(varying[0].dims)}"
+        problems.append(_problem(config, "optimization.cuda", text))
+    if not config.max_batch_size:
+        return frozenset({1})
+    sizes = {int(spec.get("batch_size") or 0) for spec in cuda.get("graph_spec") or ()} - {0}
+    wrong = [size for size in sorted(sizes) if size > config.max_batch_size]
+    if wrong and problems is not None:
+        text = f"a CUDA graph for batches of {wrong[0]}, but max_batch_size is {config.max_batch_size}"
+        problems.append(_problem(config, "optimization.cuda.graph_spec", text))
+    return frozenset(sizes or {config.max_batch_size})
 
 
 def why_not_on_gpu(where: str, missing: Sequence[str], version: str, available: Sequence[str]) -> str:
@@ -167,8 +194,8 @@ def _refused(config: ModelConfig, place: str, key: str, accelerator: str, known:
     if key in _OURS:
         return _problem(config, place, f"'{key}' is the server's to say: an instance's device is its group's")
     if key in _GRAPHS:
-        text = f"'{key}' is not supported yet: CUDA graphs need tensors at fixed addresses"
-        return _problem(config, place, text)
+        hint = "write optimization { cuda { graphs: true } }, which is for CUDA's provider"
+        return _problem(config, place, f"'{key}' needs tensors at fixed addresses", hint)
     text = f"unknown parameter '{key}' is provided for {accelerator} Execution Accelerator"
     return _problem(config, place, text, did_you_mean(key, [*known]) or "")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,7 @@ from flowserve.backends.base import ModelFiles
 from flowserve.backends.files import relative
 from flowserve.backends.onnx_providers import CPU_ONLY, Provider, why_not_on_gpu
 from flowserve.backends.onnx_signature import Port, Signature
+from flowserve.backends.onnx_values import cleaned
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, Problem, Problems
 from flowserve.values import Array, DType
@@ -39,10 +39,6 @@ _LEVELS: Final = {
     0: ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
     1: ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
 }
-# "/src/graph/model.cc:166 onnxruntime::Model::Model(a, b) const ": where in onnxruntime, which helps nobody here.
-_SOURCE_LOCATION: Final = re.compile(
-    r"/\S+\.(?:cc|cpp|h|hpp):\d+ [^\n]*?\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])? "
-)
 
 
 def open_session(
@@ -75,9 +71,13 @@ def to_be_asked_only() -> Any:
     return settings
 
 
-def run_without_waiting() -> Any:
-    """For a run that returns when its work is on the device's stream."""
+def run_without_waiting(graph: int | None = None) -> Any:
+    """For a run that returns when its work is on the device's stream. `graph`: the number of the captured graph that it
+    is, -1 for none; None in a session that captures none.
+    """
     options = ort.RunOptions()
+    if graph is not None:
+        options.add_run_config_entry("gpu_graph_id", str(graph))
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 
@@ -143,14 +143,6 @@ def executor(session: Any, config: ModelConfig) -> Execute:
         return _CarryingBfloat16(session, answers=answers)
     execute: Execute = session.run
     return execute
-
-
-def cleaned(text: str) -> str:
-    """onnxruntime's message without its prefixes, source locations and stack."""
-    text = text.partition("\nStacktrace")[0]
-    text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
-    text = re.sub(r"Load model from .*? failed:", "", text)
-    return " ".join(_SOURCE_LOCATION.sub("", text).split())
 
 
 class _CarryingBfloat16:

@@ -1,12 +1,14 @@
 """What an ONNX model is fed, and whether what it answered is what its configuration promised.
 
-Decided here: reshapes and scalars on the way in, shapes and types on the way out, and strings both ways. Outputs may be
-numpy's or a device's: only their facts are looked at. It does not know onnxruntime.
+Decided here: reshapes and scalars on the way in, shapes and types on the way out, strings both ways, and how
+onnxruntime's failures read. Outputs may be numpy's or a device's: only their facts are looked at. It does not import
+onnxruntime.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,6 +19,12 @@ from flowserve.graph.conversion import reshaped
 from flowserve.values import Array, DType, TensorSpec
 
 AnyArray = Any  # numpy's, or a DeviceArray
+
+
+# "/src/graph/model.cc:166 onnxruntime::Model::Model(a, b) const ": where in onnxruntime, which helps nobody here.
+_SOURCE_LOCATION: Final = re.compile(
+    r"/\S+\.(?:cc|cpp|h|hpp):\d+ [^\n]*?\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])? "
+)
 
 
 def needs_preparing(spec: TensorSpec, port: Port) -> bool:
@@ -73,6 +81,14 @@ def made_shape(spec: TensorSpec, port: Port, total: int) -> tuple[int, ...] | No
     if any(dim < 0 for dim in inner):
         return None
     return (total, *inner) if total >= 0 else inner
+
+
+def cleaned(text: str) -> str:
+    """onnxruntime's message without its prefixes, source locations and stack."""
+    text = text.partition("\nStacktrace")[0]
+    text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
+    text = re.sub(r"Load model from .*? failed:", "", text)
+    return " ".join(_SOURCE_LOCATION.sub("", text).split())
 
 
 def _to_bytes(array: Array) -> Array:

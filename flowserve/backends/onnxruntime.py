@@ -22,12 +22,12 @@ from typing import Any, Final
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.onnx_device import OnnxDeviceInstance
-from flowserve.backends.onnx_providers import accelerators, gpu_providers
+from flowserve.backends.onnx_graphs import OnnxGraphInstance
+from flowserve.backends.onnx_providers import accelerators, gpu_providers, graph_sizes
 from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts, part_of
 from flowserve.backends.onnx_session import (
     Execute,
     Feed,
-    cleaned,
     executor,
     open_session,
     run_without_waiting,
@@ -36,7 +36,7 @@ from flowserve.backends.onnx_session import (
     to_be_asked_only,
 )
 from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements, with_flat_controls
-from flowserve.backends.onnx_values import checked, needs_preparing, prepared
+from flowserve.backends.onnx_values import checked, cleaned, needs_preparing, prepared
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import ModelFailed, Problems, Unsupported
 from flowserve.graph.transfers import stays_on_device
@@ -122,12 +122,14 @@ class OnnxModel:
         gpu = memory.place.number
         if not stays_on_device(self._config):
             return self._instance(lambda: executor(self._open_session(gpu_providers(self._config, gpu)), self._config))
-        return OnnxDeviceInstance(
-            self,
-            memory,
-            lambda stream: self._open_session(gpu_providers(self._config, gpu, stream)),
-            run_without_waiting,
-        )
+
+        def open_session_on(stream: int) -> Any:
+            return self._open_session(gpu_providers(self._config, gpu, stream))
+
+        sizes = graph_sizes(self._config)
+        if sizes:
+            return OnnxGraphInstance(self, memory, open_session_on, run_without_waiting, sizes)
+        return OnnxDeviceInstance(self, memory, open_session_on, run_without_waiting)
 
     def _instance(self, open_execute: Callable[[], Any]) -> OnnxInstance:
         """One whose tensors lie on the host, wherever it computes."""

@@ -12,7 +12,8 @@ from flowserve.config.types import SourceMap
 
 IGNORED: Final = (
     "optimization.priority",
-    "optimization.cuda",
+    "optimization.cuda.busy_wait_events",
+    "optimization.cuda.output_copy_stream",
     "optimization.execution_accelerators.cpu_execution_accelerator",
     "optimization.input_pinned_memory",
     "optimization.output_pinned_memory",

@@ -118,9 +118,24 @@ class DeviceStream:
             self._read(tensor.elements)
             return self.deliver([tensor.elements], rows)[0][0]
 
+    def keep(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
+        """Room on the device that outlives batches, for work on this stream only; None where there is none."""
+        block = self.memory.pool.take(prod(shape) * dtype.itemsize, self.handle)
+        return None if block is None else DeviceArray(block, dtype, shape)
+
+    def copy(self, array: DeviceArray, to: DeviceArray) -> None:
+        """Put a copy of an array of this batch on the stream, into room of as many bytes."""
+        self._touch(array)
+        self._touch(to)
+        self._copy(to, array, array.place)
+
+    def wait(self) -> None:
+        """Until all that was put on the stream is done."""
+        self._device.synchronize(self._device.record(self.handle))
+
     def close(self) -> None:
         """After the last batch; waits for what is still on the stream."""
-        self._device.synchronize(self._device.record(self.handle))
+        self.wait()
         self._device.close_stream(self.handle)
 
     # ------------------------------------------------------------------ towards the device

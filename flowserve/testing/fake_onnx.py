@@ -25,6 +25,8 @@ class OnFake:
         self._machine = machine
         self._stream = next(one for one in machine.streams if one.address == stream)
         self.bindings = 0
+        self.addresses: list[tuple[int, ...]] = []  # of each run, what it reads and writes
+        self.runs: list[str] = []  # of each run, the number of the graph that it is, "" where nothing is said
 
     def io_binding(self) -> Binding:
         self.bindings += 1
@@ -33,6 +35,8 @@ class OnFake:
     def run_with_iobinding(self, binding: Binding, options: Any) -> None:
         reads, writes = ([self._machine.find(one, 1) for one in side] for side in (binding.reads, binding.writes))
         self._machine.enqueue(self._stream, reads, writes)
+        self.addresses.append((*binding.reads, *binding.writes))
+        self.runs.append(_entry(options, "gpu_graph_id"))
         self._session.run_with_iobinding(binding.raw, options)
 
 
@@ -55,6 +59,14 @@ class Binding:
 
     def get_outputs(self) -> Any:
         return self.raw.get_outputs()
+
+
+def _entry(options: Any, key: str) -> str:
+    """A run's configuration entry, "" where there is none."""
+    try:
+        return str(options.get_run_config_entry(key))
+    except RuntimeError:
+        return ""
 
 
 @contextmanager

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from flowserve.backends import registry
+from flowserve.backends.base import Work
 from flowserve.backends.device import DeviceWork, OnDevice
 from flowserve.backends.onnx_device import OnnxDeviceInstance
+from flowserve.backends.onnx_graphs import OnnxGraphInstance
 from flowserve.backends.onnx_session import run_without_waiting
 from flowserve.backends.onnxruntime import OnnxInstance, OnnxModel
 from flowserve.config.types import InstanceGroup, ModelConfig
@@ -25,7 +27,7 @@ from flowserve.memory.devices import Devices, using
 from flowserve.memory.tensor import Tensor
 from flowserve.testing.backends import Repository, config_of, sample, spec
 from flowserve.testing.fake_device import FakeMachine
-from flowserve.testing.fake_onnx import OnFake
+from flowserve.testing.fake_onnx import OnFake, onnx_on
 from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_memory
 
@@ -206,6 +208,48 @@ def test_a_session_that_would_run_on_the_cpu_after_all_fails_the_load(
     assert text.startswith("failed to load 'm' version 1: m/1/model.onnx cannot run on the GPU: onnxruntime ")
     assert "started without CUDAExecutionProvider" in text
     assert "--gpu=off" in text or "install onnxruntime-gpu" in text
+
+
+def test_a_captured_run_reads_and_writes_one_place_and_what_it_made_is_not_overwritten(repository: Repository) -> None:
+    repository.write("m", FILE, _doubled())
+    graphs = {"optimization": {"cuda": {"graphs": True, "graph_spec": [{"batch_size": 2}]}}}
+    with onnx_on(FakeMachine()) as devices:
+        config = onnx_config(instance_groups=GPU, json=graphs)
+        model = registry.find("onnxruntime").load(config, repository.files(), {})
+        instance = model.instance("m_0", GPU[0])
+        assert isinstance(instance, OnnxGraphInstance)
+        instance.open()
+
+        def run(*values: float) -> list[Tensor | None]:
+            column: list[Tensor | None] = [*batch(*(np.full((1, 4), value, np.float32) for value in values))]
+            members = len(values)
+            read_at = [[ON_DEVICE] * members]
+            work = DeviceWork([column], [1] * members, [Request({})] * members, [("y",)] * members, read_at=read_at)
+            return instance.run(work, time.perf_counter_ns).outputs[0]
+
+        first, second, third = run(1, 2), run(3, 4), run(5, 6, 7)  # the last is of a size that is not captured
+        home = [tensor.to(HOST_MEMORY, instance._stream) for tensor in (*first, *second, *third) if tensor is not None]
+        assert [tensor.array[0, 0] for tensor in home] == [2, 4, 6, 8, 10, 12, 14]
+        session: OnFake = instance._session
+        assert session.runs == ["2", "2", "-1"]
+        assert session.addresses[0] == session.addresses[1] != session.addresses[2]
+        del first, second, third, home
+        instance.close()
+        assert sum(pool.lent_bytes for pool in devices.statistics().values()) == 0
+
+
+def test_a_graph_for_which_there_is_no_room_is_a_run_like_any_other(repository: Repository) -> None:
+    repository.write("m", FILE, _doubled())
+    graphs = {"optimization": {"cuda": {"graphs": True, "graph_spec": [{"batch_size": 1}]}}}
+    with onnx_on(FakeMachine()) as devices:
+        devices.limit(None, {0: 512})
+        config = onnx_config(instance_groups=GPU, json=graphs)
+        instance = registry.find("onnxruntime").load(config, repository.files(), {}).instance("m_0", GPU[0])
+        instance.open()
+        work = Work([[*batch(np.ones((1, 4), np.float32))]], [1], [Request({})], [("y",)])
+        assert lists(instance.run(work, time.perf_counter_ns).outputs[0]) == [[[2] * 4]]
+        assert instance._session.runs == ["-1"]  # type: ignore[attr-defined]
+        instance.close()
 
 
 def _doubled() -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowserve.backends.onnx_providers import CPU, CUDA, TENSORRT, gpu_providers, why_not_on_gpu
+from flowserve.backends.onnx_providers import CPU, CUDA, TENSORRT, gpu_providers, graph_sizes, why_not_on_gpu
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problems
 from flowserve.testing.backends import config_of, spec
@@ -76,16 +76,43 @@ def test_cuda_takes_its_options_from_the_accelerator_and_from_the_old_parameters
         ),
         (
             _config([{"name": "cuda", "parameters": {"enable_cuda_graph": "1"}}]),
-            "'enable_cuda_graph' is not supported yet: CUDA graphs need tensors at fixed addresses",
+            "'enable_cuda_graph' needs tensors at fixed addresses (write optimization { cuda { graphs: true } }",
         ),
         (
             _config([{"name": "tensorrt", "parameters": {"trt_cuda_graph_enable": "1"}}]),
-            "'trt_cuda_graph_enable' is not supported yet",
+            "'trt_cuda_graph_enable' needs tensors at fixed addresses",
         ),
         (_config(cudnn_conv_algo_search="3"), "parameter 'cudnn_conv_algo_search' is '3'; it may be 0, 1, 2"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(config: ModelConfig, text: str) -> None:
+    with pytest.raises(Problems) as caught:
+        gpu_providers(config, 0)
+    assert text in str(caught.value)
+
+
+def _graphs(max_batch_size: int = 8, dims: int = 4, **cuda: Any) -> ModelConfig:
+    json = {"optimization": {"cuda": {"graphs": True, **cuda}}}
+    ports = {"inputs": [spec("x", (dims,))], "outputs": [spec("y", (dims,))]}
+    return config_of("onnxruntime", max_batch_size=max_batch_size, json=json, **ports)
+
+
+def test_cuda_graphs_are_for_the_sizes_that_are_specified_or_the_largest() -> None:
+    assert graph_sizes(_config()) == frozenset()
+    assert graph_sizes(_graphs()) == {8}
+    assert graph_sizes(_graphs(0)) == {1}
+    assert graph_sizes(_graphs(graph_spec=[{"batch_size": 2}, {"batch_size": 8}])) == {2, 8}
+    assert gpu_providers(_graphs(), 0)[0] == (CUDA, {"enable_cuda_graph": "1", "device_id": "0"})
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (_graphs(dims=-1), "CUDA graphs need fixed shapes, and 'x' has dims [-1]"),
+        (_graphs(graph_spec=[{"batch_size": 9}]), "a CUDA graph for batches of 9, but max_batch_size is 8"),
+    ],
+)
+def test_a_graph_that_could_not_be_captured_is_refused(config: ModelConfig, text: str) -> None:
     with pytest.raises(Problems) as caught:
         gpu_providers(config, 0)
     assert text in str(caught.value)

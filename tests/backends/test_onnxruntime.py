@@ -11,7 +11,7 @@ import onnx.numpy_helper
 import pytest
 
 from flowserve.backends import registry
-from flowserve.backends.onnx_session import cleaned
+from flowserve.backends.onnx_values import cleaned
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, ModelFailed, Problems, Unsupported
 from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values

@@ -162,11 +162,11 @@ def test_an_unknown_backend_is_for_the_registry_to_judge(refused: Refused) -> No
 def test_ignored_fields_are_told_once_in_the_log(draft: Read, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flowserve.config")
     text = (
-        'optimization { cuda { graphs: true } } instance_group { host_policy: "p" } metric_tags { key: "a" value: "b" }'
+        'optimization { eager_batching: true } instance_group { host_policy: "p" } metric_tags { key: "a" value: "b" }'
     )
     finish(draft(MODEL % "" + text), None)
     assert caplog.messages == [
-        "m/config.pbtxt:4:16: optimization.cuda is read and ignored",
-        "m/config.pbtxt:4:76: metric_tags is read and ignored",
-        "m/config.pbtxt:4:57: instance_group[0].host_policy is read and ignored",
+        "m/config.pbtxt:4:16: optimization.eager_batching is read and ignored",
+        "m/config.pbtxt:4:75: metric_tags is read and ignored",
+        "m/config.pbtxt:4:56: instance_group[0].host_policy is read and ignored",
     ]
