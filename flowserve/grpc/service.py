@@ -13,7 +13,7 @@ from typing import Any, Final
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
+from flowserve.errors import Invalid, NotFound, Unavailable
 from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.calls import Calls
 from flowserve.grpc.decode import decode
@@ -135,18 +135,17 @@ class Service:
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def cuda_status(self, request: pb.CudaSharedMemoryStatusRequest) -> pb.CudaSharedMemoryStatusResponse:
-        if request.name:
-            raise NotFound(f"Unable to find cuda shared memory region: '{request.name}'")
-        return pb.CudaSharedMemoryStatusResponse()
+        rows = self._memory.status_cuda(request.name)
+        return ParseDict({"regions": {row["name"]: row for row in rows}}, pb.CudaSharedMemoryStatusResponse())
 
     async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> pb.CudaSharedMemoryRegisterResponse:
-        self._memory.check_allowed()
-        raise Unsupported("CUDA shared memory of clients is not supported; register system shared memory")
+        self._memory.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        return pb.CudaSharedMemoryRegisterResponse()
 
     async def cuda_unregister(
         self, request: pb.CudaSharedMemoryUnregisterRequest
     ) -> pb.CudaSharedMemoryUnregisterResponse:
-        self._memory.check_allowed()
+        self._memory.unregister_cuda(request.name)
         return pb.CudaSharedMemoryUnregisterResponse()
 
     # ------------------------------------------------------------------ settings

@@ -1,21 +1,20 @@
 """The shared memory extensions over HTTP: status, register, unregister.
 
-Decided here: what the JSON of these calls may say, and that clients' CUDA memory is not served: nothing of it is ever
-registered, so that its status is an empty list and unregistering does nothing. What a region is, decides
-memory/client_memory.py.
+Decided here: what the JSON of these calls may say. What a region is, decides memory/client_memory.py.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flowserve.errors import NotFound, Unsupported
+from flowserve.errors import Invalid
 from flowserve.http.documents import Handler, ReadBody, document, json_response
-from flowserve.http.fields import missing, string_of, uint_of
+from flowserve.http.fields import missing, object_of, string_of, uint_of
 from flowserve.memory.client_memory import ClientMemory
 
 SYSTEM: Final = "/v2/systemsharedmemory"
@@ -41,17 +40,25 @@ def shared_memory_routes(memory: ClientMemory, body: ReadBody) -> list[Route]:
         return Response()
 
     async def cuda_status(request: Request) -> Response:
-        name = request.path_params.get("name", "")
-        if name:
-            raise NotFound(f"Unable to find cuda shared memory region: '{name}'")
-        return json_response([])
+        return json_response(memory.status_cuda(request.path_params.get("name", "")))
 
     async def cuda_register(request: Request) -> Response:
         memory.check_allowed()
-        raise Unsupported("CUDA shared memory of clients is not supported; register system shared memory")
+        asked = await document(request, body)
+        for key in ("byte_size", "raw_handle"):
+            if key not in asked:
+                raise missing(key, "")
+        written = string_of(object_of(asked, "raw_handle"), "b64", "raw_handle")
+        try:
+            handle = b64decode(written, validate=True)
+        except ValueError as error:
+            raise Invalid(f"Unable to parse 'raw_handle': 'b64' is no base64: {error}") from None
+        device, size = uint_of(asked, "device_id"), uint_of(asked, "byte_size")
+        memory.register_cuda(request.path_params["name"], handle, device, size)
+        return Response()
 
     async def cuda_unregister(request: Request) -> Response:
-        memory.check_allowed()
+        memory.unregister_cuda(request.path_params.get("name", ""))
         return Response()
 
     return [

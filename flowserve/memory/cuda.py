@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flowserve.memory.device import Device, Event, Memory, OutOfMemory, Stream
+from flowserve.memory.device import Device, Event, Memory, OpenedMemory, OutOfMemory, Stream
 from flowserve.values import Array
 
 try:
@@ -26,6 +26,7 @@ except ImportError as error:  # also where its own libraries are missing
     _WHY_NO_CUPY: Final = str(error)
 
 _ANY_DIRECTION: Final = 4  # cudaMemcpyDefault: told from the addresses
+_LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 _OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
 
 
@@ -132,6 +133,23 @@ class CudaDevice:
     def is_done(self, event: Event) -> bool:
         assert isinstance(event, CudaEvent)
         return bool(event.raw.done)
+
+    def open_handle(self, handle: bytes) -> OpenedMemory:
+        try:
+            with cupy.cuda.Device(self.number):
+                address = int(cupy.cuda.runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise ValueError(str(error)) from error
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        found = (ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        if ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(*found) != 0:
+            cupy.cuda.runtime.ipcCloseMemHandle(address)
+            raise ValueError("how much memory it is of cannot be told")
+        return OpenedMemory(address, base.value + size.value - address)
+
+    def close_handle(self, opened: OpenedMemory) -> None:
+        with cupy.cuda.Device(self.number):
+            cupy.cuda.runtime.ipcCloseMemHandle(opened.address)
 
     def current(self) -> AbstractContextManager[object]:
         device: AbstractContextManager[object] = cupy.cuda.Device(self.number)

@@ -16,6 +16,7 @@ from a finaliser: the collector runs anywhere.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from flowserve.values import Array
@@ -33,6 +34,14 @@ class Memory(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedMemory:
+    """Another process's memory of the device: all of one allocation, `nbytes` at `address` here."""
+
+    address: int
+    nbytes: int
 
 
 class Stream(Protocol):
@@ -86,6 +95,12 @@ class Device(Protocol):
 
     def is_done(self, event: Event) -> bool:
         """Whether the event has passed. If so, the host may rely on it as after `synchronize`."""
+
+    def open_handle(self, handle: bytes) -> OpenedMemory:
+        """What another process made the handle of, on this device. Not twice before it is closed. Raises ValueError."""
+
+    def close_handle(self, opened: OpenedMemory) -> None:
+        """Nothing reads or writes it any more."""
 
     def current(self) -> AbstractContextManager[object]:
         """Within it, this is what CUDA calls the thread's current device, for libraries that ask it."""

@@ -25,7 +25,7 @@ from typing import Final
 
 import numpy as np
 
-from flowserve.memory.device import Event, Memory, OutOfMemory, Stream
+from flowserve.memory.device import Event, Memory, OpenedMemory, OutOfMemory, Stream
 from flowserve.memory.device_tensor import DeviceArray
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import WHOLE, Tensor
@@ -94,11 +94,22 @@ class FakeMachine:
         self._addresses: list[int] = []
         self._streams = itertools.count(1)
         self.streams: list[FakeStream] = []
+        self.exported: dict[bytes, FakeMemory] = {}  # what other processes have, by its handles
+        self.opened: dict[OpenedMemory, bytes] = {}
         self.current = threading.local()  # `number` is the thread's current device, for whoever asks
         self.devices = [FakeDevice(self, number) for number in range(count)]
 
     def used_bytes(self, place: MemoryPlace) -> int:
         return sum(one.nbytes for one in self._allocations.values() if one.place == place)
+
+    def export(self, device: int, content: bytes) -> bytes:
+        """Memory that another process has on a device, holding this. Returns its handle."""
+        with self.lock:
+            memory = self.allocate(gpu_memory(device), len(content))
+            memory.bytes[:] = np.frombuffer(content, np.uint8)
+            handle = len(self.exported).to_bytes(64, "little")
+            self.exported[handle] = memory
+            return handle
 
     def new_stream(self, device: int) -> FakeStream:
         stream = FakeStream(next(self._streams), device)
@@ -249,6 +260,22 @@ class FakeDevice:
             if self.machine.is_quick:
                 _join(self.machine.host, event.clock)
             return all(self.machine.host.get(who, 0) >= moment for who, moment in event.clock.items())
+
+    def open_handle(self, handle: bytes) -> OpenedMemory:
+        with self.machine.lock:
+            memory = self.machine.exported.get(handle)
+            if memory is None or memory.place != gpu_memory(self.number):
+                raise ValueError("cudaErrorInvalidValue: invalid argument")
+            if handle in self.machine.opened.values():
+                raise ValueError("cudaErrorAlreadyMapped: it is open already")
+            opened = OpenedMemory(memory.address, memory.nbytes)
+            self.machine.opened[opened] = handle
+            return opened
+
+    def close_handle(self, opened: OpenedMemory) -> None:
+        with self.machine.lock:
+            handle = self.machine.opened.pop(opened)
+            self.machine.check(self.machine.exported[handle], self.machine.host, writes=True, who="closing its handle")
 
     @contextmanager
     def current(self) -> Iterator[None]:

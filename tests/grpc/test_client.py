@@ -262,9 +262,11 @@ def test_tensors_are_read_from_shared_memory_and_written_to_it(client: Client, r
     refused("NOT_FOUND", "Unable to find shared memory region: 'nowhere'", client.infer, "echo", [given])
 
 
-def test_cuda_memory_of_clients_is_refused_by_name(client: Client) -> None:
+def test_cuda_memory_that_is_none_is_refused_with_the_reason(client: Client) -> None:
     assert not client.get_cuda_shared_memory_status().regions
-    refused("UNIMPLEMENTED", "CUDA shared memory", client.register_cuda_shared_memory, "r", b"aGFuZGxl", 0, 64)
+    text = "failed to register CUDA shared memory region"
+    refused("INVALID_ARGUMENT", text, client.register_cuda_shared_memory, "r", b"aGFuZGxl", 0, 64)
+    refused("NOT_FOUND", "Unable to find cuda shared memory region: 'r'", client.get_cuda_shared_memory_status, "r")
     client.unregister_cuda_shared_memory("r")
 
 

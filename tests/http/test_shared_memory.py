@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 from flowserve.http.app import AppOptions, make_app
 from flowserve.memory.client_memory import DISABLED, ClientMemory
+from flowserve.memory.devices import Devices, using
 from flowserve.runtime.engine import Engine
 from flowserve.testing.engine import add_function
+from flowserve.testing.fake_device import FakeMachine
 
 
 @pytest.fixture
@@ -172,17 +175,39 @@ async def test_it_is_off_by_default(api: Any, region: Any) -> None:
     await trio.to_thread.run_sync(talk)
 
 
-async def test_cuda_memory_is_refused_by_name(allowed: Any) -> None:
+async def test_inputs_are_read_from_cuda_memory_and_outputs_written_to_it(allowed: Any) -> None:
+    machine = FakeMachine(1)
+    handle = machine.export(0, np.full((1, 4), 3, np.float32).tobytes() + bytes(16))
+
+    def talk() -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}") as client:
+            client.register_cuda_shared_memory("r", b64encode(handle), 0, 32)
+            assert client.get_cuda_shared_memory_status("r") == [{"name": "r", "device_id": 0, "byte_size": 32}]
+            inputs, outputs = tensors(0, 16)
+            client.infer("double", inputs, outputs=outputs)
+            client.unregister_cuda_shared_memory("r")
+            assert client.get_cuda_shared_memory_status() == []
+
+    with using(Devices(machine.devices)):
+        await trio.to_thread.run_sync(talk)
+    assert np.frombuffer(machine.exported[handle].bytes[16:], np.float32).tolist() == [6.0] * 4
+
+
+async def test_cuda_memory_without_a_gpu_is_refused_with_the_reason(allowed: Any) -> None:
     def talk() -> None:
         with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}") as client:
             assert client.get_cuda_shared_memory_status() == []
             client.unregister_cuda_shared_memory()
-            with pytest.raises(InferenceServerException, match="CUDA shared memory of clients is not supported"):
+            with pytest.raises(InferenceServerException, match="'r', GPUs not supported: no driver") as refused:
                 client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 64)
+            assert refused.value.status() == "400"
+            with pytest.raises(InferenceServerException, match="Unable to parse 'raw_handle': 'b64' is no base64"):
+                client.register_cuda_shared_memory("r", b"?", 0, 64)
             with pytest.raises(InferenceServerException, match="Unable to find cuda shared memory region: 'r'"):
                 client.get_cuda_shared_memory_status("r")
 
-    await trio.to_thread.run_sync(talk)
+    with using(Devices((), "no driver")):
+        await trio.to_thread.run_sync(talk)
 
 
 @pytest.mark.parametrize(
