@@ -141,12 +141,14 @@ def test_a_model_is_loaded_with_a_configuration_and_files_of_the_call(client: Cl
     client.unload_model("brought", unload_dependents=True)
 
 
+@pytest.mark.fault("Z3")
 def test_settings_are_told_and_changed(client: Client) -> None:
     assert client.get_log_settings(as_json=True)["settings"]["log_info"] == {"bool_param": True}
     told = client.update_log_settings({"log_verbose_level": 1}, as_json=True)
     assert told["settings"]["log_verbose_level"] == {"uint32_param": 1}
     client.update_log_settings({"log_verbose_level": 0})
     refused("UNIMPLEMENTED", "log file location can not be updated", client.update_log_settings, {"log_file": "x"})
+    refused("UNIMPLEMENTED", "trace file location", client.update_trace_settings, settings={"trace_file": "x"})
     assert client.get_trace_settings(as_json=True)["settings"]["trace_level"] == {"value": ["OFF"]}
     assert client.update_trace_settings(settings={"trace_rate": "1000"}).settings["trace_rate"].value == ["1000"]
     refused("UNIMPLEMENTED", "trace file", client.update_trace_settings, settings={"trace_file": ["elsewhere"]})
@@ -230,6 +232,33 @@ def test_what_is_wrong_is_said_with_its_status(client: Client) -> None:
         "repeats",
         [numbers(1)],
     )
+
+
+@pytest.mark.fault("Z1", "Z5")
+def test_names_that_lead_elsewhere_lead_nowhere_and_what_clients_read_names_no_path(
+    client: Client, repository: Path
+) -> None:
+    config = json.dumps({"backend": "python"})
+    said = []
+    for call in (
+        lambda: client.load_model("../echo"),
+        lambda: client.load_model("echo/1"),
+        lambda: client.load_model("new", config=config, files={"file:../../stolen": b"x"}),
+        lambda: client.load_model("new", config=config, files={"file:/tmp/stolen": b"x"}),
+        lambda: client.get_model_config("../echo"),
+        lambda: client.get_model_metadata("echo", "../1"),
+        lambda: client.infer("../echo", [batch(1)]),
+        lambda: client.register_system_shared_memory("r", "../../etc/passwd", 8),
+        lambda: client.infer("fails", [numbers(1)]),
+    ):
+        with pytest.raises(InferenceServerException) as refusal:
+            call()
+        said.append((refusal.value.status().removeprefix("StatusCode."), refusal.value.message()))
+    assert {status for status, _ in said[:-1]} == {"INVALID_ARGUMENT", "NOT_FOUND"}
+    for _, text in said:
+        assert str(repository) not in text
+        assert "Traceback" not in text
+    assert not [*repository.parent.glob("**/stolen")]
 
 
 # ------------------------------------------------------------------------------------------------------- shared memory

@@ -91,6 +91,7 @@ def folder(repository: Path, tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.fault("H11", "H12")
 def test_messages_beyond_the_operators_limit_are_refused(folder: Path, options: tuple[str, ...]) -> None:
     more = ("--grpc-max-message-size", "1000", "--grpc-keepalive-time", "1000", "--grpc-max-connection-age", "3600000")
     with serving(folder, *options, *more) as served, triton.InferenceServerClient(served.grpc_address) as client:
@@ -100,6 +101,8 @@ def test_messages_beyond_the_operators_limit_are_refused(folder: Path, options: 
         with pytest.raises(InferenceServerException, match="larger than max") as refused:
             client.infer("sleeps", [large])
         assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        with pytest.raises(InferenceServerException, match=r"(?i)decompressed message larger than max"):
+            client.infer("sleeps", [large], compression_algorithm="gzip")
 
 
 def test_requests_under_way_finish_and_streams_end_when_the_server_is_told_to_stop(
