@@ -26,6 +26,8 @@ from flowserve.values import ANY_GPU, HOST_MEMORY, DType, MemoryPlace, TensorSpe
 MemoryPlaces = frozenset[MemoryPlace]
 ON_HOST: Final[MemoryPlaces] = frozenset({HOST_MEMORY})
 
+_IN_PYTHON: Final = frozenset({"python", "callable"})
+
 # "depends": some of the instances that may run the two steps share a memory, and some do not.
 Kind = Literal["view", "copy", "shared", "depends"]
 
@@ -55,12 +57,13 @@ def memory_places(config: ModelConfig) -> MemoryPlaces:
 
 def stays_on_device(config: ModelConfig) -> bool:
     """Whether instances of a model on a GPU take and make tensors there: strings cannot lie there, ragged inputs are
-    laid end to end on the host, state is kept there, and a child process shares only the host's memory.
+    laid end to end on the host, state is kept there, a child process shares only the host's memory, and what is written
+    in Python gets and gives arrays of the host's.
     """
     specs = (*config.inputs, *config.outputs)
-    in_process = config.parameters.get("execution", "process" if config.backend == "python" else "") == "process"
     return (
-        not in_process
+        config.backend not in _IN_PYTHON
+        and config.parameters.get("execution") != "process"
         and config.sequence is None
         and not config.batch_inputs
         and not config.batch_outputs

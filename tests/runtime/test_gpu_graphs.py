@@ -112,3 +112,75 @@ async def test_what_says_nothing_of_its_place_is_on_the_gpu_there_is(tmp_path: P
     async with serving(_repository(tmp_path, {"a": "", "b": "", "c": ""})) as engine:
         assert await _ask(engine, "chain", 4) == [0.0, 8.0, 16.0, 24.0]
         assert _copies(devices) == {IN: 1, OUT: 1}
+
+
+REPEAT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            given = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            sender = request.get_response_sender()
+            for n in range(3):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", given + np.float32(n))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+REPEAT_CONFIG = """
+backend: "python"
+max_batch_size: 32
+input { name: "x" data_type: TYPE_FP32 dims: 4 }
+output { name: "y" data_type: TYPE_FP32 dims: 4 }
+model_transaction_policy { decoupled: true }
+parameters { key: "execution" value: { string_value: "thread" } }
+"""
+
+
+async def test_each_answer_of_a_model_that_answers_many_times_goes_through_the_gpu(
+    tmp_path: Path, devices: Devices
+) -> None:
+    repository = _repository(tmp_path, {"b": GPU, "c": GPU})
+    (repository / "a" / "1").mkdir(parents=True)
+    (repository / "a" / "1" / "model.py").write_text(REPEAT)
+    (repository / "a" / "config.pbtxt").write_text(REPEAT_CONFIG)
+    async with serving(repository) as engine:
+        request = Request({"IN": np.ones((1, 4), np.float32)}, stamp=engine.next_stamp())
+        async with engine.stream(engine.find("chain"), request) as answers:
+            found = [float(answer.outputs["OUT"][0, 0]) async for answer in answers]
+        assert found == [4, 8, 12]
+        copies = _copies(devices)
+        assert copies[IN] == copies[OUT] <= 3
+
+
+SEQUENCE = """
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: 4 }
+output { name: "y" data_type: TYPE_FP32 dims: 4 }
+sequence_batching { control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } } }
+instance_group { kind: KIND_GPU }
+"""
+
+
+async def test_a_model_of_sequences_on_the_gpu_has_its_tensors_on_the_host(tmp_path: Path, devices: Devices) -> None:
+    node = onnx_node("Add", ["x", "START"], ["y"])
+    inputs = [onnx_value("x", DType.FP32, ("N", 4)), onnx_value("START", DType.FP32, ("N", 1))]
+    (tmp_path / "s" / "1").mkdir(parents=True)
+    (tmp_path / "s" / "1" / "model.onnx").write_bytes(
+        onnx_model([node], inputs, [onnx_value("y", DType.FP32, ("N", 4))])
+    )
+    (tmp_path / "s" / "config.pbtxt").write_text(SEQUENCE)
+    async with serving(tmp_path) as engine:
+        answers = []
+        for is_first in (True, False):
+            request = Request(
+                {"x": np.ones((1, 4), np.float32)},
+                sequence_id=7,
+                sequence_start=is_first,
+                sequence_end=not is_first,
+                stamp=engine.next_stamp(),
+            )
+            response = await engine.infer(engine.find("s"), request)
+            answers.append(float(response.outputs["y"][0, 0]))
+        assert answers == [2, 1]
+        assert _copies(devices) == {}  # onnxruntime copies by itself
