@@ -25,6 +25,8 @@ from flowserve.observe.writer import Writer
 
 KEPT_BYTES_MAX: Final = 64 << 20  # of text that waits for its file; what is more goes into the file without a number
 
+_TOGETHER: Final = 256  # traces at most are written in one go
+
 log = logging.getLogger("flowserve.observe")
 
 
@@ -51,6 +53,7 @@ class TraceFile:
         self._indices = count()
         self._kept: dict[Setting, _Kept] = {}
         self._end: int | None = None  # where the file's last bracket is, once it is begun
+        self._due: list[bytes] = []  # for the file itself, while more comes
         self._complaint = ""
         self._writer = Writer("flowserve trace file", self._complain)
 
@@ -92,7 +95,10 @@ class TraceFile:
         choice = setting.choice
         setting.written += 1
         if not choice.log_frequency and choice.trace_count < 0:
-            self._append([text])
+            self._due.append(text)
+            if self._writer.is_idle or len(self._due) >= _TOGETHER:
+                due, self._due = self._due, []
+                self._append(due)
             return
         kept = self._kept.setdefault(setting, _Kept())
         kept.add(text)
@@ -108,6 +114,9 @@ class TraceFile:
         return as_objects(trace, self._numbers)
 
     def _flush_all(self) -> None:
+        due, self._due = self._due, []
+        if due:
+            self._append(due)
         for setting in [*self._kept]:
             self._flush(setting)
 

@@ -96,8 +96,7 @@ def _head(number: int, model: str, version: int, request_id: str, parent: int, t
 
 
 def _stamps(number: int, stamps: Sequence[tuple[str, int]]) -> Iterator[Json]:
-    for name, ns in stamps:
-        yield {"id": number, "timestamps": [{"name": name, "ns": ns}]}
+    yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in stamps]}
 
 
 def _told(trace: Trace) -> Json:

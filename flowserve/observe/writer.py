@@ -27,6 +27,11 @@ class Writer:
     def is_begun(self) -> bool:
         return self._thread is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be done; for what is being done, to know whether there is more to come."""
+        return self._work.empty()
+
     def do(self, what: Callable[[], None]) -> None:
         """Do this soon. Returns at once."""
         if self._thread is None:
