@@ -6,7 +6,7 @@ given back. So a batch is whoever has a slot and something to do just then: requ
 executions. Slots, backlog and batches are those of all sequences.
 
 Always true after every call, besides what is true of the strategy (see `check`):
-  (1) each sequence has a request that waits, or one that runs.
+  (1) each sequence has a request that waits, or one that runs, or one that is about to be tried again.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Iterative(Sequences):
             if left:
                 gone += left
                 self._thin_out(line, left)
+        for line in [ticket.line for ticket in self._tried_again() if ticket.flow is flow]:
+            self._end_where_done(line)
         return gone
 
     def id_of(self, flow: Flow) -> SequenceId:
@@ -86,27 +88,35 @@ class Iterative(Sequences):
         self._count -= gone
         if rest and is_first:
             self._leads(line)
-        elif not rest and not line.is_running:
-            self._end(line, "")
+        self._end_where_done(line)
 
     def _is_back(self, instance: Any) -> None:
         ran = [*self._ran[instance]]
         super()._is_back(instance)
-        again = {ticket.line for part in self._again[instance] for ticket in part}
         for line in ran:
-            if not line.waiting and line not in again:
-                if line in self._lines:
-                    self._end(line, "")
-            elif line.waiting and line.waiting[0] is not line.going_on:
+            self._end_where_done(line)
+            if line.waiting and line.waiting[0] is not line.going_on:
                 line.going_on = None
+
+    def _end_where_done(self, line: Line) -> None:
+        if line in self._lines and not (line.waiting or line.is_running or line in self._lines_tried_again()):
+            self._end(line, "")
+
+    def _tried_again(self) -> list[Ticket]:
+        """What is in parts of batches that raised."""
+        return [ticket for parts in self._again.values() for part in parts for ticket in part]
+
+    def _lines_tried_again(self) -> set[Line]:
+        return {ticket.line for ticket in self._tried_again() if not ticket.flow.done}
 
     def _end(self, line: Line, why: str, error: FlowserveError | None = None) -> None:
         super()._end(line, "", error)  # nobody asks later what became of it: it had one request
 
     def check(self) -> None:
         super().check()
+        again = self._lines_tried_again()
         for line in self._lines:
-            assert line.waiting or line.is_running, f"(1) {line} has nothing to do and is not over"
+            assert line.waiting or line.is_running or line in again, f"(1) {line} has nothing to do and is not over"
 
 
 class IterativeDirect(Iterative, Direct):

@@ -42,8 +42,8 @@ def oldest(candidates: int = 4, size: int = 2, **policy: object) -> IterativeOld
     return IterativeOldest(*policies)
 
 
-def direct(slots: int = 2) -> IterativeDirect:
-    return IterativeDirect(SequencePolicy("a", slots, 1_000), identify, Nobody(None))
+def direct(slots: int = 2, share: float = 0.0, delay_ns: int = 0) -> IterativeDirect:
+    return IterativeDirect(SequencePolicy("a", slots, 1_000), identify, Nobody(None), share, delay_ns)
 
 
 class Rounds:
@@ -202,6 +202,47 @@ def test_when_the_server_ends_nobody_is_run_again() -> None:
     rounds.back(server.running[0])
     assert str(flow.error) == "the end"
     assert rounds.turns(1) == []
+
+
+def test_a_batch_that_raised_is_tried_by_halves_and_whoever_is_in_it_keeps_its_slot_unless_it_leaves() -> None:
+    batcher = oldest()
+    server = Recorder()
+    server.serve(MODEL, batcher, is_pure=True)
+    rounds = Rounds(server)
+    for name in ("a", "b"):
+        server.submit(GRAPH, Ask(name, 2))
+    server.turn()
+    assert server.raised(server.running[0])
+    assert rounds.turns(3) == [["a"], ["b"], ["a", "b"]]
+    assert names(server.answers) == ["a", "b"]
+    flows = [server.submit(GRAPH, Ask(name, 1)) for name in ("c", "d", "e")]
+    server.turn()
+    server.dispatcher.cancel(flows[0])  # while it runs
+    assert server.raised(server.running[0])
+    server.dispatcher.cancel(flows[1])  # before it is tried again
+    assert rounds.turns(1) == [["e"]]
+    assert (batcher.live, batcher.seated) == (0, 0)
+
+
+def test_company_is_waited_for_before_every_execution() -> None:
+    server, rounds = serve(direct(2, share=1.0, delay_ns=100))
+    server.submit(GRAPH, Ask("a", 2))
+    assert server.turn(0) == server.turn(99) == []
+    assert server.turn(100)
+    rounds.back(server.running[0], 110)
+    assert server.turn(110) == server.turn(209) == []
+    assert server.turn(210)
+
+
+def test_what_became_of_a_request_is_of_no_interest_to_the_next_of_its_id() -> None:
+    server, _ = serve(oldest(candidates=1, size=1))
+    server.submit(GRAPH, Ask("runs", 2))
+    leaver = server.submit(GRAPH, Ask("waits", 1, of=9))
+    server.turn()
+    server.dispatcher.cancel(leaver)
+    late = server.submit(GRAPH, Ask("late", 1, of=9, start=False))
+    server.turn()
+    assert str(late.error).endswith("on the first request of the sequence")
 
 
 # ------------------------------------------------------------------------------------------------------------- laws
