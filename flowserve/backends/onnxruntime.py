@@ -14,20 +14,19 @@ only the models that need it: those with a BF16 tensor, which onnxruntime does n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
+from flowserve.backends.base import ModelFiles
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.onnx_device import OnnxDeviceInstance
 from flowserve.backends.onnx_graphs import OnnxGraphInstance
+from flowserve.backends.onnx_instance import OnnxInstance, RaggedInstance
 from flowserve.backends.onnx_providers import accelerators, gpu_providers, graph_sizes
-from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts, part_of
+from flowserve.backends.onnx_ragged import RaggedPorts
 from flowserve.backends.onnx_session import (
-    Execute,
-    Feed,
     executor,
     open_session,
     run_without_waiting,
@@ -35,16 +34,13 @@ from flowserve.backends.onnx_session import (
     signature_of,
     to_be_asked_only,
 )
-from flowserve.backends.onnx_signature import Port, Signature, completion, disagreements, with_flat_controls
-from flowserve.backends.onnx_values import checked, cleaned, needs_preparing, prepared
+from flowserve.backends.onnx_signature import Signature, completion, disagreements, with_flat_controls
+from flowserve.backends.onnx_values import needs_preparing
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import ModelFailed, Problems, Unsupported
+from flowserve.errors import Problems, Unsupported
 from flowserve.graph.transfers import stays_on_device
-from flowserve.memory.assemble import gather, scatter
 from flowserve.memory.devices import devices
-from flowserve.memory.pool import HOST
-from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, DType, TensorSpec
+from flowserve.values import DType
 
 log = logging.getLogger("flowserve.load")
 
@@ -154,110 +150,6 @@ class OnnxModel:
             indices = [j for j, spec in enumerate(self.outputs) if spec.name in names]
             found = self._asked[names] = ([self.outputs[j].name for j in indices], indices)
         return found
-
-
-class OnnxInstance:
-    """The right to run the model's session once at a time."""
-
-    wrong_rows = "its first dimension is no batch dimension, so set max_batch_size to 0"
-
-    def __init__(self, model: OnnxModel, open_execute: Callable[[], Any]) -> None:
-        self._model = model
-        self._open_execute = open_execute
-        self._judge: Callable[..., Array] = checked
-
-    def open(self) -> None:
-        self._execute: Execute = self._open_execute()
-
-    def close(self) -> None:
-        """The session goes with its last reference."""
-        del self._execute
-
-    def run(self, work: Work, clock: ClockNs) -> Results:
-        model = self._model
-        rows = work.rows
-        feed, copied, total = self._feed(work)
-        if model.is_batching and total != sum(rows):
-            # A member of no rows counts as one to the batcher.
-            rows = [0 if tensor is None else tensor.shape[0] for tensor in work.inputs[0]]
-        names, indices = model.asked(work.wanted)
-        gathered_ns = clock()
-        try:
-            arrays = self._execute(names, feed)
-        except Exception as error:
-            raise ModelFailed(f"model '{model.name}' failed: onnxruntime: {cleaned(str(error))}") from error
-        computed_ns = clock()
-        outputs: list[list[Tensor | None]] = [[None] * len(rows)] * len(model.outputs)
-        for j, array in zip(indices, arrays, strict=True):
-            if model.is_batching:
-                judged = self._judge(array, model.outputs[j], total, model.name, self.wrong_rows)
-                outputs[j] = [*scatter(judged, rows)]
-            else:
-                outputs[j] = [Tensor(self._judge(array, model.outputs[j], -1, model.name, self.wrong_rows))]
-        return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
-
-    def _feed(self, work: Work) -> tuple[Feed, list[int], int]:
-        """The arrays by name, the bytes of each input that had to be copied, and the rows of the batch."""
-        model = self._model
-        feed: Feed = {}
-        copied = [0] * len(model.inputs)
-        array: Array | None = None
-        for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
-            if column[0] is None:
-                continue  # an input of a model without batching, left to its default
-            array, copied[i] = gather(column, HOST)  # type: ignore[arg-type]  # no member of a batch lacks it
-            feed[spec.name] = array
-        total = len(array) if array is not None and array.ndim else 0
-        for i in model.prepared:
-            self._prepare(feed, model.inputs[i], model.ports[i])
-        return feed, copied, total
-
-    def _prepare(self, feed: Feed, spec: TensorSpec, port: Port) -> None:
-        array = feed.get(spec.name)
-        if array is not None:
-            feed[spec.name] = prepared(array, spec, port, self._model.name, is_batching=self._model.is_batching)
-
-
-class RaggedInstance(OnnxInstance):
-    """For models with ragged inputs, batch inputs or batch outputs."""
-
-    wrong_rows = WRONG_ROWS
-
-    def __init__(self, model: OnnxModel, open_execute: Callable[[], Any], ragged: RaggedPorts) -> None:
-        super().__init__(model, open_execute)
-        self._ragged = ragged
-        self._judge = self._judge_flat
-
-    def run(self, work: Work, clock: ClockNs) -> Results:
-        blank = self._ragged.blank_members(work)
-        if blank:
-            return self._run_others(work, blank, clock)
-        results = super().run(work, clock)
-        self._ragged.cut(results.outputs, work)
-        return results
-
-    def _run_others(self, work: Work, blank: Collection[int], clock: ClockNs) -> Results:
-        """Requests without rows are not shown to the model: a count for each request would be one row too many."""
-        shown = [m for m in range(len(work.rows)) if m not in blank]
-        if shown:
-            results = self.run(part_of(work, shown), clock)
-        else:
-            results = Results([[]] * len(self._model.outputs), gathered_ns=clock(), computed_ns=clock())
-        results.outputs = self._ragged.with_blank(results.outputs, shown, work)
-        return results
-
-    def _feed(self, work: Work) -> tuple[Feed, list[int], int]:
-        feed, copied, total = self._ragged.feed(work)
-        for i in self._model.prepared:
-            self._prepare(feed, self._model.inputs[i], self._model.ports[i])
-        return feed, copied, total
-
-    def _judge_flat(self, array: Array, spec: TensorSpec, total: int, model: str, wrong_rows: str) -> Array:
-        flat = self._ragged.flat_outputs.get(spec.name)
-        if flat is not None:
-            array, spec, total = array.reshape(-1), flat, -1
-        judged: Array = checked(array, spec, total, model, wrong_rows)
-        return judged
 
 
 def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:

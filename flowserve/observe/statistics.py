@@ -120,9 +120,9 @@ class Statistics:
         self.compute_input_ns += input_ns
         self.compute_infer_ns += infer_ns
         self.compute_output_ns += output_ns
-        self.request_duration.observe(total_ns)
-        self.queue_duration.observe(queue_ns)
-        self.compute_duration.observe(input_ns + infer_ns + output_ns)
+        self.request_duration.counts[bisect_left(DURATION_EDGES_NS, total_ns)] += 1
+        self.queue_duration.counts[bisect_left(DURATION_EDGES_NS, queue_ns)] += 1
+        self.compute_duration.counts[bisect_left(DURATION_EDGES_NS, input_ns + infer_ns + output_ns)] += 1
 
     def hit(self, total_ns: int, cache_ns: int) -> None:
         """One request was answered with an answer that was there; nothing was executed for it. `cache_ns` of the total

@@ -166,6 +166,8 @@ class DynamicBatcher(_Fifo):
         waiting = self._waiting
         if not waiting:
             return None
+        if len(waiting) == 1 and not self.delay_ns:
+            return [waiting.popleft()]
         oldest = waiting[0]
         is_overdue = self.delay_ns > 0 and now_ns - oldest.queued_ns >= self.delay_ns
         count = self._policy.count(waiting, oldest.key, is_overdue)
