@@ -16,7 +16,7 @@ from flowserve.observe.trace_settings import LEVELS, MODES, OFF, OPENTELEMETRY, 
 
 # Mode ("" for global), name, value.
 TraceSetting = tuple[str, str, str]
-_KNOWN: Final = {
+KNOWN: Final = {
     "": ("level", "rate", "count", "mode"),
     TRITON: ("file", "log-frequency"),
     OPENTELEMETRY: (
@@ -37,11 +37,11 @@ def trace_setting(text: str) -> TraceSetting:
     if found is None:
         raise argparse.ArgumentTypeError(f"expected SETTING=VALUE or MODE,SETTING=VALUE, got {text!r}")
     mode, name, value = found[1] or "", found[2], found[3]
-    if mode not in _KNOWN:
+    if mode not in KNOWN:
         raise argparse.ArgumentTypeError(f"expected the mode triton or opentelemetry, got {mode!r}")
-    if name not in _KNOWN[mode]:
+    if name not in KNOWN[mode]:
         where = f"mode {mode} has" if mode else "without a mode there is"
-        raise argparse.ArgumentTypeError(f"{where} no setting {name!r}; there are {', '.join(_KNOWN[mode])}")
+        raise argparse.ArgumentTypeError(f"{where} no setting {name!r}; there are {', '.join(KNOWN[mode])}")
     _check(name, value)
     return mode, name, value
 

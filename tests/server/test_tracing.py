@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import threading
 import time
 import urllib.error
@@ -18,6 +21,8 @@ import pytest
 import tritonclient.http as triton
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from flowserve.cli.trace_options import KNOWN
+from flowserve.observe import waits
 from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import DidNotServe, Served, serving
 
@@ -42,6 +47,18 @@ class TritonPythonModel:
         answer = pb_utils.InferenceRequest(model_name="same", inputs=inputs, requested_output_names=["y"]).exec()
         return [pb_utils.InferenceResponse(answer.output_tensors()) for _ in requests]
 """
+DOUBLE = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        given = [pb_utils.get_input_tensor_by_name(request, "IN").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", array * 2)]) for array in given]
+"""
+DOUBLE_CONFIG = """backend: "python" max_batch_size: 8
+input [{ name: "IN" data_type: TYPE_FP32 dims: [4] }] output [{ name: "OUT" data_type: TYPE_FP32 dims: [4] }]
+parameters { key: "execution" value: { string_value: "thread" } }"""
 CALLER_CONFIG = """backend: "python" max_batch_size: 8
 input [{ name: "x" data_type: TYPE_FP32 dims: [4] }] output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
 parameters { key: "execution" value: { string_value: "thread" } }"""
@@ -55,6 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "twice/config.pbtxt": ENSEMBLE,
         "caller/config.pbtxt": CALLER_CONFIG,
         "caller/1/model.py": CALLER,
+        "double/config.pbtxt": DOUBLE_CONFIG,
+        "double/1/model.py": DOUBLE,
     }.items():
         (folder / "models" / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / "models" / path).write_text(text)
@@ -238,3 +257,33 @@ def test_a_timeline_shows_what_happens_while_it_is_recorded(traced: Served) -> N
     for text in ("0", "-1", "61", "nan", "x"):
         with pytest.raises(urllib.error.HTTPError, match="400"):
             urllib.request.urlopen(f"{traced.base_url}/v2/trace/timeline?seconds={text}")
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/tracing.md"
+
+
+def test_the_page_names_every_reason_and_every_setting() -> None:
+    page = PAGE.read_text()
+    reasons = [value for name, value in vars(waits).items() if name.isupper() and isinstance(value, str)]
+    assert len(reasons) > 10
+    assert [reason for reason in reasons if f"| {reason} |" not in page] == []
+    settings = [name for names in KNOWN.values() for name in names]
+    assert [name for name in settings if f"{name}=" not in page] == []
+
+
+@pytest.mark.parametrize("command", re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL))
+def test_the_page_can_be_followed(traced: Served, tmp_path: Path, command: str) -> None:
+    if shutil.which("bash") is None or shutil.which("curl") is None:
+        pytest.skip("needs bash and curl")
+    command = command.replace("localhost:8000", traced.address).replace("seconds=2", "seconds=0.1")
+    done = subprocess.run(
+        ["bash", "-ec", command], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stdout
+    if "grep" in command:
+        assert re.match(r"(?i)server-timing: total;dur=[0-9.]+;start=0.000, ", done.stdout)
+    if "timeline" in command:
+        assert "traceEvents" in json.loads((tmp_path / "timeline.json").read_text())
+    if "trace_rate" in command:
+        assert json.loads(done.stdout)["trace_rate"] == "1"
