@@ -10,8 +10,12 @@ The only file that knows onnxruntime.
 from __future__ import annotations
 
 import ctypes
+import io
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +24,14 @@ import onnxruntime as ort
 
 from flowserve.backends.base import ModelFiles
 from flowserve.backends.files import relative
-from flowserve.backends.onnx_providers import CPU_ONLY, Provider, why_not_on_gpu
+from flowserve.backends.onnx_providers import CPU, CPU_ONLY, Provider, why_not_on_gpu
 from flowserve.backends.onnx_signature import Port, Signature
 from flowserve.backends.onnx_values import cleaned
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, Problem, Problems
 from flowserve.values import Array, DType
+
+log = logging.getLogger("flowserve.load")
 
 Feed = dict[str, Array]
 Execute = Callable[[list[str], Feed], list[Any]]
@@ -53,6 +59,8 @@ def open_session(
     # onnxruntime also prints what it raises; the text reaches the user once, through us.
     options.log_severity_level = 4
     where = f"failed to load '{config.name}' version {files.version}: {relative(path, files)}"
+    if any(name != CPU for name, _ in providers):
+        _find_cuda_libraries()
     try:
         session = ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:
@@ -62,6 +70,16 @@ def open_session(
     if missing:  # onnxruntime runs it on what is left, and says so on nobody's log but its own
         raise Invalid(why_not_on_gpu(where, missing, ort.__version__, ort.get_available_providers()))
     return session
+
+
+@cache
+def _find_cuda_libraries() -> None:
+    """Load NVIDIA's libraries where they come from wheels, which the loader does not search."""
+    said = io.StringIO()
+    with redirect_stdout(said):  # it prints what it does not find; nobody reads a server's standard output
+        ort.preload_dlls()
+    for line in said.getvalue().splitlines():
+        log.warning("onnxruntime: %s", line)
 
 
 def to_be_asked_only() -> Any:
