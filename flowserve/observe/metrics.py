@@ -222,11 +222,11 @@ class _Deployments(Collector):
     def _first_response(self) -> Metric:
         first = HistogramMetricFamily(
             "nv_inference_first_response_histogram_ms",
-            "Successful requests by the time from arrival to their first response",
+            "Answered requests by the time from arrival to their first response",
             labels=_LABELS,
         )
         for one in self._statistics:
-            first.add_metric(_labels(one), *_coarse(one.request_duration, one.success_ns))
+            first.add_metric(_labels(one), *_coarse(*one.until_first_response()))
         return first
 
     def _histograms(self) -> Iterator[Metric]:

@@ -68,6 +68,7 @@ class Statistics:
     queue_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     compute_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     responses: Responses = field(default_factory=Responses)
+    first_response: tuple[Histogram, list[int]] | None = None
     nodes: tuple[NodeTraffic, ...] = ()
     last_error: str = ""
     last_error_ms: int = 0
@@ -111,6 +112,21 @@ class Statistics:
         self.compute_input_ns += count * input_ns
         self.compute_infer_ns += count * infer_ns
         self.compute_output_ns += count * output_ns
+
+    def first_answered(self, ns: int) -> None:
+        """One request that may be answered many times has its first response, so long after it came."""
+        if self.first_response is None:
+            self.first_response = Histogram(DURATION_EDGES_NS), [0]
+        histogram, total = self.first_response
+        histogram.observe(ns)
+        total[0] += ns
+
+    def until_first_response(self) -> tuple[Histogram, int]:
+        """The requests that were answered by how long that took, and all of it in nanoseconds."""
+        if self.first_response is None:
+            return self.request_duration, self.success_ns
+        histogram, (total_ns,) = self.first_response
+        return histogram, total_ns
 
     def passed(self, total_ns: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """One request went through an ensemble; all but the total are sums over its steps."""

@@ -17,6 +17,7 @@ from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.streams import StreamFlow
 
 
 def record_batch(statistics: Statistics, batch: Batch, outcome: Results | FlowserveError, now_ns: int) -> None:
@@ -65,6 +66,8 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
     """Write one answered request of an ensemble into the ensemble's statistics."""
     statistics: Statistics = flow.owner.statistics
     total_ns = now_ns - flow.arrived_ns
+    if isinstance(flow, StreamFlow) and flow.answers and not flow.is_answered:  # its first answers are its last
+        statistics.first_answered(total_ns)
     if flow.error is not None:
         statistics.failed(1, total_ns, OTHER)  # the model whose step it was has counted the reason
         return

@@ -53,6 +53,7 @@ from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Available, Limiter, Needs
 from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import Request, Response
 
 log = logging.getLogger("flowserve.runtime")
@@ -97,10 +98,10 @@ class Engine:
         self.clock = running_clock()
         self.limiter = None if options.rate_limit is None else Limiter(options.rate_limit)
         if self.limiter is None:
-            self.dispatcher = Dispatcher(self._start, self._answered, self._refused, self._ready)
+            self.dispatcher = Dispatcher(self._start, self._answered, self._refused, self._has_answers)
         else:
             self.dispatcher = LimitedDispatcher(
-                self._start, self._answered, self.limiter, refused=self._refused, told=self._ready
+                self._start, self._answered, self.limiter, refused=self._refused, told=self._has_answers
             )
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
         self.generations = Generations(self._forget)
@@ -397,11 +398,18 @@ class Engine:
         self._ready(flow)
 
     def _ready(self, flow: Flow) -> None:
-        """It is over, or some of its answers can be taken."""
+        """It is over, or some of its answers can be taken. Whoever waits is told."""
         if flow.waiter is not None:
             # Told after the pump has given the free instances their next batches: answers take time to write.
             self._told.append(flow)
             self._pump.poke()
+
+    def _has_answers(self, flow: StreamFlow) -> None:
+        if not flow.is_answered:
+            flow.is_answered = True
+            if flow.plan.graph.is_ensemble:
+                flow.owner.statistics.first_answered(self.clock() - flow.arrived_ns)
+        self._ready(flow)
 
     def taken(self) -> None:
         """Somebody took an answer: models that wait for that may go on."""

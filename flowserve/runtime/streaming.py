@@ -95,7 +95,10 @@ class Streaming:
                 return
         infer_ns = min(sent.infer_ns, now_ns - source.last_ns)  # other people's code may have written it
         output_ns = min(sent.output_ns, now_ns - source.last_ns - infer_ns)
-        _observer(source).responses.answered(source.count, infer_ns, output_ns)
+        statistics = _observer(source)
+        statistics.responses.answered(source.count, infer_ns, output_ns)
+        if not source.count:
+            statistics.first_answered(now_ns - source.queued_ns)
         source.count += 1
         source.last_ns = now_ns
         self._streams.answer(source, sent.outputs, now_ns, sent.parameters or None, request)

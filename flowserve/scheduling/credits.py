@@ -15,7 +15,7 @@ from typing import Any
 
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.scheduling.iterations import Iteration, Sender, Source
-from flowserve.scheduling.lineage import located
+from flowserve.scheduling.lineage import traced
 from flowserve.scheduling.pauses import Pauses, deadlock
 from flowserve.scheduling.router import Facts, Flow, Ticket
 from flowserve.scheduling.slots import Slots
@@ -193,7 +193,7 @@ class Streams:
             for holder, source in self._pauses.holders().items():
                 circle = self._pauses.circle(source, stuck) if holder in stuck else None
                 if circle is not None:
-                    self._fail(source.flow, located(deadlock(source, circle), source.flow, source.node))
+                    self._fail(source.flow, traced(deadlock(source, circle), source, source.instance))
                     break
             else:
                 return

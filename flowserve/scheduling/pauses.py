@@ -193,8 +193,9 @@ class _Circle:
         model = queue.key.name
         if sum(batch.queue is queue for batch in self._kept_by) >= len(queue.instances):
             return [f"which needs an instance of model '{model}', and all of them are kept by steps that wait so"]
-        keepers = ", ".join(dict.fromkeys(f"'{batch.queue.key.name}'" for batch in self._kept_by))
-        return [f"for which model '{model}' needs resources that {keepers} hold until then"]
+        keepers = [*dict.fromkeys(f"'{batch.queue.key.name}'" for batch in self._kept_by)]
+        verb = "holds" if len(keepers) == 1 else "hold"
+        return [f"for which model '{model}' needs resources that {', '.join(keepers)} {verb} until then"]
 
 
 def deadlock(source: Source, circle: Words) -> Unavailable:

@@ -38,9 +38,10 @@ class StreamFlow(Iteration):
     """The request itself, and its one iteration of level 0. `answers`: complete iterations whose turn it is, for
     whoever reads them. `waiter` is called when there are some or it is `done`, whichever is first.
     `live`: the iterations below that are not answered. `late`: steps with a slot that wait for a tensor from above.
+    `is_answered` is the runtime's: whether it has had its first answer.
     """
 
-    __slots__ = ("answers", "changed", "held", "is_over", "late", "live", "nesting", "slots")
+    __slots__ = ("answers", "changed", "held", "is_answered", "is_over", "late", "live", "nesting", "slots")
 
     def __init__(
         self, plan: Plan, *arguments: Any, shared: Slots | None = None, gauges: Sequence[Gauge] = (), **options: Any
@@ -58,6 +59,7 @@ class StreamFlow(Iteration):
         self.late: list[tuple[Iteration, PlanNode]] = []
         self.held = [0] * len(plan.nodes)  # slots that are its own
         self.is_over = False
+        self.is_answered = False
         self.changed: Callable[[Any], None] = _tell_nobody
 
     @property

@@ -142,7 +142,7 @@ def test_what_a_model_holds_while_it_stands_in_its_send_is_nothing_that_a_later_
     graph = make_graph(models, [(0, [GRAPH]), (1, [0])], [1], 2)
     sim = StreamSim(graph, models, [StreamRequest(0)], overtaken_max=16).run()
     assert sim.ended[0].startswith("max_inflight_requests 2 can never be kept: step 'n0' waits in its send until")
-    assert "a step 'n1' is over, for which model 'm' needs resources that 'p' hold until then" in sim.ended[0]
+    assert "a step 'n1' is over, for which model 'm' needs resources that 'p' holds until then" in sim.ended[0]
     models[0].needs = Needs({("R", 0): 1})
     models[1].needs = Needs({("S", 0): 1})
     assert StreamSim(graph, models, [StreamRequest(0)], overtaken_max=16).run().ended == {0: ""}
@@ -166,7 +166,7 @@ def test_answers_that_wait_for_what_their_model_holds_are_no_reader_s_fault() ->
     assert ended.startswith(
         "unexpected deadlock: step 'n0' waits in its send until its answers can be taken, that reads"
     )
-    assert "what step 'n1' writes, for which model 'x' needs resources that 'p' hold until then" in ended
+    assert "what step 'n1' writes, for which model 'x' needs resources that 'p' holds until then" in ended
 
 
 def caller_and_sender(instances: int) -> StreamSim:
