@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowserve.errors import Forbidden
 from flowserve.http.errors import error_body, status_of
+from flowserve.http.infer import TIMING
 from flowserve.runtime.restriction import Restriction, by_group
 
 _DECODED_TIMES: Final = 3
@@ -75,7 +76,7 @@ def restricted(app: ASGIApp, restrictions: Sequence[Restriction]) -> ASGIApp:
     found = by_group(restrictions)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        for group in groups_of(scope["path"]) if scope["type"] == "http" else ():
+        for group in _asked(scope) if scope["type"] == "http" else ():
             restriction = found.get(group)
             if restriction is not None and not _has_key(scope["headers"], restriction):
                 await _refuse(send, Forbidden(f"This API is restricted, expecting header '{restriction.name}'"))
@@ -83,6 +84,12 @@ def restricted(app: ASGIApp, restrictions: Sequence[Restriction]) -> ASGIApp:
         await app(scope, receive, send)
 
     return guarded
+
+
+def _asked(scope: Scope) -> frozenset[str]:
+    """The groups of what is asked for. Who wants to be told where its time went asks for a trace, too."""
+    groups = groups_of(scope["path"])
+    return groups | {"trace"} if any(name == TIMING for name, _ in scope["headers"]) else groups
 
 
 def _has_key(headers: Sequence[tuple[bytes, bytes]], restriction: Restriction) -> bool:

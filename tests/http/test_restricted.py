@@ -31,7 +31,7 @@ PATHS = {
     "model-config": ["/v2/models/double/config", "/v2/models/double/versions/1/config"],
     "model-repository": ["/v2/repository/index", "/v2/repository/x/index", "/v2/repository/models/double/load"],
     "statistics": ["/v2/models/stats", "/v2/models/double/stats"],
-    "trace": ["/v2/trace/setting", "/v2/models/double/trace/setting"],
+    "trace": ["/v2/trace/setting", "/v2/trace/timeline", "/v2/models/double/trace/setting"],
     "logging": ["/v2/logging"],
 }
 EACH = [(group, path) for group, paths in PATHS.items() for path in paths]
@@ -133,3 +133,20 @@ async def test_keys_are_compared_in_constant_time(guarded: Any, monkeypatch: pyt
 def test_a_restriction_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(Invalid):
         parse_restriction(text)
+
+
+@pytest.mark.fault("Z6")
+async def test_whoever_may_not_trace_is_not_told_where_time_went(engine: Engine, start: Any) -> None:
+    rule = parse_restriction("trace:key=s3cret")
+    running = await start(make_app(engine, AppOptions(restrictions=(rule,))))
+    body = b'{"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}'
+    for headers, status in (
+        ("", 200),
+        ("Flowserve-Timing: 1\r\n", 403),
+        ("Flowserve-Timing: 1\r\nkey: s3cret\r\n", 200),
+    ):
+        client = await running.connect()
+        head = f"POST /v2/models/double/infer HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        answer = await client.ask(head.encode() + body)
+        assert answer.status == status
+        assert ("server-timing" in answer.headers) == ("key" in headers)

@@ -26,6 +26,7 @@ from flowserve.observe.waits import (
     LIMITER,
     ORDER,
     SAME_ANSWER,
+    SEQUENCE,
     SIZED,
     TURN,
     Spells,
@@ -38,8 +39,11 @@ from flowserve.runtime.gate import Gate
 from flowserve.runtime.reasons import waits_in_queue
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Available, Limiter, Needs
+from flowserve.scheduling.lines import SequencePolicy
+from flowserve.scheduling.oldest import Oldest
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.engine import add_chain, add_function
 from flowserve.testing.recorder import simple_model
@@ -291,6 +295,15 @@ async def test_an_answer_that_is_remembered_or_shared_has_no_steps() -> None:
         assert by_reason(told[1].waits)[SAME_ANSWER] >= 19 * MS
         found = await ask(engine, "slow")
         assert (found.steps, found.is_cached, found.error) == ([], True, "")
+
+
+def test_a_sequence_waits_for_its_turn() -> None:
+    plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
+    queue = ModelQueue(ModelKey("a", 1), DynamicBatcher(BatchPolicy.simple(1)), ["a_0"])
+    queue.bound = Oldest(SequencePolicy("a", 1, 0), lambda _: (0, False, False), BatchPolicy.simple(1))
+    batch = Batch(queue, "a_0", [Ticket(Flow(plan, (queue,), (None,), 0), plan.nodes[0], 1, None)], 50)
+    dispatcher = Dispatcher(lambda _: None, lambda _: None)
+    assert waits_in_queue(dispatcher, batch, 10, 50, Spells()) == [Wait(SEQUENCE, 10, 50)]
 
 
 def test_with_a_rate_limiter_a_free_instance_is_not_enough() -> None:
