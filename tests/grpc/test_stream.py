@@ -79,6 +79,18 @@ def test_the_end_of_many_answers_is_an_empty_one_where_it_is_asked_for(stream: O
     assert (last.infer_response.model_name, last.infer_response.model_version) == ("repeats", "1")
 
 
+def test_the_statistics_count_answers_by_their_place(stream: Open, client: triton.InferenceServerClient) -> None:
+    def counts(place: str) -> tuple[int, int]:
+        (row,) = client.get_inference_statistics("repeats").model_stats
+        found = row.response_stats[place]
+        return found.success.count, found.empty_response.count
+
+    before = counts("0"), counts("2")
+    [*stream(request("repeats", [2]))]
+    after = counts("0"), counts("2")
+    assert [(now[0] - then[0], now[1] - then[1]) for now, then in zip(after, before, strict=True)] == [(1, 0), (0, 1)]
+
+
 def test_more_answers_than_may_be_under_way_all_come(stream: Open) -> None:
     assert [told(answer)[1] for answer in stream(request("repeats", [200]))] == [[n] for n in range(200)]
 
