@@ -46,6 +46,13 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
         help="say how busy the machine is, too; default true",
     )
     group.add_argument(
+        "--allow-gpu-metrics",
+        metavar="BOOL",
+        type=boolean,
+        default=True,
+        help="say what its GPUs do, where NVIDIA's driver tells; default true",
+    )
+    group.add_argument(
         "--metrics-port",
         metavar="PORT",
         type=whole_number(0, 65535),
@@ -116,5 +123,6 @@ def _choice(given: Sequence[Setting], arguments: argparse.Namespace) -> MetricsC
         has_first_response=bool(settings.get("histogram_latencies", True)),
         quantiles=shares if isinstance(shares, tuple) else (),
         has_machine=arguments.allow_cpu_metrics,
+        has_gpus=arguments.allow_gpu_metrics,
         interval_ms=arguments.metrics_interval_ms,
     )

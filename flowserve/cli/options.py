@@ -82,7 +82,6 @@ class RunOptions:
 # Options of tritonserver whose feature this server does not have. Naming the feature beats "unknown option", and both
 # beat silence.
 NOT_YET: Final[Mapping[str, str]] = {
-    "--allow-gpu-metrics": "choosing GPU metrics",
     "--allow-http": "serving without HTTP",
     "--allow-sagemaker": "SageMaker's endpoints",
     "--allow-vertex-ai": "Vertex AI's endpoints",

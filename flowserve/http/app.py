@@ -34,6 +34,7 @@ from flowserve.http.settings import settings_routes
 from flowserve.http.shared_memory import shared_memory_routes
 from flowserve.http.traced import TracedInferRoute
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.observe.gpus import GpuMeter
 from flowserve.observe.log_settings import LogSettings
 from flowserve.observe.machine import Machine
 from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
@@ -213,10 +214,12 @@ class _Metrics:
         self._engine = engine
         self._choice = choice
         self._machine = Machine(interval_ms=choice.interval_ms) if choice.has_machine else None
+        self._gpus = GpuMeter() if choice.has_gpus else None
 
     async def page(self, request: Request) -> Response:
         # Off the loop: with many deployments the text takes a tenth of a second to write.
-        text = await trio.to_thread.run_sync(metrics_text, self._engine.counters(), self._machine, self._choice)
+        shown = self._engine.counters(), self._machine, self._choice, self._gpus
+        text = await trio.to_thread.run_sync(metrics_text, *shown)
         return Response(text, media_type=CONTENT_TYPE)
 
 

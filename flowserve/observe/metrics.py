@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from flowserve.memory.devices import devices
 from flowserve.observe.device_metrics import DeviceMetrics
+from flowserve.observe.gpus import GpuMeter, GpuReadings
 from flowserve.observe.histogram import Histogram
 from flowserve.observe.machine import Machine, Readings
 from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
@@ -99,6 +100,14 @@ _EDGES: Final[tuple[tuple[str, str, Callable[[NodeTraffic, EdgeTraffic], int]], 
 )
 
 
+_GPUS: Final[tuple[tuple[str, str, Callable[[GpuReadings], float | None]], ...]] = (
+    ("nv_gpu_utilization", "Share of the time in which the GPU computed, 0 to 1", lambda gpu: gpu.utilization),
+    ("nv_gpu_memory_total_bytes", "Memory of the GPU", lambda gpu: gpu.memory_total),
+    ("nv_gpu_memory_used_bytes", "What of it is in use", lambda gpu: gpu.memory_used),
+    ("nv_gpu_power_usage", "Watts that the GPU draws", lambda gpu: gpu.power),
+    ("nv_gpu_power_limit", "Watts that it may draw", lambda gpu: gpu.power_limit),
+    ("nv_energy_consumption", "Joules that it has drawn since the server started", lambda gpu: gpu.energy),
+)
 _SUMMARIES: Final[tuple[tuple[str, str, Callable[[SummarisedStatistics], tuple[Window, int, int]]], ...]] = (
     (
         "nv_inference_request_summary_us",
@@ -139,7 +148,10 @@ _SUMMARIES: Final[tuple[tuple[str, str, Callable[[SummarisedStatistics], tuple[W
 
 
 def metrics_text(
-    counters: Iterable[tuple[Statistics, int]], machine: Machine | None = None, choice: MetricsChoice = EVERYTHING
+    counters: Iterable[tuple[Statistics, int]],
+    machine: Machine | None = None,
+    choice: MetricsChoice = EVERYTHING,
+    gpus: GpuMeter | None = None,
 ) -> bytes:
     """The exposition of every deployment: its statistics, and how many requests wait in its queue now; how busy the
     machine is; and what the process's GPUs hold.
@@ -149,8 +161,10 @@ def metrics_text(
     if readings is not None:
         registry.register(_Processors(readings))
     registry.register(_Deployments(sorted(counters, key=lambda pair: (pair[0].name, pair[0].version)), choice))
-    if (gpus := devices()).count:
-        registry.register(DeviceMetrics(gpus))
+    if (found := devices()).count:
+        registry.register(DeviceMetrics(found))
+    if gpus is not None and (now := gpus.read()):
+        registry.register(_Gpus(now))
     # The library insists on a counter's name ending in _total, Triton's end as they are.
     return _TOTAL.sub(rb"\1\2", generate_latest(registry))
 
@@ -164,6 +178,21 @@ class _Processors(Collector):
         yield GaugeMetricFamily("nv_cpu_utilization", "Share of the processors' time in use, 0 to 1", now.utilization)
         yield GaugeMetricFamily("nv_cpu_memory_total_bytes", "Memory of the machine", now.memory_total)
         yield GaugeMetricFamily("nv_cpu_memory_used_bytes", "Memory that nobody else could have", now.memory_used)
+
+
+class _Gpus(Collector):
+    def __init__(self, readings: Sequence[GpuReadings]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, read in _GPUS:
+            kind = CounterMetricFamily if name == "nv_energy_consumption" else GaugeMetricFamily
+            family = kind(name, text, labels=("gpu_uuid",))
+            for one in self._readings:
+                value = read(one)
+                if value is not None:
+                    family.add_metric([one.uuid], value)
+            yield family
 
 
 class _Deployments(Collector):

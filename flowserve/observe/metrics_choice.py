@@ -19,6 +19,7 @@ class MetricsChoice:
     has_first_response: bool = True
     quantiles: tuple[float, ...] = ()
     has_machine: bool = True
+    has_gpus: bool = True
     interval_ms: int = 2000
 
 

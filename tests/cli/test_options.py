@@ -261,9 +261,14 @@ def test_metrics_are_chosen_as_for_tritonserver() -> None:
     assert chosen("--metrics-config=summary_latencies=true").choice == MetricsChoice(quantiles=QUANTILES)
     assert chosen("--metrics-config=summary_quantiles=0.5").choice == MetricsChoice()
     quantiles = ["--metrics-config=summary_latencies=1", "--metrics-config=summary_quantiles=0.5:0.05,1,0.99:0.001"]
-    more = ["--metrics-config=counter_latencies=false", "--metrics-interval-ms=5", "--allow-cpu-metrics=0"]
+    more = [
+        "--metrics-config=counter_latencies=false",
+        "--metrics-interval-ms=5",
+        "--allow-cpu-metrics=0",
+        "--allow-gpu-metrics=0",
+    ]
     assert chosen(*quantiles, *more).choice == MetricsChoice(
-        has_latency_counters=False, quantiles=(0.5, 1.0, 0.99), has_machine=False, interval_ms=5
+        has_latency_counters=False, quantiles=(0.5, 1.0, 0.99), has_machine=False, has_gpus=False, interval_ms=5
     )
 
 

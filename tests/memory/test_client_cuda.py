@@ -46,9 +46,7 @@ def test_uses_beyond_its_end_and_registrations_beyond_its_memory_are_refused(
 ) -> None:
     handle = machine.export(0, CONTENT)
     for size in (0, 201, 2**64 - 1):
-        with pytest.raises(
-            Invalid, match=rf"invalid args: {size} bytes do not lie in an allocation of 200"
-        ):
+        with pytest.raises(Invalid, match=rf"invalid args: {size} bytes do not lie in an allocation of 200"):
             memory.register_cuda("r", handle, 0, size)
     memory.register_cuda("r", handle, 0, 200)
     with pytest.raises(Invalid, match="Invalid offset for shared memory region: 'r'"):

@@ -1,0 +1,118 @@
+"""Figures of GPUs, out of an NVML that is not there."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from flowserve.observe.gpus import GpuMeter, GpuReadings
+from flowserve.observe.metrics import metrics_text
+
+NOT_SUPPORTED = 3
+
+
+def put(where: Any, kind: Any, *values: int) -> int:
+    target = ctypes.cast(where, ctypes.POINTER(kind)).contents
+    for field, value in zip([name for name, *_ in getattr(kind, "_fields_", ())] or ["value"], values, strict=False):
+        setattr(target, field, value)
+    return 0
+
+
+class Three(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class Two(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class Nvml:
+    """NVML with two GPUs; the second tells nothing but its memory."""
+
+    def __init__(self) -> None:
+        self.energy = 5_000
+        self.is_initialised = False
+
+    def nvmlInit_v2(self) -> int:
+        self.is_initialised = True
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        assert self.is_initialised
+        return put(count, ctypes.c_uint, 2)
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
+        return put(handle, ctypes.c_void_p, 100 + index.value)
+
+    def nvmlDeviceGetUUID(self, handle: Any, uuid: Any, length: Any) -> int:
+        uuid.value = f"GPU-{handle.value}".encode()
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any, answer: Any) -> int:
+        return put(answer, Two, 25, 90) if handle.value == 100 else NOT_SUPPORTED
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, answer: Any) -> int:
+        return put(answer, Three, 80 << 30, 79 << 30, 1 << 30)
+
+    def nvmlDeviceGetPowerUsage(self, handle: Any, answer: Any) -> int:
+        return put(answer, ctypes.c_uint, 61_500) if handle.value == 100 else NOT_SUPPORTED
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any, answer: Any) -> int:
+        return put(answer, ctypes.c_uint, 300_000) if handle.value == 100 else NOT_SUPPORTED
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, answer: Any) -> int:
+        return put(answer, ctypes.c_ulonglong, self.energy) if handle.value == 100 else NOT_SUPPORTED
+
+
+def missing(name: str) -> Any:
+    raise OSError(name)
+
+
+def test_every_figure_that_a_gpu_tells_is_read_in_tritons_units() -> None:
+    nvml = Nvml()
+    meter = GpuMeter(lambda _: nvml)
+    nvml.energy += 2_500
+    first, second = meter.read()
+    assert first == GpuReadings("GPU-100", 0.25, 80 << 30, 1 << 30, 61.5, 300.0, 2.5)
+    assert second == GpuReadings("GPU-101", None, 80 << 30, 1 << 30, None, None, None)
+
+
+def test_they_are_in_the_metrics_by_the_gpus_uuid_and_what_is_not_told_is_not_there() -> None:
+    nvml = Nvml()
+    text = metrics_text([], gpus=GpuMeter(lambda _: nvml)).decode()
+    assert 'nv_energy_consumption{gpu_uuid="GPU-100"} 0.0' in text, "as Triton calls it"
+    found = {
+        (sample.name.removesuffix("_total"), sample.labels["gpu_uuid"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "gpu_uuid" in sample.labels
+    }
+    assert found == {
+        ("nv_gpu_utilization", "GPU-100"): 0.25,
+        ("nv_gpu_memory_total_bytes", "GPU-100"): 80 << 30,
+        ("nv_gpu_memory_total_bytes", "GPU-101"): 80 << 30,
+        ("nv_gpu_memory_used_bytes", "GPU-100"): 1 << 30,
+        ("nv_gpu_memory_used_bytes", "GPU-101"): 1 << 30,
+        ("nv_gpu_power_usage", "GPU-100"): 61.5,
+        ("nv_gpu_power_limit", "GPU-100"): 300.0,
+        ("nv_energy_consumption", "GPU-100"): 0.0,
+    }
+
+
+def test_without_nvml_there_is_nothing() -> None:
+    assert GpuMeter(missing).read() == []
+    assert b"nv_gpu" not in metrics_text([], gpus=GpuMeter(missing))
+    nvml = Nvml()
+    nvml.nvmlInit_v2 = lambda: 9  # type: ignore[method-assign]  # its driver is not loaded
+    assert GpuMeter(lambda _: nvml).read() == []
+
+
+@pytest.mark.gpu
+def test_on_hardware_every_figure_has_a_sensible_size() -> None:
+    for one in GpuMeter().read():
+        assert one.uuid.startswith("GPU-")
+        assert one.memory_total is None or one.memory_total > 1 << 28
+        assert one.utilization is None or 0 <= one.utilization <= 1
