@@ -249,7 +249,7 @@ class Tracing:
         execution, taken = running
         if isinstance(outcome, FlowserveError):
             execution.error = str(outcome)
-            execution.ran(batch.started_ns, now_ns, now_ns, now_ns)
+            execution.ran(batch.started_ns, batch.started_ns, now_ns, now_ns)
         else:
             execution.ran(batch.started_ns, outcome.gathered_ns, outcome.computed_ns, now_ns)
         for m, live, ticket, step in taken:
