@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.authoring.parts import FolderModel
-from flowserve.backends.callable import OBJECT, offer
+from flowserve.backends.callable import offer
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.write import text_of
 from flowserve.errors import Problem, Problems
@@ -32,11 +32,10 @@ def write_private(parts: Sequence[SavedPart], folder: Path) -> None:
         if isinstance(part, FolderModel):
             home.symlink_to(part.path)
             continue
-        config = part.config()
-        if isinstance(part, FunctionModel):
-            config["parameters"] = {**config["parameters"], OBJECT: {"string_value": offer(part)}}
-        _write(home, config)
+        _write(home, part.config())
         _copy_beside(part, home)
+        if isinstance(part, FunctionModel):
+            (home / VERSION / "model.py").write_text(offer(part), encoding="utf-8")
 
 
 def write_to_keep(parts: Sequence[SavedPart], folder: Path) -> None:

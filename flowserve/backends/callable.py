@@ -1,8 +1,8 @@
 """Models that are functions over numpy arrays, declared by their decorator (graph/functions.py).
 
 Decided here: where the function of a deployment is found, and how it meets a batch, or, where it answers many times,
-each request. A deployment on disk has a model.py whose `function` is one; one that exists only in this process is found
-by a key that `offer` gave it. What a function raises goes to the log with its traceback, and into the answer as one
+each request. A deployment has a model.py whose `function` is one; that of a function which exists only in this process
+fetches it by a key. What a function raises goes to the log with its traceback, and into the answer as one
 line. What it answered is function_answers.py's.
 """
 
@@ -31,17 +31,24 @@ from flowserve.values import Array
 
 log = logging.getLogger("flowserve.callable")
 
-OBJECT: Final = "function_object"  # the parameter that holds the key of a function of this process
 ATTRIBUTE: Final = "function"
 _offered: weakref.WeakValueDictionary[str, FunctionModel] = weakref.WeakValueDictionary()
 _numbers: Final = itertools.count(1)
 
 
 def offer(model: FunctionModel) -> str:
-    """A key under which this process finds the model, as long as somebody holds it."""
+    """The text of a model.py that gives this very function, in this process and as long as somebody holds it."""
     key = f"{model.name}-{next(_numbers)}"
     _offered[key] = model
-    return key
+    return f"from {__name__} import offered\n\n{ATTRIBUTE} = offered({key!r})\n"
+
+
+def offered(key: str) -> FunctionModel:
+    """What was offered. Raises Invalid where that is gone."""
+    model = _offered.get(key)
+    if model is None:
+        raise Invalid("its function is gone; it lived in another process, or is collected")
+    return model
 
 
 class CallableBackend:
@@ -71,11 +78,6 @@ class CallableBackend:
 
 def find_function(config: ModelConfig, files: ModelFiles) -> FunctionModel:
     """The model of a deployment. Raises Invalid where there is none."""
-    if OBJECT in config.parameters:
-        offered = _offered.get(config.parameters[OBJECT])
-        if offered is None:
-            raise Invalid(f"model '{config.name}': its function is gone; it lived in another process, or is collected")
-        return offered
     path = model_file(config, files, CallableBackend.default_filename)
     where = relative(path, files)
     module = ModuleType(f"flowserve_function_{config.name}_{files.version}")
@@ -89,6 +91,8 @@ def find_function(config: ModelConfig, files: ModelFiles) -> FunctionModel:
             f"model '{config.name}': {where} needs the module '{error.name}', which cannot be found; put its folder on"
             " PYTHONPATH, or install it"
         ) from error
+    except Invalid as error:
+        raise Invalid(f"model '{config.name}': {error}") from None
     except Exception as error:
         raise Invalid(f"model '{config.name}': {where} cannot be imported: {_text(error)}") from error
     model = getattr(module, ATTRIBUTE, None)

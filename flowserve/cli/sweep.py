@@ -18,10 +18,9 @@ from flowserve.cli.load import Measured, measure
 from flowserve.cli.tensors import made_up
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.suggest import did_you_mean
-from flowserve.config.write import fields_of, text_of
+from flowserve.config.write import fields_of
 from flowserve.errors import NotFound
 from flowserve.graph.types import Graph
-from flowserve.repository.override import PrivateFolder
 from flowserve.runtime.embedded import AsyncEngine, Embedding
 from flowserve.runtime.engine import EngineOptions
 from flowserve.runtime.reading import read_repositories
@@ -74,7 +73,7 @@ class Subject:
         self.models = sorted({node.model.name for node in graph.nodes})
         self.inputs = made_up({"inputs": [*_described(graph)]})
         self._limits = {model: reading.configs[model].max_batch_size for model in self.models}
-        self._repository = repository
+        self.repository = repository
 
     def variants(self) -> list[Variant]:
         """All that is tried, the plainest first. Batch sizes are those that the widest of its models takes."""
@@ -83,28 +82,20 @@ class Subject:
         plain = [Variant(instances, 0, 0) for instances in INSTANCES]
         return plain + [Variant(*chosen) for chosen in product(INSTANCES, sizes, DELAYS_US)]
 
-    def write(self, variant: Variant) -> PrivateFolder:
-        """The repository with that variant's configurations. Blocks."""
-        private = PrivateFolder()
-        for folder in sorted(one for one in self._repository.iterdir() if one.is_dir()):
-            if folder.name not in self.models:
-                (private.path / folder.name).symlink_to(folder.resolve())
-                continue
-            home = private.path / folder.name
-            home.mkdir()
-            for entry in folder.iterdir():
-                if entry.name != CONFIG_FILE:
-                    (home / entry.name).symlink_to(entry.resolve())
-            text = (folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).is_file() else ""
-            fields, _ = fields_of(text, folder.name)
-            wanted = self._fitted(variant, folder.name).fields()
-            group = (fields.get("instance_group") or [{}])[0]  # on which device, and with which resources
-            fields["instance_group"] = [{**group, **wanted.pop("instance_group")[0]}]
-            if "sequence_batching" not in fields:
-                fields.pop("dynamic_batching", None)
-                fields |= wanted
-            (home / CONFIG_FILE).write_text(text_of(fields, folder.name))
-        return private
+    def configs(self, variant: Variant) -> dict[str, dict[str, Any]]:
+        """That variant's configuration of each model. Blocks."""
+        return {model: self._config(self._fitted(variant, model), model) for model in self.models}
+
+    def _config(self, variant: Variant, model: str) -> dict[str, Any]:
+        file = self.repository / model / CONFIG_FILE
+        fields, _ = fields_of(file.read_text() if file.is_file() else "", model)
+        wanted = variant.fields()
+        group = (fields.get("instance_group") or [{}])[0]  # on which device, and with which resources
+        fields["instance_group"] = [{**group, **wanted.pop("instance_group")[0]}]
+        if "sequence_batching" not in fields:
+            fields.pop("dynamic_batching", None)
+            fields |= wanted
+        return fields
 
     def _fitted(self, variant: Variant, model: str) -> Variant:
         """No model is asked for more than it takes."""
@@ -119,12 +110,18 @@ async def sweep(
     """
     variants = subject.variants()
     tried = []
-    for number, variant in enumerate(variants):
-        tell(variant, number, len(variants))
-        private = subject.write(variant)
-        found = ([private.path], private)
-        embedding = Embedding(lambda found=found: found, EngineOptions(), (subject.name,), EXIT_TIMEOUT_S)  # type: ignore[misc]
-        async with embedding as engine:
+    found = [subject.repository], None
+    async with Embedding(lambda: found, EngineOptions(), (subject.name,), EXIT_TIMEOUT_S) as engine:
+        for number, variant in enumerate(variants):
+            tell(variant, number, len(variants))
+            # What the last one ran on is gone before this one is measured.
+            await engine.unload(subject.name, dependents=True)
+            for model in subject.models:
+                await engine.unload(model)
+            for model, config in subject.configs(variant).items():
+                await engine.load(model, config=config)
+            if subject.name not in subject.models:
+                await engine.load(subject.name)
             askers = [partial(_ask, engine, subject)] * concurrency
             tried.append(Tried(variant, await measure(askers, seconds)))
     return tried

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Unpack
 import trio
 
 from flowserve.errors import Unavailable, Unsupported
-from flowserve.runtime.embedded import AsyncEngine, RequestOptions, Stream
+from flowserve.runtime.embedded import NO_FILES, AsyncEngine, RequestOptions, Stream
 from flowserve.values import Array
 
 T = TypeVar("T")
@@ -73,13 +73,13 @@ class BlockingEngine:
             with suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(stream.leave)
 
-    def load(self, name: str) -> None:
+    def load(self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES) -> None:
         """As `AsyncEngine.load`."""
-        self._call(partial(self._engine.load, name))
+        self._call(partial(self._engine.load, name, config=config, files=files))
 
-    def unload(self, name: str) -> None:
+    def unload(self, name: str, *, dependents: bool = False) -> None:
         """As `AsyncEngine.unload`."""
-        self._call(partial(self._engine.unload, name))
+        self._call(partial(self._engine.unload, name, dependents=dependents))
 
     def index(self) -> list[dict[str, str]]:
         """As `AsyncEngine.index`."""

@@ -7,17 +7,19 @@ models come from is the caller's; how requests run is engine.py's.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Final, Self, TypedDict, Unpack
 
 import numpy as np
 import trio
 
 from flowserve.errors import FlowserveError, Invalid
+from flowserve.repository.override import Override
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.control import ALL, Control, ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
@@ -26,6 +28,7 @@ from flowserve.values import Array, Parameter, Request
 
 log = logging.getLogger("flowserve.runtime")
 
+NO_FILES: Final[Mapping[str, bytes]] = {}
 Found = Callable[[], tuple[Sequence[Path], object]]  # the repositories, and what keeps them there; may block
 
 
@@ -85,15 +88,23 @@ class AsyncEngine:
         given = {port: lend(port, array) for port, array in inputs.items()}
         return Stream(engine.stream(deployment, Request(given, stamp=engine.next_stamp(), **options)), given)
 
-    async def load(self, name: str) -> None:
+    async def load(
+        self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES
+    ) -> None:
         """Load a deployment of the repository, or load it again if its files changed. What served before serves on
         until then, and where this fails. Raises Invalid.
-        """
-        await self._control.load(name)
 
-    async def unload(self, name: str) -> None:
-        """Serve a name no longer; returns when the last request that ran on it is over."""
-        await self._control.unload(name)
+        `config`, as JSON or what JSON holds, takes the place of its configuration until it is loaded without one.
+        `files`, with a `config`, take the place of its files: contents by path in its folder ("1/model.onnx").
+        """
+        text = config if isinstance(config, str) else json.dumps(config)
+        await self._control.load(name, Override(text, files) if text or files else None)
+
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
+        """Serve a name no longer; returns when the last request that ran on it is over. `dependents`: nor what it is
+        made of, but for what was loaded by name or is part of something else.
+        """
+        await self._control.unload(name, dependents=dependents)
 
     async def index(self) -> list[dict[str, str]]:
         """What there is, and the state of each: rows of the repository index."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends import registry
-from flowserve.backends.callable import OBJECT, offer
+from flowserve.backends.callable import CallableBackend, offer
 from flowserve.config.load import CONFIG_FILE, draft_of, finish
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import ModelConfig, SourceMap
@@ -107,9 +107,10 @@ class Faked:
             place=Place(folder.name),
         )
         self._offered.append(model)
-        fields["parameters"] = {OBJECT: {"string_value": offer(model)}}
+        fields.pop("parameters", None)
         for version in folder.versions or (1,):
             (home / str(version)).mkdir(parents=True)
+            (home / str(version) / CallableBackend.default_filename).write_text(offer(model), encoding="utf-8")
         (home / CONFIG_FILE).write_text(text_of(fields, folder.name), encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -273,6 +274,44 @@ def test_deployments_are_unloaded_and_loaded_again(engine: BlockingEngine) -> No
     assert (states["doubled"], states["passed"]) == ("UNAVAILABLE", "READY")
     engine.load("doubled")
     np.testing.assert_array_equal(engine.infer("doubled", {"X": ROWS})["Y"], ROWS * 2)
+
+
+def test_a_load_may_bring_a_configuration_and_files_as_over_http(tmp_path: Path) -> None:
+    write_python_model(tmp_path)
+    with Engine(tmp_path, python_execution="thread") as engine:
+        config = {
+            "backend": "python",
+            "max_batch_size": 1,
+            "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [4]}],
+            "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [4]}],
+        }
+        engine.load("twice", config=config)
+        with pytest.raises(Invalid, match="batch-size must be <= 1"):
+            engine.infer("twice", {"X": ROWS})
+        thrice = WRITES_INTO_ITS_INPUT.replace("*= 2", "*= 3").encode()
+        engine.load("new", config=json.dumps(config), files={"1/model.py": thrice})
+        np.testing.assert_array_equal(engine.infer("new", {"X": ROWS[:1]})["Y"], ROWS[:1] * 3)
+        engine.load("twice")
+        np.testing.assert_array_equal(engine.infer("twice", {"X": ROWS})["Y"], ROWS * 2)
+        with pytest.raises(Invalid, match=r"load failed for model 'twice': .*\(did you mean \"max_batch_size\"\?\)"):
+            engine.load("twice", config={"max_batch_sise": 3})
+        with pytest.raises(Invalid, match="need the parameter 'config' beside them"):
+            engine.load("twice", files={"1/model.py": thrice})
+        np.testing.assert_array_equal(engine.infer("twice", {"X": ROWS})["Y"], ROWS * 2)
+
+
+async def test_a_function_may_be_loaded_with_another_configuration_and_taken_out_with_its_graph() -> None:
+    many = np.ones((9, 4), np.float32)
+    graphs = one_step(double, "doubled"), one_step(same, "passed")
+    with trio.fail_after(30):
+        async with Engine(*graphs, load=["doubled", "passed"]) as engine:
+            with pytest.raises(Invalid, match="batch-size must be <= 8"):
+                await engine.infer("double", {"X": many})
+            await engine.load("double", config={**double.config(), "max_batch_size": 16})
+            np.testing.assert_array_equal((await engine.infer("double", {"X": many}))["Y"], many * 2)
+            await engine.unload("passed", dependents=True)
+            ready = [row["name"] for row in await engine.index() if row["state"] == "READY"]
+            assert ready == ["double", "doubled"]
 
 
 def test_only_what_is_named_is_loaded(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from flowserve.backends.base import ModelFiles, Results, Work
-from flowserve.backends.callable import OBJECT, CallableBackend, LoadedFunction, offer
+from flowserve.backends.callable import CallableBackend, LoadedFunction, offer
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.functions import FunctionModel, model
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, Request
-
-NOWHERE = ModelFiles(Path("r"), Path("r/m"), 1)
 
 
 def config(declared: FunctionModel, **parameters: str) -> ModelConfig:
@@ -30,14 +28,14 @@ def config(declared: FunctionModel, **parameters: str) -> ModelConfig:
         inputs=declared.inputs,
         outputs=declared.outputs,
         source=SourceMap("m/config.pbtxt"),
-        parameters={OBJECT: offer(declared), **parameters},
+        parameters=parameters,
     )
 
 
 def run(declared: FunctionModel, *members: list[Array]) -> Results:
     """One batch. A member is its arrays, one per input."""
     written = config(declared)
-    instance = CallableBackend().load(written, NOWHERE, {}).instance("m_0", InstanceGroup("m"))
+    instance = LoadedFunction(written, declared).instance("m_0", InstanceGroup("m"))
     instance.open()
     batches = declared.max_batch_size > 0
     block = [np.concatenate(column) if batches else column[0] for column in zip(*members, strict=True)]
@@ -175,7 +173,7 @@ def test_a_function_runs_on_the_loop_only_where_its_author_says_so(
 ) -> None:
     made = function(lambda x: x, execution=declared)
     parameters = {"execution": written} if written else {}
-    assert CallableBackend().load(config(made, **parameters), NOWHERE, {}).may_run_inline is inline
+    assert LoadedFunction(config(made, **parameters), made).may_run_inline is inline
 
 
 def loaded_from(folder: Path, text: str) -> LoadedFunction:
@@ -221,7 +219,10 @@ def test_a_model_py_without_a_model_is_refused_by_name(tmp_path: Path, text: str
         loaded_from(tmp_path, text)
 
 
-def test_a_function_that_is_gone_is_said_to_be() -> None:
-    written = config(function(lambda x: x))
+def test_a_function_of_this_process_is_found_until_it_is_gone(tmp_path: Path) -> None:
+    declared = function(lambda x: x, is_pure=True)
+    text = offer(declared)
+    assert loaded_from(tmp_path, text).is_pure
+    del declared
     with pytest.raises(Invalid, match="model 'm': its function is gone"):
-        CallableBackend().load(written, NOWHERE, {})
+        loaded_from(tmp_path, text)

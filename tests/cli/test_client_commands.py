@@ -216,11 +216,12 @@ def test_ctrl_c_ends_a_measurement_without_a_traceback(served: Served) -> None:
 
 
 def test_a_variant_keeps_what_it_does_not_vary(songs: Path) -> None:
-    private = Subject(songs, "songs").write(Variant(3, 128, 500))
-    judge = (private.path / "songs_judge" / "config.pbtxt").read_text()
-    for words in ("count: 3", "KIND_CPU", "preferred_batch_size: 32", "delay_microseconds: 500"):
-        assert words in judge
-    assert (private.path / "songs").is_symlink()
+    configs = Subject(songs, "songs").configs(Variant(3, 128, 500))
+    assert configs.keys() == {"songs_count", "songs_judge"}
+    judge = configs["songs_judge"]
+    assert judge["instance_group"] == [{"count": 3, "kind": "KIND_CPU"}]
+    assert judge["dynamic_batching"] == {"preferred_batch_size": [32], "max_queue_delay_microseconds": 500}
+    assert judge["input"][0]["name"] == "COUNTS"
 
 
 def test_a_sweep_tries_instances_batch_sizes_and_delays_the_plainest_first(songs: Path) -> None:
@@ -241,7 +242,9 @@ def test_a_sweep_recommends_a_configuration_that_the_repository_can_have(
     assert (
         main(["bench", "--sweep", str(songs), "songs_count", "--concurrency", "4", "--seconds", "0.02", "--json"]) == 0
     )
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    found = json.loads(printed.out)
     assert len(found["tried"]) == 6
     assert found["recommended"]["instances"] in (1, 2)
     assert (songs / "songs_count" / "config.pbtxt").read_text().startswith("# Counts the letters")
