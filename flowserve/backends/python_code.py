@@ -17,7 +17,7 @@ Code = Mapping[str, bytes]
 NO_CODE: Final[Code] = {}
 
 # A model that brings more along (an environment of its own, say) is read from disk, as it is then.
-_BYTES_MAX: Final = 16 << 20
+_BYTES_MAX: Final = 8 << 20
 _FILES_MAX: Final = 2000
 
 

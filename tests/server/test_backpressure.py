@@ -142,8 +142,8 @@ def test_a_thousand_answers_come_in_order_and_never_more_than_the_limit_is_under
         assert values == [2.0 * (n + more) for n in range(1000)], model
         limit = int(model.split("_")[1])
         seen = most_inflight(server, model)
-        assert max(seen.values(), default=0) == limit, f"{model}: {seen}"
-        assert not limit or seen[f"slow_{limit}"] == limit
+        assert max(seen.values(), default=0) <= limit, f"{model}: {seen}"
+        assert not limit or seen[f"slow_{limit}"] > limit // 2, f"{model}: {seen}: it was never behind"
 
 
 @pytest.mark.fault("P10")
@@ -152,7 +152,9 @@ def test_sixteen_requests_of_a_hundred_answers_each(server: Served) -> None:
     with ThreadPoolExecutor(len(models)) as pool:
         got = [*pool.map(lambda model: read(begin(server, model, 100)), models)]
     assert all(values == [2.0 * n for n in range(100)] for values in got)
-    assert [max(most_inflight(server, f"two_{limit}").values()) for limit in LIMITS if limit] == [1, 4, 16]
+    for limit in LIMITS:
+        most = max(most_inflight(server, f"two_{limit}").values(), default=0)
+        assert limit // 2 <= most <= limit
 
 
 def test_with_a_limit_memory_is_flat_however_much_goes_through(server: Served) -> None:
@@ -185,7 +187,7 @@ def test_streams_that_are_broken_off_leave_every_slot(server: Served) -> None:
     with ThreadPoolExecutor(4) as pool:
         got = [*pool.map(lambda _: read(begin(server, "shared", 100)), range(4))]
     assert all(values == [2.0 * n for n in range(100)] for values in got)
-    assert most_inflight(server, "shared")["slow_4"] == 4
+    assert 2 <= most_inflight(server, "shared")["slow_4"] <= 4
     assert waiting(server) == 0
 
 
