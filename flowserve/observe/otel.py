@@ -63,7 +63,7 @@ class Spans:
 
     def put(self, trace: Trace, offset_ns: int) -> None:
         """A request is over. `offset_ns`: what the server's clock lacks to the time of day."""
-        self._writer.do(lambda: self._add(trace, offset_ns))
+        self._writer.offer(lambda: self._add(trace, offset_ns))
 
     def close(self) -> None:
         """Send what is not sent yet. Blocks."""

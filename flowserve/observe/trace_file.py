@@ -69,7 +69,7 @@ class TraceFile:
 
     def put(self, setting: Setting, trace: Trace) -> None:
         """A request that this setting chose is over."""
-        self._writer.do(lambda: self._add(setting, trace))
+        self._writer.offer(lambda: self._add(setting, trace))
 
     def retire(self, setting: Setting) -> None:
         """The setting is in force no more: what was kept for it is written."""

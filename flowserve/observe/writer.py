@@ -1,7 +1,8 @@
 """A thread that does, one after the other, what must not be waited for.
 
 Decided here: that it is begun with the first thing to do, that what fails is logged and the next is done all the same,
-and that it ends after what it was given before. What is done, others know.
+that what may be lost is, where too much waits already, and that it ends after what it was given before. What is done,
+others know.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Final
+
+WAITING_MAX: Final = 10_000
 
 log = logging.getLogger("flowserve.observe")
 
@@ -20,6 +24,7 @@ class Writer:
     def __init__(self, name: str, failed: Callable[[OSError], None]) -> None:
         self._name = name
         self._failed = failed
+        self._is_losing = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -39,6 +44,18 @@ class Writer:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         self._work.put(what)
+
+    def offer(self, what: Callable[[], None]) -> None:
+        """Do this soon, unless too much waits to be done. Returns at once."""
+        waiting = self._work.qsize()
+        if waiting >= WAITING_MAX:
+            if not self._is_losing:
+                self._is_losing = True
+                log.warning("%s: %d wait to be written; some traces are lost", self._name, waiting)
+            return
+        if self._is_losing and waiting < WAITING_MAX // 2:
+            self._is_losing = False
+        self.do(what)
 
     def close(self) -> None:
         """End after what there is to do. Blocks."""

@@ -13,7 +13,7 @@ import trio
 from flowserve.observe.trace import Trace
 from flowserve.runtime.watch import Watch
 
-TRACES_MAX: Final = 20_000  # of requests; a stretch that is full is over
+TRACES_MAX: Final = 10_000  # of requests; a stretch that is full is over
 PATIENCE_S: Final = 5.0
 
 
