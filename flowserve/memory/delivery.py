@@ -30,11 +30,11 @@ class Output:
         self._bounds = [*zip([0, *stops], stops, strict=False)]
         self.runs = self._host_runs()
 
-    def members(self, landed: Sequence[Array], number: int) -> list[Tensor]:
+    def members(self, landed: Sequence[Array]) -> list[Tensor]:
         """The members' tensors, where their readers look for them; `landed` are the runs."""
         if self._rows is None:
             host = Tensor(landed[0]) if landed else None
-            return [self._member(host, DeviceTensor(self.array), 0, number)]
+            return [self._member(host, DeviceTensor(self.array), 0)]
         tensors: list[Tensor] = []
         run = 0
         for m, (start, stop) in enumerate(self._bounds):
@@ -44,17 +44,15 @@ class Output:
             if self._is_read_on_host(m):
                 first = self.runs[run][0]
                 host = Tensor(landed[run], start - first, stop - first)
-            tensors.append(self._member(host, DeviceTensor(self.array, start, stop), m, number))
+            tensors.append(self._member(host, DeviceTensor(self.array, start, stop), m))
         return tensors
 
-    def _member(self, host: Tensor | None, copy: DeviceTensor, m: int, number: int) -> Tensor:
+    def _member(self, host: Tensor | None, copy: DeviceTensor, m: int) -> Tensor:
         if host is None:
             return copy
         if self._read_at is None or not self._read_at[m] & ON_DEVICE or not self.array.place.is_gpu:
             return host
-        mirror = Mirror(host)
-        mirror.copies[number] = copy
-        return mirror
+        return Mirror(host, copy)
 
     def _is_read_on_host(self, m: int) -> bool:
         return self._read_at is None or bool(self._read_at[m] & ON_HOST) or not self.array.place.is_gpu

@@ -7,6 +7,7 @@ a numpy array by itself: a copy to the host that nobody asked for is what makes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Final, NoReturn
 
@@ -111,15 +112,42 @@ class Mirror(Tensor):
     """Rows on the host that have copies on devices: what several readers take, each where it wants it.
 
     `copies` are by the device's number. Whoever copies one more puts it there, under the lock of that device's memory.
+    `original` is the one that was computed on a device, None where it came from the host: others are copied from there.
     """
+
+    __slots__ = ("copies", "original")
+
+    def __init__(self, tensor: Tensor, original: DeviceTensor | None = None) -> None:
+        super().__init__(tensor.block, tensor.start, tensor.stop)
+        self.original = original
+        self.copies: dict[int, DeviceTensor] = {} if original is None else {original.place.number: original}
+
+    def converted(self, conversion: Conversion) -> Mirror:
+        original = None if self.original is None else self.original.converted(conversion)
+        return Mirror(super().converted(conversion), original)
+
+
+class DeviceMirror(DeviceTensor):
+    """Rows on a device that have copies on others, as a `Mirror`'s."""
 
     __slots__ = ("copies",)
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: DeviceTensor) -> None:
         super().__init__(tensor.block, tensor.start, tensor.stop)
         self.copies: dict[int, DeviceTensor] = {}
 
-    def converted(self, conversion: Conversion) -> Mirror:
-        mirror = Mirror(super().converted(conversion))
-        mirror.copies = {number: copy.converted(conversion) for number, copy in self.copies.items()}
-        return mirror
+
+SHARED: Final = (Mirror, DeviceMirror)
+
+
+def runs(tensors: Sequence[DeviceTensor]) -> list[DeviceArray]:
+    """The tensors' rows in order, as few arrays as they lie in: one where all are neighbours."""
+    found: list[DeviceArray] = []
+    start = 0
+    for m, tensor in enumerate(tensors):
+        if m + 1 < len(tensors) and tensors[m + 1].block is tensor.block and tensors[m + 1].start == tensor.stop:
+            continue
+        first = tensors[start]
+        found.append(first.block if first.stop == WHOLE else first.block.rows(first.start, tensor.stop))
+        start = m + 1
+    return found

@@ -27,7 +27,7 @@ from flowserve.memory.blocks import Block
 from flowserve.memory.delivery import ON_DEVICE, Output
 from flowserve.memory.device import Event
 from flowserve.memory.device_memory import DeviceMemory
-from flowserve.memory.device_tensor import DeviceArray, DeviceTensor, Mirror
+from flowserve.memory.device_tensor import SHARED, DeviceArray, DeviceMirror, DeviceTensor, Mirror, runs
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import HOST_MEMORY, Array, MemoryPlace
 
@@ -97,7 +97,7 @@ class DeviceStream:
         if any(landings):
             self._device.synchronize(event)
         return [
-            output.members([self._host_array(array) for array in landed], self.place.number)
+            output.members([self._host_array(array) for array in landed])
             for output, landed in zip(outputs, landings, strict=True)
         ]
 
@@ -144,42 +144,49 @@ class DeviceStream:
         """The tensors' rows as few arrays as they lie in, none of them on the host any more unless the device had no
         room; and the bytes that were brought here.
         """
-        if any(type(tensor) is Mirror for tensor in tensors):
+        if any(isinstance(tensor, SHARED) for tensor in tensors):
             with self.memory.sharing:
                 here, copied = self._brought_here(tensors)
         else:
             here, copied = self._brought_here(tensors)
-        parts: list[DeviceArray] = []
-        start = 0
-        for m, tensor in enumerate(here):
-            if m + 1 < len(here) and here[m + 1].block is tensor.block and here[m + 1].start == tensor.stop:
-                continue
-            first = here[start]
-            parts.append(first.block if first.stop == WHOLE else first.block.rows(first.start, tensor.stop))
-            start = m + 1
-        return parts, copied
+        return runs(here), copied
 
     def _brought_here(self, tensors: Sequence[Tensor]) -> tuple[list[DeviceTensor], int]:
         found = [self._lying(tensor) for tensor in tensors]
-        absent = [m for m, one in enumerate(found) if one is None]
-        if not absent:
+        if None not in found:
             return found, 0  # type: ignore[return-value]  # none of them is None
-        array = self._upload([tensors[m] for m in absent])
+        # What several read and another device computed comes from there, all else from the host.
+        afar = [m for m, one in enumerate(found) if one is None and _somewhere(tensors[m]) is not None]
+        near = [m for m, one in enumerate(found) if one is None and m not in afar]
+        copied = 0
+        if near:
+            array = self._upload([tensors[m] for m in near])
+            copied += self._hand_out(array, tensors, near, found)
+        if afar:
+            array = self._side_by_side(runs([_somewhere(tensors[m]) for m in afar]))  # type: ignore[misc]  # none is None
+            self._made.append(array)
+            copied += self._hand_out(array, tensors, afar, found)
+        return found, copied  # type: ignore[return-value]  # none of them is None
+
+    def _hand_out(
+        self, array: DeviceArray, tensors: Sequence[Tensor], brought: Sequence[int], found: list[DeviceTensor | None]
+    ) -> int:
+        """`array` holds the rows of the tensors that were `brought`, one after the other."""
         stop = 0
-        for m in absent:
+        for m in brought:
             tensor = tensors[m]
             start, stop = stop, stop + (tensor.stop - tensor.start)
             copy = found[m] = DeviceTensor(array) if tensor.stop == WHOLE else DeviceTensor(array, start, stop)
-            if isinstance(tensor, Mirror) and array.place.is_gpu:
+            if isinstance(tensor, SHARED) and array.place.is_gpu:
                 # Others may read it while this batch goes on, so it has an event of its own.
                 array.ready = array.ready or self._device.record(self.handle)
                 tensor.copies[self.place.number] = copy
-        return found, array.nbytes  # type: ignore[return-value]  # none of them is None
+        return array.nbytes
 
     def _lying(self, tensor: Tensor) -> DeviceTensor | None:
-        if isinstance(tensor, DeviceTensor):
+        if isinstance(tensor, DeviceTensor) and (tensor.place == self.place or not isinstance(tensor, DeviceMirror)):
             return tensor
-        return tensor.copies.get(self.place.number) if isinstance(tensor, Mirror) else None
+        return tensor.copies.get(self.place.number) if isinstance(tensor, SHARED) else None
 
     def _upload(self, tensors: Sequence[Tensor]) -> DeviceArray:
         staged = self._staged(tensors)
@@ -279,6 +286,13 @@ class _Lease:
     def __init__(self, block: Block, raw: Array) -> None:
         self.block = block
         self.__array_interface__ = raw.__array_interface__
+
+
+def _somewhere(tensor: Tensor) -> DeviceTensor | None:
+    """A tensor that several read, on the device where it was computed."""
+    if isinstance(tensor, DeviceMirror):
+        return tensor
+    return tensor.original if isinstance(tensor, Mirror) else None
 
 
 def _typed(raw: Array, like: DeviceArray) -> Array:

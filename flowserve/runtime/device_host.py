@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from flowserve.backends.device import DeviceWork
 from flowserve.memory.delivery import ON_DEVICE, ON_HOST
-from flowserve.memory.device_tensor import DeviceTensor, Mirror
+from flowserve.memory.device_tensor import SHARED, DeviceMirror, DeviceTensor, Mirror
 from flowserve.runtime.instance import LocalHost
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.router import Flow, Ticket
@@ -61,11 +61,11 @@ class _Crossings:
         ]
 
     def share_inputs(self, flow: Flow) -> None:
-        """Inputs that lie on the host, and that other instances on devices read besides, get a place for copies."""
+        """Inputs that other instances on devices read besides get a place for copies."""
         for slot in self._shared:
             tensor = flow.tensors[slot]
-            if tensor is not None and not isinstance(tensor, DeviceTensor | Mirror):
-                flow.tensors[slot] = Mirror(tensor)
+            if tensor is not None and not isinstance(tensor, SHARED):
+                flow.tensors[slot] = (DeviceMirror if isinstance(tensor, DeviceTensor) else Mirror)(tensor)
 
 
 def _reads(queue: ModelQueue) -> int:
