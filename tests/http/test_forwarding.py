@@ -60,7 +60,9 @@ async def test_they_reach_the_generate_endpoints_too(
 ) -> None:
     entered: list[Request] = []
     stream = engine.stream
-    monkeypatch.setattr(engine, "stream", lambda to, request: entered.append(request) or stream(to, request))
+    monkeypatch.setattr(
+        engine, "stream", lambda to, request, *how: entered.append(request) or stream(to, request, *how)
+    )
     running = await start(make_app(engine, forwarding("x-.*")))
     client = await running.connect()
     body = json.dumps({"IN": [1, 2, 3, 4], "mine": 1}).encode()
