@@ -8,6 +8,7 @@ What is measured and counted is decided in observe/, what is ready in runtime/.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import trio
 from starlette.applications import Starlette
@@ -45,7 +46,10 @@ from flowserve.runtime.engine import Engine
 from flowserve.runtime.metadata import model_metadata, server_metadata
 from flowserve.runtime.request_parameters import Forwarding
 from flowserve.runtime.restriction import Restriction
-from flowserve.runtime.traces import Traces
+from flowserve.values import Array
+
+# So much of a model's shared memory may hold bodies: what is there once stays with the server. More are copied.
+_ROOM_BYTES_MAX: Final = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +72,22 @@ def make_app(engine: Engine, options: AppOptions | None = None, control: Control
     options = options or AppOptions()
     route = (engine, options.max_body_bytes, options.client_memory)
     infer = InferRoute(*route) if options.forwarding is None else ForwardingInferRoute(options.forwarding, *route)
-    app = _App(infer, engine.traces, _starlette(make_routes(engine, options, control)))
+    app = _App(engine, infer, _starlette(make_routes(engine, options, control)))
     return restricted(app, options.restrictions) if options.restrictions else app
 
 
 class _App:
     """Inference in front of everything else."""
 
-    def __init__(self, infer: InferRoute, traces: Traces, rest: ASGIApp) -> None:
+    def __init__(self, engine: Engine, infer: InferRoute, rest: ASGIApp) -> None:
+        self._engine = engine
         self._infer: InferRoute | TracedInferRoute = infer
         self._rest = rest
 
         def trace(is_on: bool) -> None:
-            self._infer = TracedInferRoute(infer, traces) if is_on else infer
+            self._infer = TracedInferRoute(infer, engine.traces) if is_on else infer
 
-        traces.listen(trace)
+        engine.traces.listen(trace)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -98,6 +103,21 @@ class _App:
             return False
         found = target(scope["path"])
         return found is not None and self._infer.begin(scope["headers"], exchange, *found)
+
+    def room(self, scope: Scope, nbytes: int) -> Array | None:
+        """Where our own server may receive a large body, as bytes: in the memory of the process that will read it.
+        None: anywhere.
+        """
+        found = target(scope["path"])
+        if found is None:
+            return None
+        try:
+            arena = self._engine.find(*found).arena
+        except FlowserveError:
+            return None  # it is said when the body is there
+        if arena is None or arena.lent_bytes + nbytes > _ROOM_BYTES_MAX:
+            return None
+        return arena.lease(nbytes).view()
 
 
 def make_metrics_app(engine: Engine, choice: MetricsChoice | None = EVERYTHING) -> ASGIApp:

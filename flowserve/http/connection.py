@@ -227,17 +227,21 @@ class Connection(Exchange):
             self._buffer = buffer[size:]
             return buffer[:size]
         await self._enter_body(head)
-        return await self._receive_body(size, head.anchor)
+        return await self._receive_body(size, head)
 
-    async def _receive_body(self, size: int, anchor: int) -> Buffer:
-        """`size` bytes straight into one buffer, placed so that offset `anchor` is aligned in memory.
+    async def _receive_body(self, size: int, head: Head) -> Buffer:
+        """`size` bytes straight into one buffer, placed so that its first tensor is aligned in memory.
 
         The buffer is the request's alone, and writable: a model that is its last reader may work in it.
         """
         is_large = size >= POOLED_BYTES_MIN
         if is_large:
-            pad = -anchor % ALIGNMENT
-            target = self.server.pool.take(size + pad).data[pad:]
+            pad = -head.anchor % ALIGNMENT
+            room = self.server.room
+            block = None if room is None else room(head.scope, size + pad)
+            if block is None:
+                block = self.server.pool.take(size + pad)
+            target = block.data[pad:]
         else:
             target = memoryview(bytearray(size))
         got = len(self._buffer)

@@ -35,6 +35,7 @@ from flowserve.http.line import Phase
 from flowserve.http.outbox import Outbox
 from flowserve.http.tls import Terminator
 from flowserve.memory.pool import Pool
+from flowserve.values import Array
 
 _BACKLOG: Final = 2048
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -71,8 +72,10 @@ class Server:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.app = app
-        # An app may have this besides: called with a scope (without the connection's own part) and the exchange, it
-        # answers or promises to without waiting, or returns False.
+        # An app may have these besides, called with a scope (without the connection's own part). `room`: where so many
+        # bytes of a body are best received, None for anywhere. `begin`: given the exchange, it answers or promises to
+        # without waiting, or returns False.
+        self.room: Callable[[Scope, int], Array | None] | None = getattr(app, "room", None)
         self.begin: Callable[[Scope, Connection], bool] | None = getattr(app, "begin", None)
         self.limits = limits or Limits()
         self.pool = pool or Pool()

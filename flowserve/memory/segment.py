@@ -142,6 +142,8 @@ def locate(array: Array) -> tuple[Lease, int] | None:
     memory.
     """
     base: object = array.base
+    if type(base) is memoryview:  # of a request's body
+        base = base.obj
     if type(base) is not Lease:
         base = getattr(base, "base", None)
         if type(base) is not Lease:

@@ -16,6 +16,7 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import Unsupported
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import GRAPH, Graph
+from flowserve.memory.arena import Arena
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.admission import Admission
@@ -61,6 +62,8 @@ class Deployment:
         self.sequences = tuple(queue.bound for queue in route if isinstance(queue.bound, Sequences))
         self.elder: Deployment | None = None  # that it replaced, while sequences that began there go on
         self.gate: Gate | None = None  # where something keeps requests from its graph; set before the first comes
+        # Where a large request is best received: the memory of the process that reads it. None: anywhere.
+        self.arena: Arena | None = None
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
         # How a request becomes a flow, by what its graph needs. `make_flow` is for one answer, `make_stream` for any.

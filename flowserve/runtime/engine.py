@@ -22,7 +22,8 @@ from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
 from flowserve.graph.plan import Plan
-from flowserve.graph.types import Graph, ModelKey
+from flowserve.graph.types import GRAPH, Graph, ModelKey
+from flowserve.memory.arena import Arena
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED, Statistics, rows_as_json
 from flowserve.observe.summary import summarising
 from flowserve.runtime.accounts import record_batch, record_ensemble
@@ -485,6 +486,7 @@ class Engine:
         route = tuple(generation.queue for generation in runs_on)
         pins = frozenset(one.pin for one in runs_on)
         deployment = Deployment(config, graph, statistics, versions, route, pins, labels)
+        deployment.arena = _arena_of(graph, route)
         options = gate_options(config.parameters)
         may_remember = deployment.plan.nesting is None and not deployment.sequences  # an answer depends on those before
         cache = self._cache if config.response_cache and may_remember else None
@@ -560,6 +562,15 @@ class Engine:
 
 def _is_version(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20  # int() has a limit of its own, far beyond
+
+
+def _arena_of(graph: Graph, route: Sequence[ModelQueue]) -> Arena | None:
+    """That of the one model in processes that reads all of a request; a body holds what is meant for nobody else."""
+    readers = {edge.consumer for edge in graph.edges if edge.producer == GRAPH}
+    if len(readers) != 1 or GRAPH in readers:
+        return None
+    hosts = route[readers.pop()].instances
+    return hosts[0].arena if hosts and isinstance(hosts[0], ProcessHost) else None
 
 
 def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:

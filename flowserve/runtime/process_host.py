@@ -22,6 +22,7 @@ from flowserve.backends.base import Remote, Results, Work
 from flowserve.backends.child.main import Job
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
+from flowserve.memory.arena import Arena
 from flowserve.runtime.children import Child, Children
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome, gather
@@ -74,6 +75,11 @@ class ProcessHost:
         self._link: Link | None = None
         self._calls: ProcessCalls | None = None  # once its model has called another
         self._is_closed = False
+
+    @property
+    def arena(self) -> Arena:
+        """Where inputs that lie there already need not be copied. Shared by the instances of one model version."""
+        return self._packer.arena
 
     def open(self, completions: Completions) -> None:
         """Start the process and open the instance there. Blocks; called on a loader's thread. Raises what the model
