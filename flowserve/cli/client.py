@@ -1,4 +1,4 @@
-"""What the commands that talk to a server say to it: one request, one answer, over plain HTTP.
+"""What the commands that talk to a server say to it: one request, and its answer or answers, over plain HTTP.
 
 Decided here: how a server is named, and how a refusal becomes one sentence. Tensors are tensors.py's.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
@@ -15,6 +16,7 @@ from urllib.parse import quote, urlsplit
 from flowserve.errors import FlowserveError, Invalid, Unavailable
 
 PATIENCE_S: Final = 300.0
+_EVENT: Final = b"data: "
 Headers = Mapping[str, str]
 NO_HEADERS: Final[Headers] = {}
 
@@ -61,21 +63,41 @@ def ask(
     """One exchange: the answer's headers, in lower case, and its body. Blocks. Raises Unavailable where nobody answers,
     Invalid with the server's own words where it refuses.
     """
+    with _answered(address, method, path, body, headers) as answer:
+        return {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+
+def events(address: Address, path: str, body: bytes) -> Iterator[dict[str, Any]]:
+    """The server-sent events of one request, each as soon as it is there. Blocks and raises as `ask` does; after the
+    events before, Invalid with what the request failed with.
+    """
+    with _answered(address, "POST", path, body, {}) as answer:
+        for line in answer:
+            if line.startswith(_EVENT):
+                event = json.loads(line[len(_EVENT) :])
+                if event.keys() == {"error"}:
+                    raise Invalid(f"{address} answered: {event['error']}")
+                yield event
+
+
+@contextmanager
+def _answered(
+    address: Address, method: str, path: str, body: bytes, headers: Headers
+) -> Iterator[http.client.HTTPResponse]:
     make = http.client.HTTPSConnection if address.is_tls else http.client.HTTPConnection
     connection = make(address.host, address.port, timeout=PATIENCE_S)
     try:
         connection.request(method, path, body or None, dict(headers))
         answer = connection.getresponse()
-        content = answer.read()
+        if answer.status != 200:
+            raise Invalid(f"{address} answered {answer.status}: {said(answer.read())}")
+        yield answer
     except (OSError, http.client.HTTPException) as error:
         raise Unavailable(
             f"no answer from {address}: {str(error) or type(error).__name__}; is a server running?"
         ) from None
     finally:
         connection.close()
-    if answer.status != 200:
-        raise Invalid(f"{address} answered {answer.status}: {said(content)}")
-    return {name.lower(): value for name, value in answer.getheaders()}, content
 
 
 def said(content: bytes) -> str:
@@ -97,3 +119,12 @@ def metadata(address: Address, model: str, version: str = "") -> dict[str, Any]:
     if not isinstance(found, dict) or "inputs" not in found:
         raise FlowserveError(f"{address} does not describe its models as KServe v2 has it")
     return found
+
+
+def configuration(address: Address, model: str, version: str = "") -> dict[str, Any]:
+    """How a model is configured, as far as the server tells: that is an extension of the protocol, and {} otherwise."""
+    try:
+        found = json.loads(ask(address, "GET", address.path(model, version, "/config"))[1])
+    except (Invalid, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,19 +1,30 @@
-"""`flowserve infer`: one request to a server, and its answer.
+"""`flowserve infer`: one request to a server, and its answer, or its answers where a model gives many.
 
-Decided here: how an answer is shown: for people as arrays, with `--json` as one line of JSON for programs.
+Decided here: how an answer is shown: for people as arrays, with `--json` as one line of JSON for programs; each as soon
+as it is there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from flowserve.cli.client import Address, ask, metadata
-from flowserve.cli.tensors import dtype_of, infer_body, plain, read_answer, read_inputs, write_output
-from flowserve.errors import FlowserveError
+from flowserve.cli.client import Address, ask, configuration, events, metadata
+from flowserve.cli.tensors import (
+    dtype_of,
+    flat_body,
+    infer_body,
+    plain,
+    read_answer,
+    read_flat_answer,
+    read_inputs,
+    write_output,
+)
+from flowserve.errors import FlowserveError, Invalid
+from flowserve.values import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,14 @@ def infer(options: InferOptions, out: TextIO, err: TextIO) -> int:
 
 def _infer(options: InferOptions, out: TextIO) -> None:
     address = Address.of(options.url)
-    inputs = read_inputs(options.inputs, metadata(address, options.model, options.version))
+    described = metadata(address, options.model, options.version)
+    config = configuration(address, options.model, options.version)
+    optional = {tensor.get("name") for tensor in config.get("input", ()) if tensor.get("optional")}
+    described["inputs"] = [{**tensor, "optional": tensor["name"] in optional} for tensor in described["inputs"]]
+    inputs = read_inputs(options.inputs, described)
+    if config.get("model_transaction_policy", {}).get("decoupled"):
+        _stream(options, address, described, inputs, out)
+        return
     files = {name: Path(file) for name, equals, file in (word.partition("=") for word in options.outputs) if equals}
     body, headers = infer_body(inputs, [word.partition("=")[0] for word in options.outputs])
     header, arrays = read_answer(
@@ -48,15 +66,35 @@ def _infer(options: InferOptions, out: TextIO) -> None:
     )
     for name, path in files.items():
         write_output(arrays[name], path)
-    shown = {name: array for name, array in arrays.items() if name not in files}
+    _show(header, {name: array for name, array in arrays.items() if name not in files}, options, out)
+    for name, path in files.items() if not options.as_json else ():
+        print(f"{name}  written to {path}", file=out)
+
+
+def _stream(
+    options: InferOptions, address: Address, described: Mapping[str, Any], inputs: Mapping[str, Array], out: TextIO
+) -> None:
+    """Every answer as it comes. They come as plain JSON, which is what HTTP has for them."""
+    known = {tensor["name"]: tensor for tensor in described["outputs"]}
+    for word in options.outputs:
+        if "=" in word:
+            raise Invalid(f"--output {word}: '{options.model}' answers any number of times; only names are taken here")
+        if word not in known:
+            raise Invalid(f"--output {word}: the model has no such output; it has {', '.join(known)}")
+    shown = {name: known[name] for name in options.outputs or known}
+    path = address.path(options.model, options.version, "/generate_stream")
+    for event in events(address, path, flat_body(inputs, described)):
+        _show(*read_flat_answer(event, shown), options, out)
+        out.flush()
+
+
+def _show(header: Mapping[str, Any], arrays: Mapping[str, Array], options: InferOptions, out: TextIO) -> None:
     if options.as_json:
         outputs = [
             {"name": name, "datatype": dtype_of(array).wire, "shape": [*array.shape], "data": plain(array)}
-            for name, array in shown.items()
+            for name, array in arrays.items()
         ]
         print(json.dumps({**header, "outputs": outputs}), file=out)
         return
-    for name, array in shown.items():
+    for name, array in arrays.items():
         print(f"{name}  {dtype_of(array)} {json.dumps([*array.shape])}\n{array}", file=out)
-    for name, path in files.items():
-        print(f"{name}  written to {path}", file=out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,6 +146,16 @@ def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str])
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 for a failure, 2 for a misuse (raised as SystemExit)."""
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
+        return 1
+    return status
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser, subparsers = _parsers()
     parsed, leftovers = parser.parse_known_args(arguments)
     if parsed.command is None:

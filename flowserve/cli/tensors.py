@@ -7,6 +7,7 @@ and dims; a batch dimension that is left out is added.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -91,6 +92,56 @@ def read_answer(headers: Mapping[str, str], content: bytes) -> tuple[dict[str, A
     except (KeyError, TypeError, ValueError) as error:
         raise FlowserveError(f"this is no answer of a KServe v2 server: {error}") from error
     return header, arrays
+
+
+def flat_body(inputs: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
+    """The body of a request for many answers: plain JSON, each input flat, in the shape that its dims say. Raises
+    Invalid for what it cannot carry.
+    """
+    dims = {tensor["name"]: tensor["shape"] for tensor in metadata["inputs"]}
+    body = {}
+    for name, array in inputs.items():
+        if _shape_of(dims[name], array.size) != array.shape:
+            raise Invalid(
+                f"--input {name}: a model that answers many times is asked in JSON without shapes, where {array.size}"
+                f" elements of {json.dumps(dims[name])} cannot be {json.dumps([*array.shape])}"
+            )
+        try:
+            flat = [one.decode() for one in array.ravel()] if array.dtype == object else array.ravel().tolist()
+        except UnicodeDecodeError:
+            raise Invalid(
+                f"--input {name}: a model that answers many times is asked in JSON, which holds text"
+            ) from None
+        body[name] = flat
+    return json.dumps(body).encode()
+
+
+def read_flat_answer(
+    event: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """One of many answers: what it says besides its tensors, and those of `tensors` (by name, as the metadata describes
+    them) that it has. Raises FlowserveError for what is no such answer.
+    """
+    arrays = {}
+    try:
+        for name, tensor in tensors.items():
+            if name in event:
+                flat = _from_lists(event[name], BY_WIRE[tensor["datatype"]]).reshape(-1)
+                arrays[name] = flat.reshape(_shape_of(tensor["shape"], flat.size) or flat.shape)
+        return {key: event[key] for key in ("id", "model_name", "model_version") if key in event}, arrays
+    except (KeyError, TypeError, ValueError) as error:
+        raise FlowserveError(f"this is no answer of a generate extension: {error}") from error
+
+
+def _shape_of(dims: Sequence[int], count: int) -> tuple[int, ...] | None:
+    """The shape of so many elements where nothing else is said: the last dimension that varies takes the rest, others
+    that vary are 1. None where that does not come out.
+    """
+    shape = [max(dim, 1) for dim in dims]
+    varying = [axis for axis, dim in enumerate(dims) if dim == -1]
+    if varying:
+        shape[varying[-1]] = count // max(math.prod(shape), 1)
+    return tuple(shape) if math.prod(shape) == count else None
 
 
 def write_output(array: Array, path: Path) -> None:

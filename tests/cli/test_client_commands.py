@@ -42,9 +42,27 @@ def songs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+WORDS = """\
+import numpy as np
+from flowserve import model
+
+@model({"TEXT": "BYTES[1]", "TABLE": "FP32[-1,-1]?"}, {"WORD": "BYTES[1]", "LENGTHS": "INT32[-1,2]"}, decoupled=True)
+def function(text, table):
+    for word in text[0].split():
+        if word == b"stop":
+            raise ValueError("no more")
+        yield np.array([word], object), np.full((2, 2), len(word), np.int32)
+"""
+
+
 @pytest.fixture(scope="module")
-def served(songs: Path) -> Iterator[Served]:
-    with serving(songs, "--python-execution", "thread") as server:
+def served(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The new repository, and beside it a model that answers many times."""
+    others = tmp_path_factory.mktemp("others")
+    (others / "words" / "1").mkdir(parents=True)
+    (others / "words" / "config.pbtxt").write_text('backend: "callable"\n')
+    (others / "words" / "1" / "model.py").write_text(WORDS)
+    with serving(songs, str(others), "--python-execution", "thread") as server:
         yield server
 
 
@@ -149,9 +167,49 @@ def test_infer_prints_arrays_for_people_and_json_for_programs(
 
 
 @pytest.mark.server
+def test_infer_prints_every_answer_of_a_model_with_many(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["infer", served.address, "words", "--input", "TEXT=to be"]
+    assert main([*ask, "--output", "WORD"]) == 0
+    assert capsys.readouterr().out == "WORD  BYTES [1]\n[b'to']\nWORD  BYTES [1]\n[b'be']\n"
+    assert main([*ask, "--json"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first == {
+        "model_name": "words",
+        "model_version": "1",
+        "outputs": [
+            {"name": "WORD", "datatype": "BYTES", "shape": [1], "data": ["to"]},
+            {"name": "LENGTHS", "datatype": "INT32", "shape": [2, 2], "data": [[2, 2], [2, 2]]},
+        ],
+    }
+    assert second["outputs"][0]["data"] == ["be"]
+    assert main(["infer", served.address, "words", "--input", "TEXT= "]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["infer", served.address, "words", "--input", "TEXT=to stop", "--output", "WORD"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "WORD  BYTES [1]\n[b'to']\n"
+    assert "answered: model 'words' failed: ValueError: no more" in printed.err
+
+
+@pytest.mark.server
+def test_each_answer_is_printed_when_it_is_there_and_whoever_reads_may_go(served: Served) -> None:
+    text = "TEXT=" + "long " * 20_000
+    command = [sys.executable, "-m", "flowserve", "infer", served.address, "words", "--input", text, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as infer:
+        assert infer.stdout is not None
+        assert json.loads(infer.stdout.readline())["outputs"][0]["data"] == ["long"]
+        infer.stdout.close()
+        assert infer.stderr is not None
+        assert infer.stderr.read() == ""
+        assert infer.wait(60) == 1
+
+
+@pytest.mark.server
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        (["words", "--input", "TEXT=a", "--output", "WORD=file.txt"], "answers any number of times; only names"),
+        (["words", "--input", "TEXT=a", "--output", "WORT"], "the model has no such output; it has WORD, LENGTHS"),
+        (["words", "--input", "TEXT=a", "--input", "TABLE=[[1,2],[3,4]]"], "4 elements of [-1, -1] cannot be [2, 2]"),
         (["songs", "--input", "TXT=a"], "the model has no input 'TXT' (did you mean \"TEXT\"?)"),
         (["sings", "--input", "TEXT=a"], "answered 404"),
         (["songs", "--input", 'TEXT=[[["deep"]]]'], "answered 400"),
