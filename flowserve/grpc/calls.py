@@ -16,7 +16,7 @@ import trio
 
 from flowserve.errors import FlowserveError, Internal, Unavailable, Unsupported
 from flowserve.grpc.decode import Asked
-from flowserve.grpc.encode import Parts, encode
+from flowserve.grpc.encode import Encoder, Parts
 from flowserve.grpc.guest import Guest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import ClientMemory, Window
@@ -49,6 +49,7 @@ class Calls:
         self.memory = memory
         self.guest = guest
         self.nursery = nursery
+        self.encoder = Encoder()
 
     async def infer(self, target: tuple[str, str], asked: Asked, context: str = "") -> Parts:
         """The one answer to a request. `context`: in which its caller traces it. Raises FlowserveError."""
@@ -216,7 +217,7 @@ class Call:
             watch.mark("GRPC_SEND_START")
         if self.asked.classes:
             rank(response, self.asked.classes, self._deployment)
-        parts = encode(response, self._windows, is_final=is_final)
+        parts = self._calls.encoder.encode(response, self._windows, is_final=is_final)
         if watch is not None:
             watch.mark("GRPC_SEND_END")
         return parts

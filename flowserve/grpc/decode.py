@@ -7,7 +7,7 @@ is the engine's to say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -58,12 +58,12 @@ class Asked:
     wants_final: bool = False
 
 
-def decode(message: ModelInferRequest) -> Asked:
-    """Raises `Invalid`, naming the field."""
+def decode(message: ModelInferRequest, blocks: Sequence[raw.Buffer] | None = None) -> Asked:
+    """`blocks` are the raw tensors where the message has been parted from them. Raises `Invalid`, naming the field."""
     asked = Asked(Request({}, id=message.id))
     if message.parameters:
         _parameters(message, asked)
-    _inputs(message, asked)
+    _inputs(message, asked, message.raw_input_contents if blocks is None else blocks)
     if message.outputs:
         _outputs(message, asked)
     return asked
@@ -81,10 +81,10 @@ def parameter(value: InferParameter, where: str) -> Parameter:
 # ---------------------------------------------------------------------------------------------- inputs
 
 
-def _inputs(message: ModelInferRequest, asked: Asked) -> None:
+def _inputs(message: ModelInferRequest, asked: Asked, given_raw: Sequence[raw.Buffer]) -> None:
     model = message.model_name
-    blocks = iter(message.raw_input_contents)
-    is_raw = bool(message.raw_input_contents)
+    blocks = iter(given_raw)
+    is_raw = bool(given_raw)
     given = asked.request.inputs
     placed = 0
     for tensor in message.inputs:
@@ -123,10 +123,10 @@ def _inputs(message: ModelInferRequest, asked: Asked) -> None:
             given[name] = raw.decode(block, name, model, dtype, shape, count)
         else:
             given[name] = _typed(tensor, dtype, shape, count, model)
-    if is_raw and placed != len(message.raw_input_contents):
+    if is_raw and placed != len(given_raw):
         raise Invalid(
             f"expected one raw_input_contents for each input of model '{model}' that is not in shared memory, got "
-            f"{len(message.raw_input_contents)} for {len(message.inputs) - len(asked.shared)}"
+            f"{len(given_raw)} for {len(message.inputs) - len(asked.shared)}"
         )
 
 

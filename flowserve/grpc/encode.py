@@ -8,17 +8,19 @@ its readers take them as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from flowserve.errors import FlowserveError
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
 from flowserve.grpc.status import text_of
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Window
+from flowserve.runtime.parameters import STATELESS
 from flowserve.values import Parameter, Response
 
 FINAL: Final = "triton_final_response"
 _INT64_MAX: Final = 2**63 - 1
+_KEPT_MAX: Final = 256
 _NO_WINDOWS: Final[Mapping[str, Window]] = {}
 
 # A message in pieces. Each memoryview is of bytes.
@@ -45,6 +47,34 @@ def encode(response: Response, windows: Mapping[str, Window] = _NO_WINDOWS, *, i
     if is_final is not None:
         message.parameters[FINAL].bool_param = is_final
     return [message.SerializeToString(), *blocks]
+
+
+class Encoder:
+    """Responses to messages. Keeps what stands before the tensors by what it says: answers mostly differ in these."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], bytes | memoryview] = {}
+
+    def encode(self, response: Response, windows: Mapping[str, Window], *, is_final: bool | None) -> Parts:
+        """As `encode`."""
+        stateless = response.parameters is STATELESS
+        if response.id or windows or (response.parameters and not stateless):  # ids are new every time
+            return encode(response, windows, is_final=is_final)
+        key: list[Any] = [response.model, response.version, stateless, is_final]
+        blocks: Parts = []
+        for name, array in response.outputs.items():
+            if array.dtype.hasobject:
+                return encode(response, windows, is_final=is_final)
+            data = raw.block(array)
+            key += (name, array.dtype, array.shape)
+            blocks += (_RAW, _varint(len(data)), data)
+        kept = self._kept.get(tuple(key))
+        if kept is None:
+            kept, *blocks = encode(response, windows, is_final=is_final)
+            if len(self._kept) >= _KEPT_MAX:
+                self._kept.clear()
+            self._kept[tuple(key)] = kept
+        return [kept, *blocks]
 
 
 def nothing_more(model: str, version: str, request_id: str) -> Parts:

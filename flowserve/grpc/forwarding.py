@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowserve.grpc.decode import Asked, decode
+from flowserve.grpc.decode import Asked
+from flowserve.grpc.reader import Incoming
 from flowserve.grpc.service import Service
-from flowserve.grpc.service_pb2 import ModelInferRequest
-from flowserve.grpc.stream import Decode
+from flowserve.grpc.stream import Whole
 from flowserve.runtime.request_parameters import Forwarding
 
 
@@ -23,11 +23,11 @@ class ForwardingService(Service):
         super().__init__(*service)
         self._forwarding = forwarding
 
-    def _decoder(self, context: Any) -> Decode:
+    def _whole(self, context: Any) -> Whole:
         headers = [(name, value) for name, value in context.invocation_metadata() or () if isinstance(value, str)]
 
-        def with_headers(message: ModelInferRequest) -> Asked:
-            asked = decode(message)
+        def with_headers(message: Incoming) -> Asked:
+            asked = message.right()
             self._forwarding.add(asked.request, headers)
             return asked
 

@@ -25,8 +25,8 @@ from flowserve.grpc.forwarding import ForwardingService
 from flowserve.grpc.guest import Guest
 from flowserve.grpc.health_pb2 import HealthCheckRequest
 from flowserve.grpc.options import GrpcOptions
+from flowserve.grpc.reader import Reader
 from flowserve.grpc.restricted import guarded
-from flowserve.grpc.service_pb2 import ModelInferRequest
 from flowserve.grpc.status import details_of, status_of
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
@@ -126,6 +126,7 @@ class GrpcServer:
 
     def _handlers(self, served: service.Service) -> tuple[Any, ...]:
         restrictions = by_group(self._options.restrictions)
+        reader = Reader()
 
         def answering(name: str, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
             return _answering(guarded(name, method, restrictions))
@@ -138,11 +139,11 @@ class GrpcServer:
         }
         # What these two answer is bytes already.
         calls[service.INFER_CALL] = grpc.unary_unary_rpc_method_handler(
-            answering(service.INFER_CALL, served.infer), _reader(ModelInferRequest)
+            answering(service.INFER_CALL, served.infer), reader
         )
         calls[service.STREAM_CALL] = grpc.stream_stream_rpc_method_handler(
             answering(service.STREAM_CALL, lambda _, context: served.stream(context, self._stopping)),
-            _reader(ModelInferRequest),
+            reader,
         )
         healthy = health.Health(served.is_ready, (service.SERVICE,))
         probes = {

@@ -16,8 +16,8 @@ from google.protobuf.message import Message
 from flowserve.errors import Invalid, NotFound, Unavailable
 from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.calls import Calls
-from flowserve.grpc.decode import decode
-from flowserve.grpc.stream import Decode, Stream
+from flowserve.grpc.reader import Incoming
+from flowserve.grpc.stream import Stream, Whole
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
 from flowserve.runtime.control import Control
@@ -45,19 +45,19 @@ class Service:
 
     # ------------------------------------------------------------------ inference
 
-    async def infer(self, request: pb.ModelInferRequest, context: Any) -> bytes:
-        asked = self._decoder(context)(request)
+    async def infer(self, request: Incoming, context: Any) -> bytes:
+        asked = self._whole(context)(request)
         traced = _trace_context(context) if self._engine.traces.is_on else ""
-        return b"".join(await self._calls.infer((request.model_name, request.model_version), asked, traced))
+        return b"".join(await self._calls.infer(request.target, asked, traced))
 
     async def stream(self, context: Any, stopping: asyncio.Event) -> None:
         headers = dict(context.invocation_metadata() or ())
-        stream = Stream(self._calls, self._decoder(context), ends_on_error=headers.get(ERROR_HEADER) in ("true", "1"))
+        stream = Stream(self._calls, self._whole(context), ends_on_error=headers.get(ERROR_HEADER) in ("true", "1"))
         await stream.run(context, stopping)
 
-    def _decoder(self, context: Any) -> Decode:
-        """What makes requests of one call's messages."""
-        return decode
+    def _whole(self, context: Any) -> Whole:
+        """What is asked by one call's messages, all told."""
+        return Incoming.right
 
     # ------------------------------------------------------------------ health, metadata, statistics
 

@@ -17,11 +17,11 @@ from flowserve.errors import FlowserveError, Unavailable
 from flowserve.grpc.calls import STOPPING, STREAMED, Call, Calls, Outcome, broken
 from flowserve.grpc.decode import Asked
 from flowserve.grpc.encode import in_stream, nothing_more, stream_error
-from flowserve.grpc.service_pb2 import ModelInferRequest
+from flowserve.grpc.reader import Incoming
 
 IN_FLIGHT_MAX: Final = 1024  # of one stream; what a client sends beyond waits unread
 
-Decode = Callable[[ModelInferRequest], Asked]
+Whole = Callable[[Incoming], Asked]
 Answer = bytes | FlowserveError
 
 
@@ -30,9 +30,9 @@ class _Member:
 
     __slots__ = ("answer", "call", "id", "is_settled", "target")
 
-    def __init__(self, message: ModelInferRequest) -> None:
-        self.id = message.id
-        self.target = message.model_name, message.model_version
+    def __init__(self, message: Incoming) -> None:
+        self.id = message.asked.request.id
+        self.target = message.target
         self.call: Call | None = None
         self.is_settled = False
         self.answer: Answer | None = None
@@ -41,9 +41,9 @@ class _Member:
 class Stream:
     """`ends_on_error`: the first request that fails ends the stream with its status."""
 
-    def __init__(self, calls: Calls, decode: Decode, *, ends_on_error: bool = False) -> None:
+    def __init__(self, calls: Calls, whole: Whole, *, ends_on_error: bool = False) -> None:
         self._calls = calls
-        self._decode = decode
+        self._whole = whole
         self._ends_on_error = ends_on_error
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
         self._order: deque[_Member] = deque()
@@ -89,18 +89,18 @@ class Stream:
 
     async def _read(self, context: Any) -> None:
         """A client that breaks off in the middle cancels the whole call, this included."""
-        while isinstance(message := await context.read(), ModelInferRequest):
+        while isinstance(message := await context.read(), Incoming):
             await self._room.acquire()
             self._begin(message)
         if isinstance(message, FlowserveError):
             raise message
 
-    def _begin(self, message: ModelInferRequest) -> None:
+    def _begin(self, message: Incoming) -> None:
         member = _Member(message)
         self._members.add(member)
         self._order.append(member)
         try:
-            asked = self._decode(message)
+            asked = self._whole(message)
         except FlowserveError as error:
             self._settle(member, error)
             return
