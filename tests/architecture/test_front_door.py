@@ -64,6 +64,11 @@ def test_every_link_of_the_documents_leads_somewhere(root: Path) -> None:
     assert not broken
 
 
+def test_every_page_has_its_line_in_the_site_once_and_every_line_its_page(root: Path) -> None:
+    lines = re.findall(r": ([\w/-]+\.md)$", (root / ".mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(lines) == sorted(page.name for page in (root / "docs").glob("*.md"))
+
+
 def test_nothing_names_a_path_of_the_machine_it_was_made_on(root: Path) -> None:
     checkout = re.escape(f"{root}/")
     home = re.compile(f"{checkout}|/home/[a-z]|/Users/[A-Za-z]|/root/".encode())
