@@ -90,7 +90,8 @@ def host_maker(
         on_device = isinstance(instance, OnDevice)
         if on_device and execution == "inline":
             raise Unsupported(
-                f"model '{config.name}': an instance on a GPU cannot run inline, it may have to wait for it"
+                f"model '{config.name}': an instance on a GPU cannot run inline, where nobody may wait for it; "
+                'use execution "thread", or kind: KIND_CPU'
             )
         return (DeviceHost if on_device else LocalHost)(
             name,

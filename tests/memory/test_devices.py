@@ -75,3 +75,24 @@ def test_on_hardware_rows_go_there_and_come_back_through_two_streams() -> None:
     assert all((tensor.array == tensor.array[0, 0]).all() for tensor in home)
     first.close()
     second.close()
+
+
+@pytest.mark.gpu
+def test_on_hardware_memory_that_goes_from_stream_to_stream_holds_what_was_written_last() -> None:
+    """The pool hands the same few blocks around as fast as the host can; a wait that is missing would show as rows of
+    another round.
+    """
+    memory = devices()[0]
+    streams = [DeviceStream(memory) for _ in range(3)]
+    for turn in range(300):
+        tensors = [Tensor(np.full((1, 1 << 18), turn * 4 + row, np.float32), 0, 1) for row in range(4)]
+        for number, stream in enumerate(streams):
+            with stream.batch():
+                # Another order each time, so that every stream copies.
+                array, _ = stream.gather([*tensors[1:], tensors[0]])
+                read_at = None if number == len(streams) - 1 else [[ON_DEVICE] * 4]
+                tensors = stream.deliver([array], [1] * 4, read_at)[0]
+        for row, tensor in enumerate(tensors):
+            assert (tensor.array == turn * 4 + (row + len(streams)) % 4).all()
+    for stream in streams:
+        stream.close()

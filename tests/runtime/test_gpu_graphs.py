@@ -12,6 +12,7 @@ import trio
 
 from flowserve.config.instances import Gpus
 from flowserve.memory.devices import Devices
+from flowserve.memory.devices import devices as process_devices
 from flowserve.runtime.control import ControlOptions, open_control
 from flowserve.runtime.engine import Engine, EngineOptions, open_engine
 from flowserve.testing.fake_device import FakeMachine
@@ -21,6 +22,7 @@ from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_mem
 
 IN, OUT = (HOST_MEMORY, gpu_memory(0)), (gpu_memory(0), PINNED_MEMORY)
 GPU = "instance_group { kind: KIND_GPU }\n"
+GPU0 = "instance_group { kind: KIND_GPU gpus: [ 0 ] }\n"
 ENSEMBLE = """
 platform: "ensemble"
 max_batch_size: 32
@@ -98,6 +100,16 @@ async def test_a_pipeline_of_three_onnx_models_crosses_once_in_and_once_out(
         assert await _ask(engine, "chain", count) == [8.0 * i for i in range(count)]
         assert _copies(devices) == {IN: 1, OUT: 1}
         assert [(node.batches, node.rows) for node in engine.find("chain").traffic] == [(1, count)] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 32])
+async def test_on_hardware_a_pipeline_of_three_crosses_once_in_and_once_out(tmp_path: Path, count: int) -> None:
+    before = _copies(process_devices())
+    async with serving(_repository(tmp_path, {"a": GPU0, "b": GPU0, "c": GPU0})) as engine:
+        assert await _ask(engine, "chain", count) == [8.0 * i for i in range(count)]
+    crossed = {crossing: copies - before.get(crossing, 0) for crossing, copies in _copies(process_devices()).items()}
+    assert (crossed[IN], crossed[OUT], sum(crossed.values())) == (1, 1, 2)
 
 
 async def test_a_step_on_the_cpu_between_them_crosses_back_and_in_again(tmp_path: Path, devices: Devices) -> None:
