@@ -479,6 +479,8 @@ class Dispatcher:
         queue = batch.queue
         queue.running -= 1
         queue.free.append(batch.instance)
+        if self.pauses.waiting:  # whoever stands in a send may have waited for this one only
+            self.streams.is_due = True
         if queue.batcher or queue.order is not None or queue.bound is not None:
             self._mark(queue)
 
