@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from flowserve.memory.devices import Devices
+from flowserve.values import PINNED_MEMORY
 
 _CROSSING = ("from", "to")
 
@@ -48,7 +49,11 @@ class DeviceMetrics(Collector):
             "Tensors for which a memory's pool had no room, so that they lay in the next one",
             labels=("memory",),
         )
-        for place, pool in self._devices.statistics().items():
+        pools = self._devices.statistics()
+        pinned = pools[PINNED_MEMORY]
+        yield GaugeMetricFamily("nv_pinned_memory_pool_total_bytes", "Most bytes of pinned memory", pinned.budget_bytes)
+        yield GaugeMetricFamily("nv_pinned_memory_pool_used_bytes", "Bytes of it lent to tensors", pinned.lent_bytes)
+        for place, pool in pools.items():
             held.add_metric([str(place), "lent"], pool.lent_bytes)
             held.add_metric([str(place), "kept"], pool.kept_bytes)
             held.add_metric([str(place), "budget"], pool.budget_bytes)

@@ -135,7 +135,7 @@ def test_every_family_stands_in_the_docs() -> None:
     with using(Devices(FakeMachine().devices)):
         text = metrics_text([(Statistics("m", 1), 0)]).decode()
     families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
-    assert len(families) == 29
+    assert len(families) == 31
     assert [name for name in families if f"`{name}`" not in docs] == []
 
 
@@ -148,6 +148,7 @@ def test_what_crossed_to_a_gpu_and_back_is_shown_and_what_its_pools_hold() -> No
     assert found["flowserve_memory_copies", "host", "gpu0"] == found["flowserve_memory_copies", "gpu0", "pinned"] == 1
     assert found["flowserve_memory_copied_bytes", "host", "gpu0"] == 32
     assert found["flowserve_memory_pool_bytes", "pinned", "lent"] == 512  # the answer
+    assert (found["nv_pinned_memory_pool_used_bytes",], found["nv_pinned_memory_pool_total_bytes",]) == (512, 1 << 28)
     assert found["flowserve_memory_pool_bytes", "gpu0", "kept"] == 1024
     assert found["flowserve_memory_pool_bytes", "gpu0", "budget"] == 4096
     assert found["flowserve_memory_pool_refused", "gpu0"] == 0
