@@ -62,11 +62,22 @@ class Guest:
         self._nap = trio.CancelScope()  # of the task that waits for timers
         self._sleeper: Task | None = None  # the task that waits for work from outside, while it does
         self._is_in_turn = False
+        self._tasks: set[asyncio.Task[object]] = set()
 
     def post(self, work: Callable[..., object], *arguments: Any) -> None:
         """`work` is called in the loop, soon. In order."""
         self.loop.call_soon(work, *arguments)
         self.wake()
+
+    def begin(self, work: Coroutine[Any, Any, object]) -> None:
+        """A task in the loop, kept until it is done; it deals with its own errors."""
+
+        def create() -> None:
+            task = self.loop.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self.post(create)
 
     def wake(self) -> None:
         """The loop was given work. Nothing to do where it is its turn anyway."""

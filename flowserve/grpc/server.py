@@ -75,13 +75,29 @@ class GrpcServer:
                 calls = Calls(engine, memory, self._guest, nursery)
                 served = self._service(engine, control, memory, log, calls)
                 server.add_generic_rpc_handlers(self._handlers(served))
-                self._guest.post(lambda: self._guest.loop.create_task(server.start()))
                 nursery.start_soon(self._guest.run, name="grpc")
+                await self._start(server)
                 task_status.started()
                 await self._ended.wait()
                 nursery.cancel_scope.cancel()
         finally:
             self.close()
+
+    async def _start(self, server: grpc.aio.Server) -> None:
+        started = trio.Event()
+        failures: list[Exception] = []
+
+        async def start() -> None:
+            try:
+                await server.start()
+            except Exception as error:
+                failures.append(error)
+            started.set()
+
+        self._guest.begin(start())
+        await started.wait()
+        if failures:
+            raise failures[0]
 
     def drain(self, within_s: float) -> None:
         """Begin to end. Calls under way have `within_s` seconds; new ones are refused, and streams end when what they
@@ -95,7 +111,7 @@ class GrpcServer:
             await server.stop(within_s)
             self._ended.set()
 
-        self._guest.post(lambda: self._guest.loop.create_task(stop()))
+        self._guest.begin(stop())
 
     def close(self) -> None:
         """End at once, also where it never served."""

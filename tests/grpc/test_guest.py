@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import pytest
 import trio
@@ -23,9 +24,9 @@ async def guest() -> AsyncIterator[Guest]:
     made.finish(asyncio.sleep(0), 10)
 
 
-def begin(guest: Guest, *coroutines: object) -> None:
+def begin(guest: Guest, *coroutines: Coroutine[Any, Any, object]) -> None:
     for one in coroutines:
-        guest.post(lambda one=one: guest.loop.create_task(one))
+        guest.begin(one)
 
 
 async def test_what_is_posted_is_called_in_order_and_futures_wake_tasks(guest: Guest) -> None:
