@@ -40,6 +40,8 @@ from flowserve.backends.python_sender import (
 from flowserve.backends.triton_objects import InferenceRequest
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.graph.transfers import stays_on_device
+from flowserve.memory.devices import devices
 from flowserve.values import DType, TensorSpec
 
 log = logging.getLogger("flowserve.python")
@@ -65,14 +67,14 @@ class PythonBackend:
 
     def complete_by(self, config: ModelConfig, files: ModelFiles, run: Callable[[Remote], Any]) -> Completion:
         """The same, with the model imported by `run`."""
-        if "auto_complete_config" not in _Source(config, files).text():
+        if "auto_complete_config" not in Source(config, files).text():
             return Completion()
         written = run(Remote(f"{__name__}:completed_here", (config, files)))
         return Completion() if written is None else _completion(config, written)
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Of `options`, `execution` says whether instances may run on the loop: only where somebody asked for it."""
-        source = _Source(config, files, code_in(files.folder, files.version_folder))
+        source = Source(config, files, code_in(files.folder, files.version_folder))
         # One that makes requests may wait for their answers: by measurement it never comes to wait on the loop for it.
         makes_requests = "InferenceRequest" in source.text()
         chosen = ("inline",) if makes_requests else ("inline", "auto")
@@ -84,11 +86,15 @@ class PythonModel:
 
     is_pure = False
 
-    def __init__(self, source: _Source, *, may_run_inline: bool) -> None:
+    def __init__(self, source: Source, *, may_run_inline: bool) -> None:
         self.may_run_inline = may_run_inline
         self._source = source
 
     def instance(self, name: str, group: InstanceGroup) -> PythonInstance:
+        if group.kind == "KIND_GPU" and group.gpus and stays_on_device(self._source.config):
+            from flowserve.backends.python_device import DevicePythonInstance
+
+            return DevicePythonInstance(self._source, name, group, devices()[group.gpus[0]])
         return _kind_of(self._source.config)(self._source, name, group)
 
     def remote(self, name: str, group: InstanceGroup) -> Remote:
@@ -104,7 +110,7 @@ def completed_here(config: ModelConfig, files: ModelFiles) -> dict[str, Any] | N
     """What the model's `auto_complete_config` makes of its configuration, None where it has none; in the process where
     it is called.
     """
-    source = _Source(config, files)
+    source = Source(config, files)
     module = source.import_fresh()
     try:
         function = getattr(source.model_class(module), "auto_complete_config", None)
@@ -126,7 +132,7 @@ def instance_here(
     config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup, code: Code
 ) -> PythonInstance:
     """What `PythonModel.instance` makes, in the process where it is called."""
-    return _kind_of(config)(_Source(config, files, code), name, group, is_alone=True)
+    return _kind_of(config)(Source(config, files, code), name, group, is_alone=True)
 
 
 def _kind_of(config: ModelConfig) -> type[PythonInstance]:
@@ -140,7 +146,9 @@ def _kind_of(config: ModelConfig) -> type[PythonInstance]:
 class PythonInstance:
     """One object of the model's class."""
 
-    def __init__(self, source: _Source, name: str, group: InstanceGroup, *, is_alone: bool = False) -> None:
+    _given: type[GivenRequest] = GivenRequest
+
+    def __init__(self, source: Source, name: str, group: InstanceGroup, *, is_alone: bool = False) -> None:
         """`is_alone`: the process is its own, and so are all threads in it."""
         self._source = source
         self._is_alone = is_alone
@@ -194,7 +202,7 @@ class PythonInstance:
         count = len(work.rows)
         self._clock = clock
         requests: list[Any] = (
-            [GivenRequest(about, work, 0)]
+            [self._given(about, work, 0)]
             if count == 1 and work.senders is None
             else [*map(self._request_class(work), repeat(about), repeat(work), range(count))]
         )
@@ -216,7 +224,7 @@ class PythonInstance:
         return self._results(requests, responses, work, gathered_ns, clock())
 
     def _request_class(self, work: Work) -> type[GivenRequest]:
-        return GivenRequest if work.senders is None else SentRequest
+        return self._given if work.senders is None else SentRequest
 
     def _results(
         self, requests: Sequence[GivenRequest], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
@@ -274,7 +282,7 @@ class PythonInstance:
         return lambda requests: loop.run_until_complete(execute(requests))
 
 
-class _Source:
+class Source:
     """Where a model's code is, and how it is brought to life. `code`: as it was loaded; what is not in it is read."""
 
     def __init__(self, config: ModelConfig, files: ModelFiles, code: Code = NO_CODE) -> None:

@@ -42,18 +42,18 @@ class TensorRtBackend:
         """
         if config.inputs and config.outputs:
             return Completion()
-        file = _File(self._library(), config, files)
+        file = _File(self._library, config, files)
         engine = file.open(0)
         signature = signature_of(engine, file.shown)
         return completion_of(config, signature, profiles_of(engine, signature), file.shown)
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> TensorRtModel:
         """Raises Unsupported where there is no TensorRT or no GPU, Invalid for a plan that is not for this one."""
+        file = _File(self._library, config, files)
         gpus = {gpu for group in config.instance_groups for gpu in group.gpus}
         if not gpus or any(not group.gpus for group in config.instance_groups):
             reason = devices().why_none or "write kind: KIND_GPU, or leave `kind` out"
             raise Invalid(f"failed to load '{config.name}': TensorRT plans run on GPUs only: {reason}")
-        file = _File(self._library(), config, files)
         engine = file.open(min(gpus))
         signature = signature_of(engine, file.shown)
         config = with_flat_controls(config, signature)
@@ -93,13 +93,18 @@ class TensorRtModel:
 class _File:
     """A plan's file, and what was opened of it."""
 
-    def __init__(self, library: TensorRt, config: ModelConfig, files: ModelFiles) -> None:
-        self.library = library
+    def __init__(self, library: Callable[[], TensorRt], config: ModelConfig, files: ModelFiles) -> None:
+        self._find_library = library
         self._path = model_file(config, files, TensorRtBackend.default_filename)
         self.shown = relative(self._path, files)
         self._model = config.name
         self._lock = threading.Lock()
         self._engines: dict[int, Engine] = {}
+
+    @property
+    def library(self) -> TensorRt:
+        """Raises Unsupported where it is not installed."""
+        return self._find_library()
 
     def open(self, gpu: int) -> Engine:
         """The plan on that GPU. Raises Invalid, naming both, where it was built for another."""

@@ -161,7 +161,7 @@ class _Input(Tensor):
             if not (self._may_write and flags.writeable and flags.aligned):
                 array = _copy(array)
             if self._spec.reshape is not None:
-                array = array.reshape(_inner_shape(array.shape, self._spec))
+                array = array.reshape(inner_shape(array.shape, self._spec))
             self._array = array
         return array
 
@@ -170,7 +170,7 @@ class _Input(Tensor):
 
     def shape(self) -> list[int]:
         shape = self._rows.shape
-        return list(shape if self._spec.reshape is None else _inner_shape(shape, self._spec))
+        return list(shape if self._spec.reshape is None else inner_shape(shape, self._spec))
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def _copy(array: Array) -> Array:
     return copy
 
 
-def _inner_shape(shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
+def inner_shape(shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
     """The shape a model sees where the configuration reshapes an input."""
     assert spec.reshape is not None
     outer = len(shape) - len(spec.dims)

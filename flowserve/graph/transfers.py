@@ -24,6 +24,7 @@ from flowserve.graph.types import GRAPH, Edge, Graph
 from flowserve.values import ANY_GPU, HOST_MEMORY, DType, MemoryPlace, TensorSpec, gpu_memory
 
 MemoryPlaces = frozenset[MemoryPlace]
+FORCE_CPU: Final = "FORCE_CPU_ONLY_INPUT_TENSORS"  # a parameter of Triton's Python backend
 ON_HOST: Final[MemoryPlaces] = frozenset({HOST_MEMORY})
 
 _IN_PYTHON: Final = frozenset({"python", "callable"})
@@ -58,16 +59,27 @@ def memory_places(config: ModelConfig) -> MemoryPlaces:
 def stays_on_device(config: ModelConfig) -> bool:
     """Whether instances of a model on a GPU take and make tensors there: strings cannot lie there, ragged inputs are
     laid end to end on the host, state is kept there, a child process shares only the host's memory, and what is written
-    in Python gets and gives arrays of the host's.
+    in Python gets and gives arrays of the host's unless it says that it need not.
     """
     specs = (*config.inputs, *config.outputs)
     return (
-        config.backend not in _IN_PYTHON
+        (config.backend not in _IN_PYTHON or _takes_device_tensors(config))
         and config.parameters.get("execution") != "process"
         and config.sequence is None
         and not config.batch_inputs
         and not config.batch_outputs
         and not any(spec.dtype is DType.BYTES or spec.ragged for spec in specs)
+    )
+
+
+def _takes_device_tensors(config: ModelConfig) -> bool:
+    """A `model.py` on a thread of the server's."""
+    parameters = config.parameters
+    return (
+        config.backend == "python"
+        and parameters.get(FORCE_CPU) == "no"
+        and parameters.get("execution") == "thread"
+        and not config.decoupled
     )
 
 

@@ -125,9 +125,8 @@ def spec(name: str, dims: Sequence[int] = (4,), dtype: DType = DType.FP32, **fie
 def open_instance(repository: Repository, config: ModelConfig, instance: str = "", **options: str) -> Opened:
     """Load version 1 of the model and open an instance of it; the caller closes both."""
     model = registry.find(config.backend).load(config, repository.files(config.name), options)
-    opened = Opened(
-        config, model, model.instance(instance or f"{config.name}_0", InstanceGroup(config.name, "KIND_CPU"))
-    )
+    group = config.instance_groups[0] if config.instance_groups else InstanceGroup(config.name, "KIND_CPU")
+    opened = Opened(config, model, model.instance(instance or f"{config.name}_0", group))
     opened.instance.open()
     return opened
 

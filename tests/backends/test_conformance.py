@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import numpy as np
@@ -13,9 +13,12 @@ from flowserve.backends.base import ModelFiles, Work
 from flowserve.config.types import Completion, InstanceGroup
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.memory.assemble import gather, scatter
+from flowserve.memory.devices import Devices, using
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
+from flowserve.testing.fake_device import FakeMachine
+from flowserve.testing.fake_tensorrt import FakePlan, FakeTensorRt
 from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
 from flowserve.values import DType, Request
 
@@ -45,20 +48,51 @@ MODELS = {
     "callable": FUNCTION.encode(),
     "python": PYTHON.encode(),
     "onnxruntime": onnx_model([onnx_node("Neg", ["x"], ["y"]), onnx_node("Abs", ["x"], ["z"])], [X], [Y, Z]),
+    "tensorrt": b"plan",
 }
+ANY = ("FLOAT", (-1, 4))
+PLAN = FakePlan(
+    inputs={"x": ANY},
+    outputs={"y": ANY, "z": ANY},
+    profiles=[{"x": ((1, 4), (4, 4), (8, 4))}],
+    compute=lambda given: {"y": -given["x"], "z": abs(given["x"])},
+    shapes=lambda shapes: {"y": shapes["x"], "z": shapes["x"]},
+)
+FREE = FakePlan(
+    inputs={"x": ("FLOAT", (-1, -1))},
+    outputs={"y": ("FLOAT", (-1, -1))},
+    profiles=[{"x": ((1, 1), (1, 6), (8, 8))}],
+    compute=lambda given: {"y": -given["x"]},
+    shapes=lambda shapes: {"y": shapes["x"]},
+)
 Open = Callable[..., Opened]
 
 
 @pytest.fixture(params=sorted(registry.default_files()))
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param != "tensorrt":
+        yield str(request.param)
+        return
+    machine = FakeMachine()
+    library = FakeTensorRt(machine, {b"plan": PLAN, b"free": FREE})
+    monkeypatch.setattr(registry.find("tensorrt"), "_library", lambda: library)
+    with using(Devices(machine.devices)):
+        yield "tensorrt"
+
+
+def groups(backend: str) -> tuple[InstanceGroup, ...]:
+    """Where its instances are: on the CPU wherever they can be."""
+    return (InstanceGroup("m", "KIND_GPU", 1, (0,)),) if backend == "tensorrt" else ()
 
 
 @pytest.fixture
 def model(backend: str, repository: Repository, opened: Open) -> Opened:
     """Answers y = -x and z = |x|."""
     repository.write("m", f"1/{registry.find(backend).default_filename}", MODELS[backend])
-    return opened(config_of(backend, inputs=[spec("x")], outputs=[spec("y"), spec("z")], max_batch_size=8))
+    outputs = [spec("y"), spec("z")]
+    return opened(
+        config_of(backend, inputs=[spec("x")], outputs=outputs, max_batch_size=8, instance_groups=groups(backend))
+    )
 
 
 def test_there_is_a_model_here_for_every_backend(backend: str) -> None:
@@ -103,7 +137,7 @@ def test_answers_are_the_callers_and_later_runs_leave_them_alone(model: Opened) 
 
 def test_a_small_batch_goes_to_the_next_model_without_being_copied(model: Opened) -> None:
     results = model.whole(sample(DType.FP32, 4))
-    assert not any(results.copied)
+    assert not any(results.copied) or model.config.backend == "tensorrt", "what is on a GPU comes from there"
     present = [tensor for tensor in results.outputs[0] if tensor is not None]
     joined, copied = gather(present, Pool())
     assert copied == 0
@@ -118,7 +152,7 @@ def test_answers_are_contiguous_and_aligned(model: Opened) -> None:
 
 
 def test_instances_of_one_model_run_side_by_side(model: Opened) -> None:
-    second = model.model.instance("m_1", InstanceGroup("m"))
+    second = model.model.instance("m_1", (*groups(model.config.backend), InstanceGroup("m"))[0])
     second.open()
     other = Opened(model.config, model.model, second)
     one, two = model.run({"x": sample(DType.FP32)}), other.run({"x": sample(DType.FP32)})
@@ -164,9 +198,11 @@ def test_an_answer_the_configuration_forbids_names_model_and_output(
         **MODELS,
         "callable": NARROW.encode(),
         "onnxruntime": onnx_model([onnx_node("Neg", ["x"], ["y"])], [x], [y]),
+        "tensorrt": b"free",
     }
     repository.write("m", f"1/{registry.find(backend).default_filename}", free[backend])
-    model = opened(config_of(backend, inputs=[spec("x", [-1])], outputs=[spec("y", [4])], max_batch_size=8))
+    shapes = {"inputs": [spec("x", [-1])], "outputs": [spec("y", [4])]}
+    model = opened(config_of(backend, **shapes, max_batch_size=8, instance_groups=groups(backend)))
     text = "model 'm', output 'y': the configuration promises shape [1,4], the model answered [1,6]"
     if backend == "callable":  # there the decorator promises
         text = "model 'm', output 'y': its function promises shape [1,4] and returned [1,6]"

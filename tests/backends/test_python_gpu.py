@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flowserve.backends import registry
 from flowserve.backends import triton_python_backend_utils as pb_utils
+from flowserve.backends.base import Results
+from flowserve.backends.device import DeviceWork, OnDevice
 from flowserve.backends.triton_tensors import GpuTensor
+from flowserve.config.types import InstanceGroup
 from flowserve.memory import dlpack
-from flowserve.memory.device_tensor import DeviceTensor
+from flowserve.memory.delivery import ON_DEVICE, ON_HOST
+from flowserve.memory.device_tensor import DeviceTensor, Mirror
 from flowserve.memory.devices import Devices, using
-from flowserve.memory.dlpack import Foreign, capsule_of
+from flowserve.memory.dlpack import Foreign, capsule_of, described
+from flowserve.memory.landing import landed
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.testing.backends import Repository, config_of, open_instance, spec, values
 from flowserve.testing.fake_device import FakeMachine
-from flowserve.values import HOST_MEMORY, Array, gpu_memory
+from flowserve.values import HOST_MEMORY, Array, Request, gpu_memory
 
 
-class OnDevice:
+class Offered:
     """An array of some library's on the GPU."""
 
     def __init__(self, tensor: DeviceTensor) -> None:
@@ -46,10 +53,10 @@ def machine() -> Iterator[FakeMachine]:
     with using(Devices(machine.devices)) as found:
         stream = DeviceStream(found[1])
 
-        def asarray(array: Array) -> OnDevice:
+        def asarray(array: Array) -> Offered:
             there = Tensor(array, 0, len(array)).to(gpu_memory(1), stream)
             assert isinstance(there, DeviceTensor)
-            return OnDevice(there)
+            return Offered(there)
 
         sys.modules["gpu"] = SimpleNamespace(asarray=asarray)  # type: ignore[assignment]  # all that models use of it
         yield machine
@@ -57,8 +64,8 @@ def machine() -> Iterator[FakeMachine]:
         stream.close()
 
 
-def on_gpu(array: Array) -> OnDevice:
-    made: OnDevice = sys.modules["gpu"].asarray(array)
+def on_gpu(array: Array) -> Offered:
+    made: Offered = sys.modules["gpu"].asarray(array)
     return made
 
 
@@ -136,3 +143,119 @@ def test_a_request_tells_where_its_answers_are_wanted() -> None:
     assert (asked.preferred_memory_type, asked.preferred_device_id) == (1, 1)
     plain = pb_utils.InferenceRequest(model_name="m").preferred_memory()
     assert plain.preferred_memory_type == pb_utils.MemoryType.TRITONSERVER_MEMORY_CPU
+
+
+# ----------------------------------------------------------------------------------- models that take tensors on a GPU
+
+KEEPS = """
+import gpu
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x")
+            places.append("host" if x.is_cpu() else f"gpu{x.__dlpack_device__()[1]}")
+            array = x.as_numpy() if x.is_cpu() else gpu.asnumpy(x)
+            answer = pb_utils.Tensor.from_dlpack("y", gpu.asarray(array + 1))
+            responses.append(pb_utils.InferenceResponse([answer]))
+        return responses
+"""
+ON_GPU1 = InstanceGroup("m", "KIND_GPU", 1, (1,))
+
+
+@dataclass
+class Device:
+    instance: Any
+    places: list[str]  # where the model found its inputs
+
+    def run(self, *tensors: Tensor, read_at: int) -> list[Tensor | None]:
+        count = len(tensors)
+        work = DeviceWork(
+            [[*tensors]],
+            [tensor.shape[0] for tensor in tensors],
+            [Request({})] * count,
+            [("y",)] * count,
+            [[True] * count],
+            read_at=[[read_at] * count],
+        )
+        results: Results = self.instance.run(work, lambda: 0)
+        assert not results.errors, results.errors
+        return results.outputs[0]
+
+
+@pytest.fixture
+def keeping(repository: Repository, machine: FakeMachine) -> Iterator[Callable[..., Device]]:
+    """`keeping()` opens a model on the second GPU that takes tensors there, and answers there with one more."""
+    opened: list[Any] = []
+
+    def start(dims: tuple[int, ...] = (4,)) -> Device:
+        places: list[str] = []
+        sys.modules["gpu"].asnumpy = _asnumpy  # type: ignore[attr-defined]  # as above
+        sys.modules["gpu"].places = places  # type: ignore[attr-defined]  # as above
+        repository.write("m", "1/model.py", KEEPS.replace("places.append", "gpu.places.append"))
+        parameters = {"execution": "thread", "FORCE_CPU_ONLY_INPUT_TENSORS": "no"}
+        config = config_of(
+            inputs=[spec("x")],
+            outputs=[spec("y", dims)],
+            max_batch_size=8,
+            parameters=parameters,
+            instance_groups=(ON_GPU1,),
+        )
+        model = registry.find("python").load(config, repository.files(), {})
+        instance = model.instance("m_0", ON_GPU1)
+        instance.open()
+        opened.append(instance)
+        return Device(instance, places)
+
+    yield start
+    for instance in opened:
+        instance.close()
+
+
+def _asnumpy(tensor: Any) -> Array:
+    return landed(described(tensor.__dlpack__()))
+
+
+def test_a_tensor_stays_on_the_gpu_from_one_python_model_to_the_next(
+    keeping: Callable[..., Device], machine: FakeMachine
+) -> None:
+    model = keeping()
+    assert isinstance(model.instance, OnDevice)
+    given = [Tensor(np.full((2, 4), m, np.float32), 0, 2) for m in range(2)]
+    first = model.run(*given, read_at=ON_DEVICE)
+    assert all(isinstance(one, DeviceTensor) for one in first)
+    second = model.run(*(one for one in first if one is not None), read_at=ON_HOST)
+    assert model.places == ["host", "host", "gpu1", "gpu1"]
+    assert [one.array.tolist() for one in second if one is not None] == [
+        np.full((2, 4), m + 2, np.float32).tolist() for m in range(2)
+    ]
+
+
+def test_what_is_read_on_both_sides_is_on_both(keeping: Callable[..., Device]) -> None:
+    (answer,) = keeping().run(Tensor(np.ones((1, 4), np.float32), 0, 1), read_at=ON_DEVICE | ON_HOST)
+    assert isinstance(answer, Mirror)
+    assert answer.array.tolist() == [[2.0] * 4]
+    assert 1 in answer.copies
+
+
+def test_an_answer_on_the_gpu_of_another_shape_fails_its_request(keeping: Callable[..., Device]) -> None:
+    work = DeviceWork(
+        [[Tensor(np.ones((1, 4), np.float32), 0, 1)]], [1], [Request({})], [("y",)], [[True]], read_at=[[ON_DEVICE]]
+    )
+    results = keeping((5,)).instance.run(work, lambda: 0)
+    assert str(results.errors[0]) == (
+        "model 'm', output 'y': the configuration promises shape [1,5], the model answered [1,4]"
+    )
+
+
+@pytest.mark.parametrize("parameters", [{}, {"execution": "thread"}, {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}])
+def test_a_model_that_does_not_ask_for_it_gets_tensors_on_the_host(
+    repository: Repository, machine: FakeMachine, parameters: dict[str, str]
+) -> None:
+    repository.write("m", "1/model.py", MODEL)
+    config = config_of(inputs=[spec("x")], outputs=[spec("y")], parameters=parameters, instance_groups=(ON_GPU1,))
+    instance = registry.find("python").load(config, repository.files(), {}).instance("m_0", ON_GPU1)
+    assert not isinstance(instance, OnDevice)
