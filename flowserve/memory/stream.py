@@ -268,13 +268,13 @@ class DeviceStream:
 
     def _settle(self) -> Event:
         """What was touched may be used again after this moment, and what was made may be read."""
+        touched, self._touched = self._touched, []
+        made, self._made = self._made, []
         event = self._device.record(self.handle)
-        for block in self._touched:
+        for block in touched:
             block.used(event)
-        for array in self._made:
+        for array in made:
             array.ready = array.ready or event
-        self._touched.clear()
-        self._made.clear()
         return event
 
 

@@ -196,6 +196,20 @@ def test_a_batch_that_fails_leaves_nothing_behind_and_its_memory_is_not_used_too
     assert _first(bench.instances[1].run(_rows(1))[0]) == 2  # the same memory, on another stream
 
 
+def test_a_device_that_is_lost_fails_every_batch_and_holds_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(FakeDevice, "record", lost)
+    monkeypatch.setattr(FakeMachine, "check", lambda *_, **__: None)  # it does nothing any more, in whatever order
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            bench.instances[0].run(_rows(1))
+        assert bench.held() == 0
+
+
 def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeDevice, "wait", lambda *_: None)
 
