@@ -23,8 +23,8 @@ class ForwardingInferRoute(InferRoute):
         super().__init__(*route)
         self._forwarding = forwarding
 
-    def _decode(self, headers: Headers, body: Body, deployment: Deployment) -> Decoded | None:
-        decoded = super()._decode(headers, body, deployment)
+    def decode(self, headers: Headers, body: Body, deployment: Deployment) -> Decoded | None:
+        decoded = super().decode(headers, body, deployment)
         if decoded is not None:
             forward(self._forwarding, headers, decoded[0])
         return decoded

@@ -64,7 +64,7 @@ class InferRoute:
     """Answers inference requests. One for a server: it keeps what repeats between them."""
 
     def __init__(self, engine: Engine, max_body_bytes: int, client_memory: ClientMemory) -> None:
-        self._engine = engine
+        self.engine = engine
         self._max_body_bytes = max_body_bytes
         self._decoder = Decoder(client_memory)
         self._encoder = Encoder()
@@ -77,110 +77,70 @@ class InferRoute:
         if exchange is not None and self.begin(scope["headers"], exchange, name, version):
             return
         try:
-            deployment = self._engine.find(name, version)
-            body = await self._collect(receive) if exchange is None else exchange.take_body()
-            decoded = self._decode(scope["headers"], body, deployment)
+            deployment = self.engine.find(name, version)
+            body = await self.collect(receive) if exchange is None else exchange.take_body()
+            decoded = self.decode(scope["headers"], body, deployment)
             if decoded is None:
                 answer = await self._otherwise(scope["headers"], body, deployment)
             else:
                 answer = await self._infer(decoded, deployment)
         except (FlowserveError, UnknownEncoding) as error:
-            answer = _refusal(error)
+            answer = refusal_of(error)
         if exchange is not None:
             exchange.reply(*answer)
             return
-        await _say(send, answer)
+        await say(send, answer)
 
     def begin(self, headers: Headers, exchange: Connection, name: str, version: str) -> bool:
         """Answer, or promise to, without waiting. False where that cannot be; then nothing has happened."""
         try:
-            engine = self._engine
+            engine = self.engine
             deployment = engine.find(name, version)
-            decoded = self._decode(headers, exchange.body, deployment)
+            decoded = self.decode(headers, exchange.body, deployment)
             if decoded is None:
                 return False
             request, form = decoded
             request.stamp = engine.next_stamp()
             flow = engine.submit(deployment, request)
             if not flow.done:
-                exchange.promise(_Promise(self, exchange, form, flow))
+                exchange.promise(Promised(self, exchange, form, flow))
                 return True
-            answer = self._encode(engine.response(flow), form, deployment)
+            answer = self.encode(engine.response(flow), form, deployment)
         except (FlowserveError, UnknownEncoding) as error:
-            answer = _refusal(error)
+            answer = refusal_of(error)
         exchange.reply(*answer)
         return True
 
     def outcome(self, flow: Flow, form: AnswerForm) -> Answer:
         """The answer to a flow that is done."""
         try:
-            return self._encode(self._engine.response(flow), form, flow.owner)
+            return self.encode(self.engine.response(flow), form, flow.owner)
         except FlowserveError as error:
-            return _refusal(error)
+            return refusal_of(error)
 
     def withdraw(self, flow: Flow) -> None:
         """The client left."""
-        self._engine.withdraw(flow)
+        self.engine.withdraw(flow)
 
     async def _infer(self, decoded: Decoded, deployment: Deployment, watch: Watch | None = None) -> Answer:
         """The answer, waited for here."""
         request, form = decoded
-        request.stamp = self._engine.next_stamp()
+        request.stamp = self.engine.next_stamp()
         make = None if watch is None else watch.make(deployment.make_flow)
-        return self._encode(await self._engine.infer(deployment, request, make), form, deployment)
+        return self.encode(await self.engine.infer(deployment, request, make), form, deployment)
 
     async def _otherwise(self, headers: Headers, body: Body, deployment: Deployment) -> Answer:
         """The way of a request that asks for its timing, or one of whose two bodies is compressed."""
         if is_timed(headers):
-            return await self._watched(headers, body, deployment, self._engine.tracing.watch())
+            return await self.watched(headers, body, deployment, self.engine.tracing.watch())
         return await self._compressed(headers, body, deployment)
 
-    async def traced(self, scope: Scope, receive: Receive, send: Send, name: str, version: str, watch: Watch) -> None:
-        """As a call, for a request that is traced."""
-        exchange: Connection | None = scope.get("flowserve.exchange")
-        watch.mark("HTTP_RECV_START")
-        try:
-            deployment = self._engine.find(name, version)
-            body = await self._collect(receive) if exchange is None else exchange.take_body()
-            answer = await self._watched(scope["headers"], body, deployment, watch)
-        except (FlowserveError, UnknownEncoding) as error:
-            answer = _refusal(error)
-        watch.mark("HTTP_SEND_START")
-        if exchange is not None:
-            exchange.reply(*answer)
-        else:
-            await _say(send, answer)
-        watch.mark("HTTP_SEND_END")
-
-    def begin_traced(self, headers: Headers, exchange: Connection, name: str, version: str, watch: Watch) -> None:
-        """As `begin`, for a request that is traced and goes the common way. The watch is closed with the answer."""
-        watch.mark("HTTP_RECV_START")
-        try:
-            engine = self._engine
-            deployment = engine.find(name, version)
-            decoded = self._decode(headers, exchange.body, deployment)
-            assert decoded is not None  # whoever calls this has looked
-            watch.mark("HTTP_RECV_END")
-            request, form = decoded
-            request.stamp = engine.next_stamp()
-            flow = engine.submit(deployment, request, watch.make(deployment.make_flow))
-            if not flow.done:
-                exchange.promise(_TracedPromise(self, exchange, form, flow, watch))
-                return
-            answer = self._encode(engine.response(flow), form, deployment)
-        except (FlowserveError, UnknownEncoding) as error:
-            answer = _refusal(error)
-        watch.mark("HTTP_SEND_START")
-        exchange.reply(*answer)
-        watch.mark("HTTP_SEND_END")
-        watch.close()
-
-    async def _watched(self, headers: Headers, body: Body, deployment: Deployment, watch: Watch) -> Answer:
+    async def watched(self, headers: Headers, body: Body, deployment: Deployment, watch: Watch) -> Answer:
         """The way of a request that is traced."""
         try:
             status, said, parts = await self._compressed(headers, body, deployment, watch)
         except FlowserveError as error:
-            status, said, parts = _refusal(error)
+            status, said, parts = refusal_of(error)
         finally:
             watch.settle()
         if watch.trace is not None and is_timed(headers):
@@ -195,7 +155,7 @@ class InferRoute:
             limit = self._max_body_bytes
             body = await trio.to_thread.run_sync(expand, body, limit, abandon_on_cancel=True, limiter=self._threads)
         encoding = wanted(headers)
-        decoded = self._decode([one for one in headers if one[0] not in _ELSEWHERE], body, deployment)
+        decoded = self.decode([one for one in headers if one[0] not in _ELSEWHERE], body, deployment)
         assert decoded is not None  # nothing in these headers says that it is compressed
         if watch is not None:
             watch.mark("HTTP_RECV_END")
@@ -210,13 +170,14 @@ class InferRoute:
             )
         return (status, said, parts) if made is None else (status, (*said, (CONTENT_ENCODING, encoding)), [made])
 
-    def _encode(self, response: Response, form: AnswerForm, deployment: Deployment) -> Answer:
+    def encode(self, response: Response, form: AnswerForm, deployment: Deployment) -> Answer:
+        """The answer in the form it was asked for. Raises as `Encoder.encode` does."""
         if form.classes:
             rank(response, form.classes, deployment)
         parts, headers = self._encoder.encode(response, form)
         return 200, headers, parts
 
-    def _decode(self, headers: Headers, body: Body, deployment: Deployment) -> Decoded | None:
+    def decode(self, headers: Headers, body: Body, deployment: Deployment) -> Decoded | None:
         """None where the body is compressed or the answer is to be, or timing is asked for: that is another way."""
         header_length: int | None = None
         for name, value in headers:
@@ -228,7 +189,7 @@ class InferRoute:
             return decode_raw(body, deployment.name, deployment.inputs, deployment.graph.max_batch_size)
         return self._decoder.decode(body, header_length, deployment.name)
 
-    async def _collect(self, receive: Receive) -> bytes:
+    async def collect(self, receive: Receive) -> bytes:
         """The body from a server that hands it on in pieces, never more of it than is allowed."""
         body = bytearray()
         while True:
@@ -242,7 +203,7 @@ class InferRoute:
                 return bytes(body)
 
 
-class _Promise:
+class Promised:
     """An answer that comes when its flow is done, and what a client who leaves before means."""
 
     __slots__ = ("_exchange", "_flow", "_form", "_route")
@@ -267,27 +228,7 @@ class _Promise:
         self._exchange.keep_promise(*answer)
 
 
-class _TracedPromise(_Promise):
-    """The same for a request that is traced."""
-
-    __slots__ = ("_watch",)
-
-    def __init__(self, route: InferRoute, exchange: Connection, form: AnswerForm, flow: Flow, watch: Watch) -> None:
-        super().__init__(route, exchange, form, flow)
-        self._watch = watch
-
-    def withdraw(self) -> None:
-        super().withdraw()
-        self._watch.close()
-
-    def _keep(self, flow: Flow) -> None:
-        self._watch.mark("HTTP_SEND_START")
-        super()._keep(flow)
-        self._watch.mark("HTTP_SEND_END")
-        self._watch.close()
-
-
-async def _say(send: Send, answer: Answer) -> None:
+async def say(send: Send, answer: Answer) -> None:
     """As a server hears it that is not our own."""
     status, headers, parts = answer
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -304,7 +245,7 @@ def is_timed(headers: Headers) -> bool:
     return any(name == TIMING and _matters(name, value) for name, value in headers)
 
 
-def _refusal(error: FlowserveError | UnknownEncoding) -> Answer:
+def refusal_of(error: FlowserveError | UnknownEncoding) -> Answer:
     status = 415 if isinstance(error, UnknownEncoding) else status_of(error)
     return status, JSON_HEADERS, [error_body(str(error))]
 

@@ -1,4 +1,4 @@
-"""The inference route while requests are traced: which of them are.
+"""The inference route while requests are traced: which of them are, and what is marked on their way.
 
 Decided here: the choice is made before anything else is known of a request but its model's name, as on Triton, and
 what is not chosen goes the common way. The context in which a caller traces comes in the header `traceparent`. A
@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.types import Receive, Scope, Send
 
+from flowserve.errors import FlowserveError
 from flowserve.http.compression import Headers, UnknownEncoding
-from flowserve.http.infer import InferRoute, goes_elsewhere
+from flowserve.http.infer import InferRoute, Promised, goes_elsewhere, refusal_of, say
+from flowserve.http.infer_header import AnswerForm
 from flowserve.runtime.traces import Traces
+from flowserve.runtime.watch import Watch
+from flowserve.scheduling.router import Flow
 
 if TYPE_CHECKING:
     from flowserve.http.connection import Connection
@@ -38,7 +42,7 @@ class TracedInferRoute:
             await self._route(scope, receive, send, name, version)
             return
         try:
-            await self._route.traced(scope, receive, send, name, version, watch)
+            await self._run(scope, receive, send, name, version, watch)
         finally:
             watch.close()
 
@@ -52,8 +56,69 @@ class TracedInferRoute:
         watch = self._traces.sample(name, context_of(headers))
         if watch is None:
             return self._route.begin(headers, exchange, name, version)
-        self._route.begin_traced(headers, exchange, name, version, watch)
+        self._begin(headers, exchange, name, version, watch)
         return True
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send, name: str, version: str, watch: Watch) -> None:
+        """As the plain route's call."""
+        route = self._route
+        exchange: Connection | None = scope.get("flowserve.exchange")
+        watch.mark("HTTP_RECV_START")
+        try:
+            deployment = route.engine.find(name, version)
+            body = await route.collect(receive) if exchange is None else exchange.take_body()
+            answer = await route.watched(scope["headers"], body, deployment, watch)
+        except (FlowserveError, UnknownEncoding) as error:
+            answer = refusal_of(error)
+        watch.mark("HTTP_SEND_START")
+        if exchange is not None:
+            exchange.reply(*answer)
+        else:
+            await say(send, answer)
+        watch.mark("HTTP_SEND_END")
+
+    def _begin(self, headers: Headers, exchange: Connection, name: str, version: str, watch: Watch) -> None:
+        """As the plain route's, for a request that goes the common way. The watch is closed with the answer."""
+        route, engine = self._route, self._route.engine
+        watch.mark("HTTP_RECV_START")
+        try:
+            deployment = engine.find(name, version)
+            decoded = route.decode(headers, exchange.body, deployment)
+            assert decoded is not None  # whoever calls this has looked
+            watch.mark("HTTP_RECV_END")
+            request, form = decoded
+            request.stamp = engine.next_stamp()
+            flow = engine.submit(deployment, request, watch.make(deployment.make_flow))
+            if not flow.done:
+                exchange.promise(_TracedPromise(route, exchange, form, flow, watch))
+                return
+            answer = route.encode(engine.response(flow), form, deployment)
+        except (FlowserveError, UnknownEncoding) as error:
+            answer = refusal_of(error)
+        watch.mark("HTTP_SEND_START")
+        exchange.reply(*answer)
+        watch.mark("HTTP_SEND_END")
+        watch.close()
+
+
+class _TracedPromise(Promised):
+    """An answer that comes, and is traced until it is sent."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, route: InferRoute, exchange: Connection, form: AnswerForm, flow: Flow, watch: Watch) -> None:
+        super().__init__(route, exchange, form, flow)
+        self._watch = watch
+
+    def withdraw(self) -> None:
+        super().withdraw()
+        self._watch.close()
+
+    def _keep(self, flow: Flow) -> None:
+        self._watch.mark("HTTP_SEND_START")
+        super()._keep(flow)
+        self._watch.mark("HTTP_SEND_END")
+        self._watch.close()
 
 
 def context_of(headers: Headers) -> str:
