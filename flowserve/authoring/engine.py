@@ -18,7 +18,7 @@ from flowserve.errors import Invalid
 from flowserve.memory.devices import devices
 from flowserve.runtime.blocking import BlockingEngine
 from flowserve.runtime.embedded import AsyncEngine, Embedding
-from flowserve.runtime.engine import EngineOptions
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import PYTHON_EXECUTION
 
 Source = Writable | str | Path

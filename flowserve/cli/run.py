@@ -38,8 +38,10 @@ from flowserve.memory.devices import devices
 from flowserve.memory.pool import HOST, tune_malloc
 from flowserve.observe.log_settings import LogSettings
 from flowserve.runtime.control import Control, ControlOptions, open_control
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import PYTHON_EXECUTION
+from flowserve.runtime.opening import open_engine
 from flowserve.runtime.request_parameters import forwarding_of
 from flowserve.runtime.traces import TraceOptions
 from flowserve.scheduling.limiter import Available

@@ -22,7 +22,7 @@ from flowserve.config.write import fields_of
 from flowserve.errors import NotFound
 from flowserve.graph.types import Graph
 from flowserve.runtime.embedded import AsyncEngine, Embedding
-from flowserve.runtime.engine import EngineOptions
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.reading import read_repositories
 
 INSTANCES: Final = (1, 2, 4)

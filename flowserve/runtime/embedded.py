@@ -22,7 +22,9 @@ from flowserve.errors import FlowserveError, Invalid
 from flowserve.repository.override import Override
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.control import ALL, Control, ControlOptions, open_control
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.runtime.registry import LoadEvent
 from flowserve.values import Array, Parameter, Request
 

@@ -15,7 +15,9 @@ from trio.testing import MockClock
 from flowserve.http.app import make_app
 from flowserve.http.limits import Limits
 from flowserve.http.server import Server, open_listeners
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.testing.engine import add_function
 
 

@@ -13,7 +13,9 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from flowserve.http.app import AppOptions, make_app
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.testing.engine import add_function
 from flowserve.version import __version__
 

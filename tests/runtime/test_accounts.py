@@ -13,7 +13,9 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Unavailable
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.testing.engine import add_chain, add_function
 from flowserve.values import Array, Request

@@ -17,8 +17,10 @@ from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.batchers import batcher_for
 from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import host_maker
+from flowserve.runtime.opening import open_engine
 from flowserve.scheduling.limiter import Needs
 from flowserve.testing.backends import Repository, config_of, spec
 from flowserve.testing.engine import add_chain

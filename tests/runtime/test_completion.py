@@ -13,7 +13,8 @@ from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.repository.layout import ModelFolder, find_models
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.completion import Completer
-from flowserve.runtime.engine import EngineOptions, open_engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.testing.backends import Repository, config_of
 
 MODEL = """

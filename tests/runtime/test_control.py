@@ -15,7 +15,9 @@ import trio
 from flowserve.errors import Invalid, Unavailable
 from flowserve.repository.override import Override
 from flowserve.runtime.control import Control, ControlOptions, open_control
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.runtime.registry import LoadEvent
 from flowserve.values import Request
 

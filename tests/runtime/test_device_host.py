@@ -19,7 +19,9 @@ from flowserve.graph.transfers import ON_HOST, MemoryPlaces, transfers
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.devices import Devices
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.testing.engine import KernelInstance, add_chain, add_function, add_kernel
 from flowserve.testing.fake_device import FakeDevice, FakeMachine, Race, add_one
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, Array, MemoryPlace, Request, gpu_memory

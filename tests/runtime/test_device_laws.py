@@ -16,7 +16,9 @@ from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.graph.transfers import ON_HOST, transfers
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.devices import Devices
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.testing.engine import add_function, add_kernel
 from flowserve.testing.fake_device import FakeMachine, add_one
 from flowserve.values import DType, Request, TensorSpec

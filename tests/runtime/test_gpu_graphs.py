@@ -14,7 +14,9 @@ from flowserve.config.instances import Gpus
 from flowserve.memory.devices import Devices
 from flowserve.memory.devices import devices as process_devices
 from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.testing.fake_device import FakeMachine
 from flowserve.testing.fake_onnx import onnx_on
 from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value

@@ -13,8 +13,9 @@ from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, 
 from flowserve.errors import Problems
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import EngineOptions, open_engine
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.limits import refuse_what_never_runs
+from flowserve.runtime.opening import open_engine
 from flowserve.scheduling.limiter import Available, Limiter
 from flowserve.values import Request
 

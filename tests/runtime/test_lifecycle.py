@@ -14,7 +14,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import ModelKey
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.testing.engine import Function, FunctionInstance, add_chain, add_function
 from flowserve.values import Array, Request
 

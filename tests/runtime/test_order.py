@@ -11,7 +11,9 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import Unavailable
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.runtime.turnstile import Turnstile
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher

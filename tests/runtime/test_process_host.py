@@ -18,8 +18,10 @@ from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import PROCESS, host_maker
+from flowserve.runtime.opening import open_engine
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.testing.backends import Repository, config_of, spec

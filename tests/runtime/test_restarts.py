@@ -13,7 +13,9 @@ import trio
 from flowserve.errors import FlowserveError
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.values import Request
 
 CONFIG = """

@@ -17,7 +17,9 @@ from flowserve.errors import FlowserveError, Unsupported
 from flowserve.observe.trace import Trace
 from flowserve.observe.waits import INFLIGHT, SEND, by_reason
 from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.opening import open_engine
 from flowserve.scheduling.streams import UNREAD_MAX
 from flowserve.values import Request
 

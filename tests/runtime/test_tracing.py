@@ -34,8 +34,10 @@ from flowserve.observe.waits import (
     by_reason,
 )
 from flowserve.runtime.cache import Cache, Lru
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.gate import Gate
+from flowserve.runtime.opening import open_engine
 from flowserve.runtime.reasons import waits_in_queue
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher

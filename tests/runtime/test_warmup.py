@@ -11,8 +11,10 @@ import trio
 
 from flowserve.config.types import ModelConfig, SourceMap, WarmupInput, WarmupSample
 from flowserve.errors import Invalid, ModelFailed
-from flowserve.runtime.engine import Engine, EngineOptions, open_engine
+from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.instance import LocalHost
+from flowserve.runtime.opening import open_engine
 from flowserve.runtime.warmup import read_samples, warm_up
 from flowserve.testing.engine import FunctionInstance, add_function
 from flowserve.values import Array, DType, TensorSpec
