@@ -109,5 +109,13 @@ def _spec(written: dict[str, Any], place: Place) -> TensorSpec:
     if dtype is None:
         raise Problems([Problem(f"tensor '{written.get('name', '')}' has no data type", place, "B8")])
     dims = tuple(int(dim) for dim in written.get("dims", ()))
-    optional, labels = bool(written.get("optional")), written.get("label_filename", "")
-    return TensorSpec(written.get("name", ""), dtype, dims, optional, labels=labels)
+    shape = written["reshape"].get("shape", ()) if "reshape" in written else None
+    return TensorSpec(
+        written.get("name", ""),
+        dtype,
+        dims,
+        optional=bool(written.get("optional")),
+        ragged=bool(written.get("allow_ragged_batch")),
+        reshape=None if shape is None else tuple(int(dim) for dim in shape),
+        labels=written.get("label_filename", ""),
+    )

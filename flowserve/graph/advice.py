@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from flowserve.config.types import ModelConfig
+from flowserve.graph.functions import BACKEND
 from flowserve.graph.types import Graph, ModelKey
 
 
@@ -30,6 +31,8 @@ def _breaks(graph: Graph, key: ModelKey, config: ModelConfig, largest: ModelKey,
     where = (
         f"{config.source.place('max_batch_size')}: ensemble '{graph.name}': batches fall apart at model '{key.name}'"
     )
+    if config.decoupled and config.backend == BACKEND:
+        return  # such a function takes one request at a time, whatever its configuration says
     if config.dynamic_batching is None:
         yield f"{where}: it has no dynamic_batching; add `dynamic_batching {{ }}`"
     elif config.max_batch_size < rows:

@@ -51,4 +51,7 @@ def output_json(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _tensor_json(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "data_type": spec.dtype.config_name, "dims": list(spec.dims)}
+    made: dict[str, Any] = {"name": spec.name, "data_type": spec.dtype.config_name, "dims": list(spec.dims)}
+    if spec.reshape is not None:
+        made["reshape"] = {"shape": list(spec.reshape)}
+    return made

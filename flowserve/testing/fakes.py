@@ -25,7 +25,7 @@ from flowserve.repository.override import PrivateFolder
 from flowserve.repository.read import read_model
 from flowserve.runtime.completion import complete
 from flowserve.testing.sources import Source, folder_of
-from flowserve.values import Array
+from flowserve.values import Array, TensorSpec
 
 # What belongs to the files that a fake does without.
 _OF_THE_FILES: Final = ("platform", "default_model_filename", "cc_model_filenames", "optimization", "model_warmup")
@@ -35,7 +35,8 @@ class FakeModel:
     """Stands for a model. `calls` keeps the input arrays of every batch, in order.
 
     `answer`: a function as `flowserve.model` takes one; an exception, which is raised; or None for zeros (what varies
-    in a shape is 1). For a model with many answers it is a generator, and zeros are one answer.
+    in a shape is 1). For a model with many answers it is a generator, and zeros are one answer. That of a model whose
+    state the server keeps gets controls and state as further arrays, and returns the state behind the outputs.
     """
 
     def __init__(self, answer: Callable[..., Any] | Exception | None = None) -> None:
@@ -133,7 +134,9 @@ def _rows(arrays: Sequence[Any]) -> int:
 def _zeros(config: ModelConfig, rows: int) -> tuple[Array, ...]:
     batch = () if rows < 0 else (rows,)
     made = []
-    for spec in config.outputs:
+    listed = [spec.name for spec in config.outputs]
+    states = config.sequence.states if config.sequence else ()
+    for spec in (*config.outputs, *(TensorSpec(s.output, s.dtype, s.dims) for s in states if s.output not in listed)):
         shape = (*batch, *(max(dim, 1) for dim in spec.dims))
         made.append(np.full(shape, b"", np.object_) if not spec.dtype.itemsize else np.zeros(shape, spec.dtype.numpy))
     return tuple(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
@@ -97,7 +98,9 @@ def test_what_python_does_not_know_of_a_file_is_kept(tmp_path: Path, parts: Call
     graph.save(tmp_path / "first")
     config = tmp_path / "first/kept/config.pbtxt"
     config.write_text(
-        config.read_text().replace("dims: 4\n}\nens", 'dims: 4\n  label_filename: "labels.txt"\n}\nens')
+        config.read_text()
+        .replace("dims: 4\n}\nens", 'dims: 4\n  label_filename: "labels.txt"\n}\nens')
+        .replace("dims: 4\n}\noutput", "dims: [ 2, 2 ]\n  reshape { shape: 4 }\n  allow_ragged_batch: true\n}\noutput")
         + 'version_policy { latest { num_versions: 2 } }\nparameters { key: "team" value { string_value: "sound" } }\n'
     )
     (tmp_path / "first/kept/labels.txt").write_text("a\nb\n")
@@ -105,5 +108,7 @@ def test_what_python_does_not_know_of_a_file_is_kept(tmp_path: Path, parts: Call
     text = (tmp_path / "second/kept/config.pbtxt").read_text()
     assert 'label_filename: "labels.txt"' in text
     assert "num_versions: 2" in text
+    assert "allow_ragged_batch: true" in text
+    assert re.search(r"reshape {\s+shape: 4\s+}", text)
     assert 'key: "team"' in text
     assert (tmp_path / "second/kept/labels.txt").read_text() == "a\nb\n"

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 from itertools import zip_longest
 from pathlib import Path
 
@@ -102,6 +103,8 @@ def test_every_command_works_in_order(root: Path, tmp_path: Path, wheels: Path) 
     assert mistaken(newcomer) == next(code for kind, code in blocks if kind == "text" and "leters" in code)
     assert (tmp_path / "songs.svg").read_text().startswith("<svg")
     with serving(tmp_path / "songs", python=str(newcomer.python), environment={"PYTHONPATH": ""}) as served:
+        with urllib.request.urlopen(served.base_url) as page:  # all of it came with the wheel
+            assert page.read().rstrip().endswith(b"</html>")
         blocks = BLOCK.findall(after.replace("localhost:8000", served.address))
         shown = [newcomer.paste(blocks[i:]) for i in range(len(blocks)) if blocks[i][0] == "sh"]
     assert '"data":["spoken"]' in shown[1]

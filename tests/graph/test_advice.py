@@ -47,3 +47,10 @@ def test_a_model_without_a_batcher_behind_one_that_has_it_is_named() -> None:
 def test_a_model_that_takes_fewer_rows_than_another_is_named_with_both_numbers() -> None:
     (text,) = advice(batched(FIRST), batched(SECOND, rows=8))
     assert text.endswith("at model 'second': it takes 8 rows at once and model 'first' 16")
+
+
+def test_a_function_that_answers_many_times_cannot_batch_and_gets_no_advice() -> None:
+    many = replace(SECOND, decoupled=True, backend="callable")
+    assert advice(batched(FIRST), many) == []
+    (text,) = advice(batched(FIRST), replace(many, backend="python"))
+    assert "batches fall apart at model 'second'" in text

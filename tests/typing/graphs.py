@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, assert_type
 
 import numpy as np
@@ -38,6 +39,15 @@ def calling_a_part_gives_its_outputs(graph: Graph) -> None:
 
 def arrays_are_not_tensors(array: Array) -> None:
     double(array)  # type: ignore[arg-type]
+
+
+@model({"TO": "INT32[1]"}, {"NUMBER": "INT32[1]"}, decoupled=True)
+def count(to: Array) -> Iterator[Array]:
+    yield to
+
+
+def a_function_of_many_answers_is_a_part_as_others_are() -> None:
+    assert_type(count, FunctionModel)
 
 
 def an_execution_is_one_of_three() -> None:

@@ -1,0 +1,54 @@
+"""Fakes stand in an engine where their models stood, whatever kind of models these are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowserve import Engine
+from flowserve.testing import Faked, FakeModel
+
+CONFIG = """\
+backend: "python"
+input [ {{ name: "X" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+output [ {{ name: "Y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+{more}
+"""
+STATE = """max_batch_size: 4
+sequence_batching { state { input_name: "OLD" output_name: "NEW" data_type: TYPE_FP32 dims: [ 2 ] } direct { } }
+"""
+
+
+def one_model(folder: Path, more: str) -> Path:
+    (folder / "m" / "1").mkdir(parents=True)
+    (folder / "m" / "1" / "model.py").write_text("import what_is_not_here\n")
+    (folder / "m" / "config.pbtxt").write_text(CONFIG.format(more=more))
+    return folder
+
+
+def ask(*values: float, rows: bool = True) -> dict[str, Any]:
+    array = np.array(values, np.float32)
+    return {"X": array.reshape(1, -1) if rows else array}
+
+
+def test_a_fake_of_a_model_with_many_answers_gives_as_many_as_it_yields(tmp_path: Path) -> None:
+    one_model(tmp_path, "model_transaction_policy { decoupled: true }")
+    fake = FakeModel(lambda x: iter([x, x + 1]))
+    with Engine(Faked(tmp_path, {"m": fake})) as engine:
+        assert [one["Y"].tolist() for one in engine.stream("m", ask(1, 2, rows=False))] == [[1, 2], [2, 3]]
+    assert len(fake.calls) == 1
+    with Engine(Faked(tmp_path, {"m": FakeModel()})) as engine:
+        assert [one["Y"].tolist() for one in engine.stream("m", ask(1, 2, rows=False))] == [[0, 0]]
+
+
+def test_a_fake_of_a_model_whose_state_the_server_keeps_is_given_it_and_gives_it_back(tmp_path: Path) -> None:
+    one_model(tmp_path, STATE)
+    fake = FakeModel(lambda x, old: (old, old + x))
+    with Engine(Faked(tmp_path, {"m": fake})) as engine:
+        told = [engine.infer("m", ask(1, 2), sequence_id=7, sequence_start=not number)["Y"] for number in range(3)]
+    assert [one.tolist() for one in told] == [[[0, 0]], [[1, 2]], [[2, 4]]]
+    with Engine(Faked(tmp_path, {"m": FakeModel()})) as engine:
+        zeros = engine.infer("m", ask(1, 2), sequence_id=7, sequence_start=True)
+        assert (zeros.keys(), zeros["Y"].tolist()) == ({"Y"}, [[0, 0]])
