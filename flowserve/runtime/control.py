@@ -143,14 +143,14 @@ class Control:
 
     async def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
         """Rows of the repository index; in mode explicit, what lies there and was never loaded is only a name."""
-        rows = self._engine.index(ready_only=ready_only)
         if not self.is_explicit or ready_only:
-            return rows
+            return self._engine.index(ready_only=ready_only)
         try:
             found = await self._operations.find()
         except FlowserveError as error:
             log.warning("%s", error)
-            return rows
+            return self._engine.index()
+        rows = self._engine.index()  # not before: what begins to load meanwhile would be in neither
         names = {*found.duplicates, *(folder.name for folder in found.folders)} - self._engine.entries.keys()
         return sorted([*rows, *({"name": name} for name in names)], key=lambda row: row["name"])
 
@@ -210,6 +210,7 @@ class Control:
 
     async def _follow(self, settled: Settled) -> None:
         try:
+            self._operations.give_up(settled.changed)
             await self._operations.bring_up(dict.fromkeys(sorted(settled.changed)))
             for name in sorted(settled.gone):
                 await self._take_out(name, dependents=False)

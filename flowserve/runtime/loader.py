@@ -31,6 +31,7 @@ from flowserve.runtime.instance import Host
 from flowserve.runtime.iterative_ports import IterativePorts
 from flowserve.runtime.limits import needs_of, refuse_what_never_runs
 from flowserve.runtime.load_threads import LoadThreads
+from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.runtime.warmup import read_samples, warm_up
 
@@ -46,6 +47,7 @@ class Loader:
         self._engine = engine
         self._opening = LoadThreads()
         self._closing = LoadThreads()
+        self._coming: dict[str, set[Host]] = {}  # instances that are being opened, by their model's name
         options = engine.options
         self._complete = Completer(options.python_execution, engine.processes, options.backend_settings)
 
@@ -132,7 +134,7 @@ class Loader:
             samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
             for name, group in instances_of(config):
                 host = make_host(name, group)
-                await self._in_thread(partial(host.open, self._engine.completions))
+                await self._open(config.name, host)
                 (loaded.passive if group.passive else loaded.hosts).append(host)
             timeout_ns = loaded.execution_timeout_ns = execution_timeout_ns(config, loaded.hosts)
             warm = partial(
@@ -145,6 +147,20 @@ class Loader:
             await self._in_thread(loaded.close, self._closing)
             raise
         return loaded
+
+    async def _open(self, name: str, host: Host) -> None:
+        coming = self._coming.setdefault(name, set())
+        coming.add(host)
+        try:
+            await self._in_thread(partial(host.open, self._engine.completions))
+        finally:
+            coming.discard(host)
+
+    def give_up(self, name: str, why: str) -> None:
+        """End what is being opened for a name, as far as it is in processes: its load fails, with this reason."""
+        for host in self._coming.get(name, ()):
+            if isinstance(host, ProcessHost):
+                host.give_up(why)
 
     def _ports(self, config: ModelConfig, folder: Path) -> SequencePorts:
         if config.sequence is None or not config.sequence.is_iterative:

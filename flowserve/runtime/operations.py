@@ -92,10 +92,16 @@ class Operations:
                     return await self._carry_out(turn, wanted, read)
             names |= read.keys()  # it is made of others: come back when these have nothing else to do
 
+    def give_up(self, names: Iterable[str]) -> None:
+        """Their files are others by now: what is being opened of them is not waited for."""
+        for name in names:
+            self._loader.give_up(name, "its files changed while it was loading")
+
     async def take_out(self, name: str, *, dependents: bool) -> dict[str, list[Generation]]:
         """Serve a name no longer, nor what was loaded only because of it where `dependents` says so. Returns what each
-        ran on.
+        ran on. A load of it that is under way is not waited for, which might hang.
         """
+        self._loader.give_up(name, "it was unloaded while it was loading")
         names = {name}
         while True:
             async with self._turns.take(names):

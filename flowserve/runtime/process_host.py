@@ -75,6 +75,8 @@ class ProcessHost:
         self._link: Link | None = None
         self._calls: ProcessCalls | None = None  # once its model has called another
         self._is_closed = False
+        self._opening: Child | None = None  # while it is not open yet
+        self._given_up = ""
 
     @property
     def arena(self) -> Arena:
@@ -88,18 +90,30 @@ class ProcessHost:
         self._completions = completions
         child = self._children.spawn(self.name, ENTRY, self._job, log_name=self._model)
         link = self._new_link(child)
+        self._opening = child
+        if self._given_up:
+            child.kill(why=self._given_up)
         try:
             _await_ready(child, link)
         except BaseException:
             link.close()
             child.kill()
             raise
+        finally:
+            self._opening = None
         if self._is_closed:  # meanwhile, and nobody would end it
             link.close()
             child.kill()
             return
         self.child, self._link, self.ended = child, link, ""
         completions.token.run_sync_soon(self._begin, child)
+
+    def give_up(self, why: str) -> None:
+        """Nobody wants it any more: whoever waits in `open` is told so. On any thread; harmless once it is open."""
+        self._given_up = f"its process was killed: {why}"
+        child = self._opening
+        if child is not None:
+            child.kill(why=self._given_up)
 
     def start(self, batch: Batch) -> Outcome | None:
         """Send a batch; None where its outcome comes later."""

@@ -680,6 +680,12 @@ def test_a_model_that_never_comes_up_stops_nobody_else_and_the_server_still_ends
         client.load_model("later")
         assert [ask(client, "good"), ask(client, "later")] == [2, 3]
         assert client.is_server_ready()
+        client.unload_model("hangs")
+        status, text = load.result(30)
+        assert status == 400
+        assert "its process was killed: it was unloaded while it was loading" in text
+        load = pool.submit(elsewhere, served, lambda other: refusal(other.load_model, "hangs"))
+        until(lambda: rows(client)["hangs"].get("state") == "LOADING", "it is being loaded again")
         served.process.send_signal(signal.SIGTERM)
         status, text = load.result(30)
         assert status == 503
