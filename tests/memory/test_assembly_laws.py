@@ -21,6 +21,7 @@ from flowserve.memory.assemble import gather
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.instance import _writable as may_write
+from flowserve.scheduling.affinity import NOWHERE
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Flow
 from flowserve.testing.sim import Handle, Sim
@@ -65,8 +66,8 @@ class Assembling(Sim):
         self.gathered = self.copied = self.written = 0
         super().__init__(seed, world)
 
-    def _handle(self, content: int, width: int, start: int, stop: int, block: object = None) -> Handle:
-        handle = RowsHandle(content, width, start, stop, block)
+    def _handle(self, content: int, width: int, start: int, stop: int, block: object, device: int = NOWHERE) -> Handle:
+        handle = RowsHandle(content, width, start, stop, block, device)
         if not isinstance(block, int):  # not of a run: it came with a request, in memory of its own
             shape = (width, DEPTH) if stop < 0 else (stop, width, DEPTH)
             handle.tensor = Tensor(np.full(shape, content), start, stop)
