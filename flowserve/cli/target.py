@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeGuard
 
 from flowserve.config.suggest import did_you_mean
-from flowserve.errors import Invalid, NotFound
+from flowserve.errors import FlowserveError, Invalid, NotFound
 from flowserve.repository.override import PrivateFolder
 
 
@@ -42,6 +42,8 @@ def _find(module: str, attribute: str) -> Writable:
         found = import_module(module)
     except ModuleNotFoundError as error:
         raise NotFound(f"there is no folder '{module}:{attribute}', and no module '{error.name}' to import") from error
+    except FlowserveError:  # what is wrong with what it declares, with its lines
+        raise
     except Exception as error:
         raise Invalid(f"module '{module}' cannot be imported: {type(error).__name__}: {error}") from error
     graphs = {name: value for name, value in vars(found).items() if _is_graph(value)}

@@ -29,12 +29,22 @@ broken.output("LOST")
 """
 
 
+DECLARES = """\
+from flowserve import model
+
+@model({"X": "FP32[2]", "Y": "FP32[2]"}, {"Z": "FP32[2]"})
+def f(x):
+    return x
+"""
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """The name of a module in the current folder, a new one for each test."""
     name = f"steps_of_{request.node.name.partition('[')[0]}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "raises.py").write_text("1 / 0")
+    (tmp_path / "declares.py").write_text(DECLARES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return name
@@ -54,6 +64,7 @@ def test_a_graph_of_a_module_is_checked_and_drawn(home: str, capsysbinary: pytes
         ("{home}:grap", "module '{home}' has no graph 'grap' (did you mean \"graph\"?)"),
         ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken)"),
         ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
+        ("declares:graph", "declares.py:3:2: error: function 'f' does not take 2 arrays: it is f(x) [B3]"),
         ("raises:graph", "module 'raises' cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
