@@ -162,7 +162,7 @@ class PythonInstance:
             self._make_sender,
             is_iterative=config.sequence is not None and config.sequence.is_iterative,
         )
-        self._answers = AnswerReader(source.config)
+        self._answers = AnswerReader(source.config, copies=not is_alone)
         self._working = WorkingFor(source.owner)  # after `call_through` one that may call
         self.owner = source.owner
         self._module: ModuleType | None = None

@@ -4,14 +4,17 @@ Decided here: which answers are right (names, data types and shapes as the confi
 its own request only), and when an array may be taken as it is. A model may go on using what it answered with: a table
 it keeps, a buffer it fills again next time. So small answers are laid side by side in one block, which the next step
 then reads without copying; large ones are taken as they are when nobody else holds them, which their reference counts
-tell, and copied otherwise.
+tell, and copied otherwise. Where they are written elsewhere before the model goes on (a process of its own does), all
+are taken as they are.
 
 This file does not know how the model was called.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from sys import getrefcount
+from typing import Any, Final
 
 import numpy as np
 
@@ -49,6 +52,8 @@ _CLASSES = {
 }
 
 Errors = dict[int, FlowserveError]
+# What most answers say besides their tensors. Nobody writes into results.
+_NONE: Final[Mapping[int, Any]] = {}
 # Where an answer stands: in whose response, and which of its tensors.
 Place = tuple[int, int]
 
@@ -69,20 +74,23 @@ class _Output:
 class AnswerReader:
     """Turns the responses to one batch after another into columns of tensors."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, copies: bool = True) -> None:
+        """`copies`: False where what it returns is written elsewhere before the model goes on."""
         self._model = config.name
+        self._copies = copies
         self._specs = config.outputs
         self._batches = config.max_batch_size > 0
         self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
         """What one response for each member, in a list that nobody else holds, come to."""
-        outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
-        placed = [0] * len(outputs)
-        errors: Errors = {}
         try:
-            if self._take_alike(responses, work, outputs, placed):
-                return Results(outputs, placed=placed)
+            alike = self._take_alike(responses, work)
+            if alike is not None:
+                return alike
+            outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
+            placed = [0] * len(outputs)
+            errors: Errors = {}
             for j, column in enumerate(self._sort(responses, work, errors)):
                 if column:
                     placed[j] = self._take(responses, column, self._specs[j], outputs[j])
@@ -95,48 +103,62 @@ class AnswerReader:
         said = {m: found for m, response in enumerate(responses) if (found := getattr(response, "_parameters", None))}
         return Results(outputs, errors, placed=placed, parameters=said)
 
-    def _take_alike(
-        self, responses: list[InferenceResponse], work: Work, outputs: list[list[Tensor | None]], placed: list[int]
-    ) -> bool:
+    def _take_alike(self, responses: list[InferenceResponse], work: Work) -> Results | None:
         """All outputs where everything is small and right at first glance: requests of one row each, answered with the
-        same tensors in the same order and nothing besides. False where it is not so, with nothing done. This is nearly
+        same tensors in the same order and nothing besides. None where it is not so, with nothing done. This is nearly
         every batch, and every request pays for each of its steps.
         """
-        first = responses[0]
         count = len(responses)
-        if type(first) is not InferenceResponse or not first._outputs or work.rows.count(1) != count:
-            return False
-        blocks: dict[int, Array] = {}
-        for k, answer in enumerate(first._outputs):
+        answered = [
+            response._outputs
+            for response in responses
+            if type(response) is InferenceResponse and response._error is None and not response._parameters
+        ]
+        if len(answered) != count or not answered[0] or work.rows.count(1) != count:
+            return None
+        first = answered[0]
+        width = len(first)
+        taken: list[list[Array] | None] = [None] * len(self._specs)
+        for k, answer in enumerate(first):
             name = answer._name
             output = self._outputs.get(name)
             array = answer._array
-            if output is None or output.spec.reshape is not None or output.j in blocks or array is None:
-                return False
+            if output is None or output.spec.reshape is not None or taken[output.j] is not None or array is None:
+                return None
             dtype, shape = output.numpy, array.shape
-            if array.nbytes * count >= POOLED_BYTES_MIN or dtype.hasobject:
-                return False
+            if dtype.hasobject or (array.nbytes * count >= POOLED_BYTES_MIN and self._copies):
+                return None
             if shape != output.one and self._mismatch(answer, output, 1):
-                return False
+                return None
             arrays: list[Array] = []
-            for response, wanted in zip(responses, work.wanted, strict=True):
-                if type(response) is not InferenceResponse or response._error is not None or response._parameters:
-                    return False
-                answers = response._outputs
-                if len(answers) != len(first._outputs):
-                    return False
+            for answers, wanted in zip(answered, work.wanted, strict=True):
+                if len(answers) != width:
+                    return None
                 answer = answers[k]
                 array = answer._array
                 if array is None or array.dtype is not dtype or array.shape != shape:
-                    return False
+                    return None
                 if answer._name != name or name not in wanted:
-                    return False
+                    return None
                 arrays.append(array)
-            blocks[output.j] = np.concatenate(arrays) if count > 1 else arrays[0].copy()
-        for j, block in blocks.items():
-            outputs[j] = [*scatter(block, work.rows)] if self._batches else [Tensor(block)]
-            placed[j] = block.nbytes
-        return True
+            taken[output.j] = arrays
+        return self._alike(taken, work)
+
+    def _alike(self, taken: list[list[Array] | None], work: Work) -> Results:
+        outputs: list[list[Tensor | None]] = []
+        placed = []
+        for arrays in taken:
+            if arrays is None:
+                outputs.append([None] * len(work.rows))
+                placed.append(0)
+            elif self._copies:
+                block = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
+                outputs.append([*scatter(block, work.rows)] if self._batches else [Tensor(block)])
+                placed.append(block.nbytes)
+            else:
+                outputs.append([Tensor(array, 0, 1) for array in arrays] if self._batches else [Tensor(arrays[0])])
+                placed.append(0)
+        return Results(outputs, _NONE, placed=placed, parameters=_NONE)
 
     def _sort(self, responses: list[InferenceResponse], work: Work, errors: Errors) -> list[list[Place]]:
         """Where the answers for each output stand. Tensors that nobody asked for, or configured, are ignored."""
@@ -196,6 +218,11 @@ class AnswerReader:
     ) -> int:
         """One output of all members that have it, as tensors. Returns how many of its bytes were copied for that."""
         arrays = [responses[m]._outputs[k].as_numpy() for m, k in column]
+        if not self._copies:
+            for (m, _), array in zip(column, arrays, strict=True):
+                own = self._outer(array, spec)
+                outputs[m] = Tensor(own, 0, len(own)) if self._batches else Tensor(own)
+            return 0
         shapes = {array.shape[1:] for array in arrays}
         if len(shapes) == 1 and (spec.dtype is DType.BYTES or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
             block = self._outer(np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy(), spec)

@@ -36,6 +36,7 @@ class Arena:
     """The blocks of one writer."""
 
     def __init__(self, first_segment_bytes: int = FIRST_SEGMENT_BYTES) -> None:
+        self.segments: list[Segment] = []  # in the order in which they were made
         self._spaces: list[_Space] = []
         self._by_number: dict[int, _Space] = {}
         self._next_bytes = first_segment_bytes
@@ -70,10 +71,6 @@ class Arena:
         self._sort_in()
         return sum(sum(space.lent.values()) for space in self._spaces)
 
-    @property
-    def segments(self) -> list[Segment]:
-        return [space.segment for space in self._spaces]
-
     def check(self) -> None:
         """Assert that free and lent blocks tile every segment. For tests."""
         self._sort_in()
@@ -87,6 +84,7 @@ class Arena:
     def _grow(self, size: int) -> _Space:
         space = _Space(Segment.create(max(size, self._next_bytes)))
         self._next_bytes = min(self._next_bytes * 2, LARGEST_SEGMENT_BYTES)
+        self.segments.append(space.segment)
         self._spaces.append(space)
         self._by_number[space.segment.number] = space
         return space

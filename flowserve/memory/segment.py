@@ -16,7 +16,7 @@ import mmap
 import os
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -28,18 +28,21 @@ PAGE: Final = mmap.PAGESIZE
 _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _SEALS: Final = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
+_UINT8: Final = np.dtype(np.uint8)
 _numbers = count(1)
+_new_array = np.ndarray.__new__
 
 
 class Segment:
     """`size` bytes at `address`, until the last lease and the last other holder are gone.
 
-    `memory` is all of it as a uint8 array, for whoever knows which piece is his. `number` names it in messages: a
+    `memory` is all of it as a uint8 array, for whoever knows which piece is his; `map` the same for arrays that are to
+    stand on nothing but it. `number` names it in messages: a
     process numbers what it makes and what it reads as it is written, and who reads privately uses the number he is
     told. `fd` stays open as long as the segment, for handing it to others.
     """
 
-    __slots__ = ("_map", "address", "fd", "is_writable", "memory", "number", "on_end", "size")
+    __slots__ = ("address", "fd", "is_writable", "map", "memory", "number", "on_end", "size")
 
     def __init__(self, fd: int, size: int, number: int, memory: mmap.mmap, *, is_writable: bool) -> None:
         self.fd = fd
@@ -47,7 +50,7 @@ class Segment:
         self.number = number
         self.is_writable = is_writable
         self.on_end: list[Callable[[int], object]] = []  # told the number, on whatever thread it ends
-        self._map = memory
+        self.map = memory
         self.memory: Array = np.frombuffer(memory, np.uint8)
         self.address: int = self.memory.__array_interface__["data"][0]
 
@@ -90,11 +93,11 @@ class Segment:
     def forget_writes(self, start: int, stop: int) -> None:
         """Throw away what was written into the pages of a private mapping: they show the writer's bytes again."""
         first = start - start % PAGE
-        self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
+        self.map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def empty(self, start: int, stop: int) -> None:
         """Give whole pages back to the kernel, for every process: they read as zero until they are written again."""
-        self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+        self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
     def read_into(self, target: Array, start: int) -> None:
         """Fill `target` (uint8) with the writer's bytes, whatever was written into a private mapping of them."""
@@ -107,34 +110,43 @@ class Segment:
         os.close(self.fd)
 
 
-class Lease:
+class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
     """One loan of a piece of a segment: what `view()` and all views derived from it stand on.
 
-    numpy lets a view of a view point past the middle one, but never past something that is no array: so every view,
+    numpy lets a view of a view point past the middle one, but never past an array of another class: so every view,
     however far derived, keeps this object alive, and its end is the end of the last of them. `gone(ticket)` is called
-    then, on whatever thread that happens, even inside the garbage collector: it only writes down.
+    then, on whatever thread that happens, even inside the garbage collector: it only writes down. It is an array
+    because nothing else that Python code can make is so cheap to stand on; it is read by `view` and `piece` only.
     """
 
-    __slots__ = ("__array_interface__", "_gone", "offset", "segment", "ticket")
+    __slots__ = ("_gone", "offset", "segment", "ticket")
 
-    def __init__(self, segment: Segment, offset: int, nbytes: int, gone: Callable[[Any], object], ticket: Any) -> None:
+    segment: Segment
+    offset: int
+    ticket: Any
+    _gone: Callable[[Any], object]
+
+    def __new__(cls, segment: Segment, offset: int, nbytes: int, gone: Callable[[Any], object], ticket: Any) -> Self:
+        """`nbytes` at `offset` of the segment."""
+        self = _new_array(cls, (nbytes,), _UINT8, segment.map, offset)
         self.segment = segment
         self.offset = offset
         self.ticket = ticket
         self._gone = gone
-        self.__array_interface__ = {
-            "data": (segment.address + offset, not segment.is_writable),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        return self
 
-    def view(self) -> Array:
+    def view(self) -> Array:  # type: ignore[override]  # numpy's would be a lease too, and nobody's
         """The piece as a uint8 array."""
-        return np.asarray(self)
+        return np.ndarray(self.shape, _UINT8, self)
+
+    def piece(self, shape: tuple[int, ...], dtype: np.dtype[Any], start: int) -> Array:
+        """The array that begins `start` bytes after the lease does. Raises ValueError where it ends after it."""
+        return np.ndarray(shape, dtype, self, start)
 
     def __del__(self) -> None:
-        self._gone(self.ticket)
+        gone = getattr(self, "_gone", None)
+        if gone is not None:  # what numpy derives from one is none
+            gone(self.ticket)
 
 
 def locate(array: Array) -> tuple[Lease, int] | None:
@@ -150,6 +162,8 @@ def locate(array: Array) -> tuple[Lease, int] | None:
             return None
     if not array.flags.c_contiguous:
         return None
+    if array.nbytes == base.nbytes:
+        return base, base.offset  # all of it, which is cheaper to see than an address
     address: int = array.__array_interface__["data"][0]
     return base, address - base.segment.address
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowserve.backends.base import Work
-from flowserve.backends.child.protocol import request_facts
+from flowserve.backends.child.protocol import PLAIN_FACTS, request_facts
 from flowserve.errors import Internal
 from flowserve.memory import bytes_codec
 from flowserve.memory.arena import Arena, aligned
@@ -80,8 +80,9 @@ class InputPacker:
             if column[0] is None:  # then no member has it: batches are of one kind
                 packed.columns.append(None)
                 continue
-            packed.columns.append(None if is_bytes else self._lying(column, packed, lying))
-            if packed.columns[i] is None:
+            lies = None if is_bytes else self._lying(column, packed, lying)
+            packed.columns.append(lies)
+            if lies is None:
                 copies.append(_copy(i, -1, column, is_bytes))
         if copies:
             self._write(packed, copies)
@@ -154,14 +155,19 @@ class InputPacker:
 
 def run_message(head: tuple[Any, ...], work: Work) -> bytes:
     """A `RUN` message: `head`, and what the batch's requests say of themselves."""
-    requests = [request_facts(request) for request in work.requests]
-    for m, facts in enumerate(requests):
-        if facts[-1]:
-            requests[m] = (*facts[:-1], {name: _plain_value(value) for name, value in facts[-1].items()})
+    facts = [*map(request_facts, work.requests)]
+    requests = None if facts.count(PLAIN_FACTS) == len(facts) else [*map(_plain_facts, facts)]
     try:
         return marshal.dumps((*head, requests, work.wanted))
     except ValueError:
         raise Internal("a request holds a parameter that is no text, number or boolean") from None
+
+
+def _plain_facts(facts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With parameters as marshal takes them."""
+    if not facts[-1]:
+        return facts
+    return *facts[:-1], {name: _plain_value(value) for name, value in facts[-1].items()}
 
 
 def _plain_value(value: Any) -> Any:

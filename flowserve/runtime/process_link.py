@@ -17,7 +17,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from flowserve.backends.base import Results, Work
 from flowserve.backends.child.protocol import (
@@ -46,6 +46,8 @@ from flowserve.runtime.process_inputs import InputPacker, Packed, run_message
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 
 Outcome = Results | FlowserveError
+# What most batches say of their members. Nobody writes into results.
+_NONE: Final[Mapping[int, Any]] = {}
 
 
 class Link:
@@ -70,7 +72,9 @@ class Link:
         packed = self._packer.pack(work.inputs)
         number = self._number + 1
         rows = work.rows
-        head = (RUN, number, _drained(self._come_home), _drained(self._ended), packed.columns, rows)
+        come_home = _drained(self._come_home) if self._come_home else ()
+        ended = _drained(self._ended) if self._ended else ()
+        head = (RUN, number, come_home, ended, packed.columns, rows)
         message = run_message(head, work)
         if len(message) > MESSAGE_BYTES_MAX:
             message = marshal.dumps((SPILLED, *self._packer.message(message, packed)))
@@ -141,7 +145,7 @@ class Link:
         packed = self._over(number, kept)
         block = self._block(segment, offset, nbytes) if nbytes else None
         outputs, placed = self._reader.read(words, 8, block, self._rows)
-        results = Results(outputs, {}, gathered_ns, computed_ns, packed.copied, placed)
+        results = Results(outputs, _NONE, gathered_ns, computed_ns, packed.copied, placed, _NONE)
         if text:
             self._tell_of_members(results, {int(m): one for m, one in json.loads(text).items()})
         return results

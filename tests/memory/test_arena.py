@@ -79,6 +79,17 @@ def test_a_lease_that_ends_inside_the_collector_comes_home() -> None:
     assert arena.lent_bytes == 0
 
 
+def test_a_lease_comes_home_once_whatever_numpy_derives_from_it() -> None:
+    gone: list[str] = []
+    lease = Lease(Segment.create(PAGE), 0, 64, gone.append, "home")
+    derived = [lease[8:16], np.asarray(lease), lease.piece((2, 4), np.dtype(np.float32), 32), lease.view()[3:]]
+    del lease
+    while derived:
+        assert not gone, "somebody still has it"
+        derived.pop()
+    assert gone == ["home"]
+
+
 def test_where_an_array_lies_is_told_by_its_memory() -> None:
     lease = Arena().lease(4096)
     block = np.ndarray((16, 8), np.float32, lease.view(), 64)

@@ -2,24 +2,31 @@
 
 Decided here: where tensors lie that others wrote, and what becomes of the memory once the model is done with them.
 Everything is mapped privately: a model may write into any of its inputs, and only its own pages change. After the run
-those pages are thrown away, or a block that is used again would show them; only a model that goes on holding an
-input keeps its pages, and the server is told when it has let go. A tensor that lies where such a held one does is
-read past its pages.
+pages that it wrote into are thrown away, or a block that is used again would show them; only a model that goes on
+holding an input keeps its pages, and the server is told when it has let go. A tensor that lies where such a held one
+does is read past its pages.
+
+Whether an input is held its array's reference count tells: every view of it, however far derived, stands on it.
 
 This file does not know what is done with the tensors.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
 
 from flowserve.memory import bytes_codec
 from flowserve.memory.assemble import scatter
-from flowserve.memory.segment import PAGE, Lease, Segment
+from flowserve.memory.pages import PageTable
+from flowserve.memory.segment import PAGE, Segment
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
 
@@ -28,19 +35,23 @@ Range = tuple[Segment, int, int]
 
 
 class Run:
-    """What one batch has in hands. `ended` counts leases that are over; it is a list because its append is atomic."""
+    """What one batch has in hands: arrays over memory that others wrote, and where each of them lies. Once it is over,
+    `leases` are those that the model held then; `ended` counts those that it has let go of since, and is a list
+    because its append is atomic.
+    """
 
-    __slots__ = ("ended", "leases", "number", "ranges")
+    __slots__ = ("arrays", "ended", "leases", "number", "ranges")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.leases = 0
-        self.ended: list[None] = []
+        self.arrays: list[Array] = []
         self.ranges: list[Range] = []
+        self.leases: list[weakref.ref[Array]] = []
+        self.ended: list[object] = []
 
     @property
     def is_over(self) -> bool:
-        return len(self.ended) == self.leases
+        return len(self.ended) == len(self.leases)
 
 
 class Inputs:
@@ -52,6 +63,7 @@ class Inputs:
         self._batches = batches
         self._segments: dict[int, Segment] = {}
         self._held: dict[int, Run] = {}  # by number: runs whose inputs the model still holds
+        self._pages = PageTable()
         self._let_go = let_go  # called, on any thread, when there is something in `gone`
         self.gone: deque[int] = deque()  # numbers of runs that were held and are no more
 
@@ -72,28 +84,29 @@ class Inputs:
 
     def take(self, run: Run, columns: Sequence[Any], members: int) -> list[list[Tensor | None]]:
         """`inputs[i][m]` of the batch, in the shapes of the configuration."""
-        return [self._column(run, spec, column, members) for spec, column in zip(self._specs, columns, strict=True)]
+        inputs: list[list[Tensor | None]] = []
+        for spec, column in zip(self._specs, columns, strict=True):
+            if column is None:
+                inputs.append([None] * members)
+            elif type(column) is list:
+                inputs.append([None if one is None else self._whole(run, spec, *one) for one in column])
+            else:
+                segment, offset, nbytes, shape, rows = column
+                array = self._array(run, spec, segment, offset, nbytes, shape)
+                inputs.append([*scatter(array, rows)] if self._batches else [Tensor(array)])
+        return inputs
 
     def finish(self, run: Run) -> bool:
         """The run is over and its tensors are dropped. Whether the model still holds some of them."""
-        if run.is_over:
-            self._forget_writes(run)
-            return False
-        self._held[run.number] = run
-        if run.is_over:  # in between, on a thread of the model's
-            self._late(run)
-        return True
-
-    def _column(self, run: Run, spec: TensorSpec, column: Any, members: int) -> list[Tensor | None]:
-        if column is None:
-            return [None] * members
-        if type(column) is list:
-            return [None if one is None else self._whole(run, spec, *one) for one in column]
-        segment, offset, nbytes, shape, rows = column
-        array = self._array(run, spec, segment, offset, nbytes, shape)
-        if self._batches:
-            return [*scatter(array, rows)]
-        return [Tensor(array)]
+        if _most_holders(run.arrays) > _ALONE:
+            # It may let go in this moment, on a thread of its own: told of each as soon as it stands in `_held`.
+            run.leases = [weakref.ref(array, partial(self._ended, run)) for array in run.arrays]
+            self._held[run.number] = run
+            run.arrays.clear()
+            return True
+        run.arrays.clear()
+        self._forget_writes(run)
+        return False
 
     def _whole(self, run: Run, spec: TensorSpec, segment: int, offset: int, nbytes: int, shape: Any) -> Tensor:
         array = self._array(run, spec, segment, offset, nbytes, shape)
@@ -103,25 +116,25 @@ class Inputs:
         dtype = spec.dtype
         if not nbytes:
             return np.empty(shape, dtype.numpy)
-        memory = self._memory(run, self._segments[number], offset, nbytes)
-        if dtype is DType.BYTES:
-            count = int(np.prod(shape))
-            return bytes_codec.decode(memory.data, count, name=spec.name, model=self._model).reshape(shape)
-        return np.ndarray(shape, dtype.numpy, memory)
-
-    def _memory(self, run: Run, segment: Segment, offset: int, nbytes: int) -> Array:
+        segment = self._segments[number]
+        memory: Any = segment.map  # an array over it is nobody's view: what the model derives from it stands on it
+        start = offset
         if self._held and self._is_held(segment, offset, offset + nbytes):
-            copy = np.empty(nbytes, np.uint8)
-            segment.read_into(copy, offset)
-            return copy
-        run.leases += 1
-        run.ranges.append((segment, offset, offset + nbytes))
-        return Lease(segment, offset, nbytes, self._ended, run).view()
+            memory, start = np.empty(nbytes, np.uint8), 0
+            segment.read_into(memory, offset)
+        if dtype is DType.BYTES:
+            encoded = memoryview(memory)[start : start + nbytes]
+            return bytes_codec.decode(encoded, prod(shape), name=spec.name, model=self._model).reshape(shape)
+        array = np.ndarray(shape, dtype.numpy, memory, start)
+        if memory is segment.map:
+            run.arrays.append(array)
+            run.ranges.append((segment, offset, offset + nbytes))
+        return array
 
-    def _ended(self, run: Run) -> None:
-        """One lease is over: mostly before the run is, else on whatever thread the model let go on."""
-        run.ended.append(None)
-        if self._held and run.is_over:
+    def _ended(self, run: Run, lease: object) -> None:
+        """One lease is over, on whatever thread the model let go."""
+        run.ended.append(lease)
+        if run.is_over:
             self._late(run)
 
     def _late(self, run: Run) -> None:
@@ -133,10 +146,10 @@ class Inputs:
     def _forget_writes(self, run: Run) -> None:
         for piece in run.ranges:
             holder = self._holder(piece) if self._held else None
-            if holder is None:
-                piece[0].forget_writes(piece[1], piece[2])
-            else:
+            if holder is not None:
                 holder.ranges.append(piece)  # they share a page: its writes go when both are over
+            elif self._pages.is_written(*piece):
+                piece[0].forget_writes(piece[1], piece[2])
 
     def _holder(self, piece: Range) -> Run | None:
         segment, start, stop = piece
@@ -152,3 +165,18 @@ class Inputs:
             for run in [*self._held.values()]
             for where, begin, end in run.ranges
         )
+
+
+def _most_holders(arrays: list[Array]) -> int:
+    """How many hold that of these which most do."""
+    most = 0
+    for array in arrays:
+        holders = getrefcount(array)
+        if holders > most:
+            most = holders
+    return most
+
+
+# What that counts when nobody else holds anything. Measured here rather than written down: how many references a call
+# itself makes differs between versions of Python.
+_ALONE = _most_holders([np.empty(0)])

@@ -33,6 +33,7 @@ from flowserve.backends.child.protocol import (
     FAILED,
     GONE,
     MESSAGE_BYTES_MAX,
+    PLAIN_FACTS,
     READY,
     SEGMENT,
     SPILLED,
@@ -107,8 +108,8 @@ class Told(Sequence[Request]):
 
     __slots__ = ("_facts",)
 
-    def __init__(self, facts: Sequence[tuple[Any, ...]]) -> None:
-        self._facts = facts
+    def __init__(self, facts: Sequence[tuple[Any, ...]] | None, count: int) -> None:
+        self._facts = (PLAIN_FACTS,) * count if facts is None else facts
 
     def __len__(self) -> int:
         return len(self._facts)
@@ -119,7 +120,7 @@ class Told(Sequence[Request]):
     def __getitem__(self, index: slice) -> Told: ...
     def __getitem__(self, index: int | slice) -> Request | Told:
         if isinstance(index, slice):
-            return Told(self._facts[index])
+            return Told(self._facts[index], 0)
         return Request({}, *self._facts[index])
 
 
@@ -172,7 +173,7 @@ class Server:
         ended_segments: Sequence[int],
         columns: Sequence[Any],
         rows: list[int],
-        requests: Sequence[tuple[Any, ...]],
+        requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]],
     ) -> None:
         if come_home:
@@ -200,7 +201,7 @@ class Server:
         words: list[int],
         columns: Sequence[Any],
         rows: list[int],
-        requests: Sequence[tuple[Any, ...]],
+        requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]],
     ) -> Any:
         """Run the batch and put what it answered into `words`; returns the text about members that failed. When it
@@ -212,7 +213,7 @@ class Server:
         work = Work(
             self._inputs.take(run, columns, count),
             rows,
-            Told(requests),
+            Told(requests, count),
             wanted,
             may_write,
         )

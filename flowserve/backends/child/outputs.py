@@ -10,6 +10,7 @@ This file does not know how outputs came about, nor who reads them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class Outputs:
     def new_segments(self) -> list[Segment]:
         """Memory that the server does not know yet; each is returned once."""
         segments = self._arena.segments
+        if len(segments) == self._known:
+            return []
         new, self._known = segments[self._known :], len(segments)
         return new
 
@@ -49,19 +52,37 @@ class Outputs:
 
     def place(self, columns: Sequence[Sequence[Tensor | None]]) -> list[int]:
         """Write `columns[j][m]` into one block. Returns the words from `segment` on."""
-        words: list[int] = []
+        words = [0, 0, 0]
         writes: list[tuple[int, list[Array]]] = []
         size = 0
         for spec, column in zip(self._specs, columns, strict=True):
-            size = self._plan(spec, column, size, words, writes)
-        if not size:
-            return [0, 0, 0, *words]
-        segment, start = self._arena.take(size)
-        for offset, arrays in writes:
-            _write(segment, start + offset, arrays)
-        return [segment.number, start, size, *words]
+            # Without the test for the usual case every batch pays for a list of its own.
+            present: Any = column if None not in column else [tensor for tensor in column if tensor is not None]
+            if not present:
+                words.append(NOTHING)
+                continue
+            arrays = pieces(present)
+            shapes = [array.shape for array in arrays]
+            shape = shapes[0]
+            # Looked at as a whole: every answer of every batch comes by here.
+            alike = shapes.count(shape) == len(shapes)
+            if not alike and any(one[1:] != shape[1:] for one in shapes):
+                size = self._apart(spec, column, size, words, writes)
+                continue
+            if len(shapes) > 1:
+                shape = (shape[0] * len(shapes) if alike else sum([one[0] for one in shapes]), *shape[1:])
+            start = aligned(size) if size else 0
+            size = start + _planned(spec, arrays, start, writes)
+            absent = [m for m, tensor in enumerate(column) if tensor is None] if present is not column else ()
+            words += (TOGETHER, start, size - start, len(absent), *absent, len(shape), *shape)
+        if size:
+            segment, offset = self._arena.take(size)
+            words[:3] = segment.number, offset, size
+            for start, arrays in writes:
+                _write(segment, offset + start, arrays)
+        return words
 
-    def _plan(
+    def _apart(
         self,
         spec: TensorSpec,
         column: Sequence[Tensor | None],
@@ -69,44 +90,35 @@ class Outputs:
         words: list[int],
         writes: list[tuple[int, list[Array]]],
     ) -> int:
-        """Where one output of all members will lie, in a block that has `size` bytes so far. Returns its size then."""
-        present = [tensor for tensor in column if tensor is not None]
-        if not present:
-            words.append(NOTHING)
-            return size
-        arrays = pieces(present)
-        tail = arrays[0].shape[1:]
-        if len(arrays) > 1 and any(array.shape[1:] != tail for array in arrays):
-            words.append(APART)
-            for tensor in column:
-                if tensor is None:
-                    words.append(0)
-                    continue
-                array = tensor.array
-                start = aligned(size)
-                size = self._one(spec, [array], start, writes)
-                words += (1, start, size - start, array.ndim, *array.shape)
-            return size
-        start = aligned(size)
-        size = self._one(spec, arrays, start, writes)
-        absent = [m for m, tensor in enumerate(column) if tensor is None] if len(present) < len(column) else ()
-        shape = arrays[0].shape if len(arrays) == 1 else (sum([len(array) for array in arrays]), *tail)
-        words += (TOGETHER, start, size - start, len(absent), *absent, len(shape), *shape)
+        """Plan an output of members whose shapes differ, in a block that has `size` bytes so far. Returns its size
+        then.
+        """
+        words.append(APART)
+        for tensor in column:
+            if tensor is None:
+                words.append(0)
+                continue
+            array = tensor.array
+            start = aligned(size)
+            size = start + _planned(spec, [array], start, writes)
+            words += (1, start, size - start, array.ndim, *array.shape)
         return size
 
-    def _one(self, spec: TensorSpec, arrays: list[Array], start: int, writes: list[tuple[int, list[Array]]]) -> int:
-        if spec.dtype is DType.BYTES:
-            arrays = [np.frombuffer(b"".join(map(bytes_codec.encode, arrays)), np.uint8)]
-        writes.append((start, arrays))
-        return start + sum([array.nbytes for array in arrays])
+
+def _planned(spec: TensorSpec, arrays: list[Array], start: int, writes: list[tuple[int, list[Array]]]) -> int:
+    """Note that these will be written at `start`, side by side. Returns their bytes."""
+    if spec.dtype is DType.BYTES:
+        arrays = [np.frombuffer(b"".join(map(bytes_codec.encode, arrays)), np.uint8)]
+    writes.append((start, arrays))
+    return arrays[0].nbytes if len(arrays) == 1 else sum([array.nbytes for array in arrays])
 
 
 def _write(segment: Segment, start: int, arrays: list[Array]) -> None:
     first = arrays[0]
     if len(arrays) == 1:
         if first.size:
-            np.ndarray(first.shape, first.dtype, segment.memory, start)[...] = first
+            np.ndarray(first.shape, first.dtype, segment.map, start)[...] = first
         return
     shape = (sum([len(array) for array in arrays]), *first.shape[1:])
     if 0 not in shape:
-        np.concatenate(arrays, out=np.ndarray(shape, first.dtype, segment.memory, start))
+        np.concatenate(arrays, out=np.ndarray(shape, first.dtype, segment.map, start))

@@ -31,6 +31,7 @@ from flowserve.errors import (
     Unavailable,
     Unsupported,
 )
+from flowserve.values import Request
 
 MESSAGE_BYTES_MAX: Final = 32 * 1024
 # Of one error's text; at six bytes each still no longer than a message.
@@ -46,7 +47,8 @@ ATTACH: Final = 1
 #   ended segments: numbers of attached memory that nothing will lie in any more
 #   columns[i]: None, or (segment, offset, nbytes, shape, rows of each member), or a list with None or
 #     (segment, offset, nbytes, shape) for each member; segment 0 where there are no bytes
-#   requests[m]: what `request_facts` says of a request; wanted[m]: the outputs asked of it
+#   requests[m]: what `request_facts` says of a request, or None where that is `PLAIN_FACTS` for all of them
+#   wanted[m]: the outputs asked of it
 RUN: Final = 2
 # (END,): finalise and leave
 END: Final = 3
@@ -120,6 +122,7 @@ FACTS: Final = (
     "parameters",
 )
 request_facts: Final = attrgetter(*FACTS)
+PLAIN_FACTS: Final = request_facts(Request({}))
 
 NOTHING: Final = 0
 TOGETHER: Final = 1

@@ -103,7 +103,7 @@ class StreamServer(Server):
         words: list[int],
         columns: Sequence[Any],
         rows: list[int],
-        requests: Sequence[tuple[Any, ...]],
+        requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]],
     ) -> Any:
         count = len(rows)
@@ -112,7 +112,7 @@ class StreamServer(Server):
         self._unwanted.clear()
         self._goes_on.clear()
         may_write = [[True] * count] * len(columns)
-        work = Work(self._inputs.take(run, columns, count), rows, Told(requests), wanted, may_write, senders)
+        work = Work(self._inputs.take(run, columns, count), rows, Told(requests, count), wanted, may_write, senders)
         results = self._instance.run(work, self._clock)
         words += (results.gathered_ns, results.computed_ns, 0, 0, 0, *[NOTHING] * len(self._job.outputs))
         for m in results.rescheduled:
