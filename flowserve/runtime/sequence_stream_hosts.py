@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from flowserve.backends.base import Instance, Work
-from flowserve.backends.child.protocol import GOES_ON, WITHDRAW
+from flowserve.backends.child.protocol import GOES_ON
 from flowserve.runtime.children import Child
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome
@@ -24,6 +24,9 @@ from flowserve.runtime.streaming import Returned, Streaming, ThreadSender
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.iterations import Source
 from flowserve.scheduling.router import Ticket
+
+GOING_ON_MAX: Final = 1000  # in one message
+NOBODY: Final = (0, 0)  # batches are counted from 1
 
 
 class SequenceStreamHost(StreamHost):
@@ -90,15 +93,25 @@ class SequenceStreamProcessHost(StreamProcessHost):
 
 
 class _SequenceStreamLink(StreamLink):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._going_on: list[tuple[int, int, int]] = []  # members of the batch that is about to be sent
+
+    def send(self, work: Work) -> None:
+        going_on, self._going_on = self._going_on, []
+        for first in range(0, len(going_on), GOING_ON_MAX):
+            self.tell(marshal.dumps((GOES_ON, self._number + 1, going_on[first : first + GOING_ON_MAX])))
+        super().send(work)
+
     def _begin(self, number: int, m: int, ticket: Ticket, batch: Batch) -> None:
         if not _is_wanted(ticket):
-            self.tell(marshal.dumps((WITHDRAW, number, m)))
+            self._going_on.append((m, *NOBODY))
             return
         assert isinstance(ticket, Source)
         sender = ticket.sender
         if isinstance(sender, LinkSender) and sender.link is self:
             self._streaming.goes_on(ticket)
-            self.tell(marshal.dumps((GOES_ON, number, m, *sender.key)))
+            self._going_on.append((m, *sender.key))
             return
         super()._begin(number, m, ticket, batch)
 

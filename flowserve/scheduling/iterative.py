@@ -111,6 +111,7 @@ class Iterative(Sequences):
 
     def _end(self, line: Line, why: str, error: FlowserveError | None = None) -> None:
         super()._end(line, "", error)  # nobody asks later what became of it: it had one request
+        line.going_on = None  # or the two would hold each other, and what the request runs on
 
     def check(self) -> None:
         super().check()

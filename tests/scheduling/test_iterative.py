@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import NamedTuple
+from weakref import ref
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -245,6 +248,23 @@ def test_what_became_of_a_request_is_of_no_interest_to_the_next_of_its_id() -> N
     assert str(late.error).endswith("on the first request of the sequence")
 
 
+def test_what_is_done_is_let_go_of_at_once() -> None:
+    """Not when the collector comes: a model is unloaded when nothing holds a request to it any more."""
+    server, rounds = serve(oldest())
+    server.submit(GRAPH, Ask("a", 3))
+    server.turn()
+    line = ref(server.running[0].tickets[0].line)
+    gc.disable()
+    try:
+        rounds.turns(3)
+        server.answers.clear()
+        rounds.seen.clear()
+        rounds.left.clear()
+        assert line() is None
+    finally:
+        gc.enable()
+
+
 # ------------------------------------------------------------------------------------------------------------- laws
 
 
@@ -340,3 +360,6 @@ class IterativeDirectMachine(IterativeMachine):
 
 TestLawsOfIterativeOldest = IterativeMachine.TestCase
 TestLawsOfIterativeDirect = IterativeDirectMachine.TestCase
+# What is true of all sequences is searched for in test_sequences_laws.py.
+HALF = settings(max_examples=settings.default.max_examples // 2)
+TestLawsOfIterativeOldest.settings = TestLawsOfIterativeDirect.settings = HALF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import subprocess
@@ -165,7 +166,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, add_model: Callable[..., Pa
         add("state", place, COUNTS_WITH_STATE, DECOUPLED, f"sequence_batching {{ iterative_sequence: true {STATE} }}")
         add("threads", place, THREADS, DECOUPLED, ITERATIVE % (4, ""))
     add("squares", "inline", SQUARES, ITERATIVE % (8, STATE))
-    add("narrow", "thread", COUNTS, DECOUPLED, ITERATIVE % (1, ""))
     add("wrong", "thread", GIVES_BACK, ITERATIVE % (4, ""))
     add("dynamic", "thread", GIVES_BACK, "dynamic_batching { }")
     add("repeats", "process", REPEATS, DECOUPLED, f"sequence_batching {{ {STATE} }}")
@@ -258,11 +258,20 @@ def test_a_sequence_id_names_the_sequence_that_a_request_is(served: Served) -> N
     assert "inference request for sequence 7 to model 'squares_thread' must specify the START flag" in text
 
 
-def test_who_leaves_makes_room(served: Served) -> None:
-    url = f"{served.base_url}/v2/models/narrow_thread/generate_stream"
-    with httpx.stream("POST", url, json={"IN": 100_000}, timeout=30, trust_env=False) as answer:
-        next(answer.iter_lines())
-    assert stream(served, "narrow_thread", 2) == [1, 0]
+@pytest.mark.parametrize("place", PLACES)
+def test_whoever_leaves_at_whatever_moment_makes_room(served: Served, place: str) -> None:
+    """Eight at a time, of which four have a slot; each leaves after so many bytes of its answers."""
+
+    def leave(after: int) -> None:
+        connection = http.client.HTTPConnection(served.address, timeout=30)
+        connection.request("POST", f"/v2/models/counts_{place}/generate_stream", b'{"IN": 100000}')
+        connection.getresponse().read(after)
+        connection.close()
+
+    with ThreadPoolExecutor(8) as clients:
+        for left in [clients.submit(leave, 40 * (n % 7)) for n in range(56)]:
+            left.result()
+    assert stream(served, f"counts_{place}", 2) == [1, 0]
 
 
 @pytest.mark.fault("Q12")

@@ -58,10 +58,10 @@ SPILLED: Final = 4
 # (GRANT, number, member, count, come home): so many more answers may be sent to that member of that batch; before the
 #   batch itself for those it may send from the beginning
 GRANT: Final = 16
-# (WITHDRAW, number, member): nobody wants its answers any more; before the batch itself where nobody ever did
+# (WITHDRAW, number, member): nobody wants its answers any more
 WITHDRAW: Final = 17
-# (GOES_ON, number, member, earlier number, member there): that member of the batch that comes next is one that was
-#   given back; it has the sender that it had
+# (GOES_ON, number, [(member, earlier number, member there)...]): those members of the batch that comes next were given
+#   back, and have the senders that they had; where there is no such sender (any more), nobody wants answers
 GOES_ON: Final = 18
 
 # ---- from a child: 64-bit numbers, the first of them kind and count; a `TEXT` after them is JSON to the message's end

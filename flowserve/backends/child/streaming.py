@@ -61,7 +61,7 @@ class StreamServer(Server):
                 elif message[0] == WITHDRAW:
                     self._withdrawn(message[1:])
                 elif message[0] == GOES_ON:
-                    self._goes_on[message[1:3]] = message[3:5]
+                    self._goes_on |= {(message[1], m): (number, there) for m, number, there in message[2]}
                 else:
                     self._messages.put(message)
                     if message[0] == END:
@@ -128,7 +128,7 @@ class StreamServer(Server):
             sender = ProcessSender(self, number, m)
             self._senders[sender.key] = sender
             sender.grant(self._early.pop(sender.key, 0))
-            if sender.key in self._unwanted:
+            if sender.key in self._unwanted or earlier is not None:
                 sender.withdraw()
         return sender
 
