@@ -232,14 +232,20 @@ class Operations:
         beside |= {one.name: one.known.read for one in everything}
         for _ in range(READS_MAX):
             loaded: dict[int, Loaded] = {}
+            failure: FlowserveError | None = None
             if known.read.config.is_ensemble:
                 seconds = 0.0
             else:
                 self._registry.report(LoadEvent(known.name, "loading"))
                 started_ns = self._engine.clock()
-                loaded = await self._loader.load(known.read, beside.values())
+                try:
+                    loaded = await self._loader.load(known.read, beside.values())
+                except FlowserveError as error:
+                    failure = error  # of files that may be others by now
                 seconds = (self._engine.clock() - started_ns) / SECOND_NS
             now, folder = await _digest(candidate.folder) if mark else ("", candidate.folder)
+            if now == mark and failure is not None:
+                raise failure
             if now == mark:
                 return Built(known, loaded, seconds)
             await self._loader.drop(loaded)

@@ -93,3 +93,30 @@ async def test_an_instance_that_is_started_again_runs_the_code_it_was_loaded_wit
             write(folder, 2)
             await control.load("m")
             assert (await ask(engine))[0] == 200 * 6 + 2
+
+
+@pytest.mark.fault("L15")
+@pytest.mark.skipif(not SUPPORTED, reason="processes of their own need Linux 5.3")
+async def test_a_model_that_hangs_while_it_loads_is_loaded_anew_when_its_files_change(tmp_path: Path) -> None:
+    """Also at the start, which goes on waiting for it and fails nobody."""
+    folder = tmp_path / "models" / "m"
+    write(folder, 1)
+    good = (folder / "1" / "model.py").read_text()
+    (folder / "1" / "model.py").write_text(good + "\nimport time\ntime.sleep(600)\n")
+    with trio.fail_after(60):
+        async with (
+            open_engine(EngineOptions()) as engine,
+            open_control(engine, [tmp_path / "models"], ControlOptions("poll", poll_s=0.1)) as control,
+        ):
+            failed: list[dict[str, str]] = []
+
+            async def start() -> None:
+                failed.append(await control.start(lambda event: None))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(start)
+                await trio.sleep(0.5)
+                assert not failed
+                (folder / "1" / "model.py").write_text(good)
+            assert failed == [{}]
+            assert (await ask(engine))[0] == 100 * 3 + 2
