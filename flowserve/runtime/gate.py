@@ -23,7 +23,8 @@ from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import REJECTED, Statistics
 from flowserve.runtime.cache import Cache, kept, key_of, weight
 from flowserve.scheduling.calls import Called
-from flowserve.scheduling.dispatcher import Dispatcher, Late
+from flowserve.scheduling.dispatcher import Dispatcher
+from flowserve.scheduling.flows import Late
 from flowserve.scheduling.router import Flow
 
 _loads = count(1)

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.dispatcher import Dispatcher, tell_nobody
+from flowserve.scheduling.dispatcher import Dispatcher
+from flowserve.scheduling.flows import tell_nobody
 from flowserve.scheduling.limiter import Account, Limiter, Needs, Resource
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow

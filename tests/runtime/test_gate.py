@@ -23,7 +23,8 @@ from flowserve.runtime.gate import Gate
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.scheduling.calls import CalledFlow
-from flowserve.scheduling.dispatcher import Dispatcher, Late
+from flowserve.scheduling.dispatcher import Dispatcher
+from flowserve.scheduling.flows import Late
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import simple_model
 from flowserve.testing.strategies import plain_graph

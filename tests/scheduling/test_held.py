@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowserve.errors import Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.scheduling.dispatcher import Late
+from flowserve.scheduling.flows import Late
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import PORT, Recorder, simple_model
 from flowserve.testing.strategies import plain_graph
