@@ -150,6 +150,19 @@ REPEATS = (
             sender.send(flags=FINAL)
 """
 )
+# How many steps the page's model counts from IN, as it is told when it is called.
+ASKS = (
+    HEAD
+    + """
+    def execute(self, requests):
+        return [response(OUT=self.ask(value(request)), ROWS=1) for request in requests]
+
+    def ask(self, number):
+        given = pb_utils.Tensor("FROM", np.array([[number]], np.int64))
+        asked = pb_utils.InferenceRequest(model_name="steps", requested_output_names=["STEPS"], inputs=[given])
+        return int(pb_utils.get_output_tensor_by_name(asked.exec(), "STEPS").as_numpy()[0, 0])
+"""
+)
 PLACES = ["process", "thread"]
 
 
@@ -165,6 +178,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, add_model: Callable[..., Pa
         add("squares", place, SQUARES, ITERATIVE % (8, STATE))
         add("state", place, COUNTS_WITH_STATE, DECOUPLED, f"sequence_batching {{ iterative_sequence: true {STATE} }}")
         add("threads", place, THREADS, DECOUPLED, ITERATIVE % (4, ""))
+        add("asks", place, ASKS, "sequence_batching { }")
     add("squares", "inline", SQUARES, ITERATIVE % (8, STATE))
     add("wrong", "thread", GIVES_BACK, ITERATIVE % (4, ""))
     add("dynamic", "thread", GIVES_BACK, "dynamic_batching { }")
@@ -248,6 +262,11 @@ def test_a_sender_outlives_the_execution_that_it_was_asked_for_in(served: Served
     assert stream(served, model, 1) == [7]
     (said,) = stream(served, model, 2)
     assert "let go of a response sender without sending TRITONSERVER_RESPONSE_COMPLETE_FINAL" in said
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_of_sequences_calls_one_of_iterative_sequences(served: Served, place: str) -> None:
+    assert infer(served, f"asks_{place}", 27, sequence_id=1, sequence_start=True, sequence_end=True) == (200, 111)
 
 
 def test_a_sequence_id_names_the_sequence_that_a_request_is(served: Served) -> None:
