@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from flowserve.cli.commands import add_commands, run_command
-from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_run_arguments, contradiction, run_options
+from flowserve.cli.options import add_config_name, add_run_arguments, contradiction, run_options
+from flowserve.cli.refused_options import INSTEAD, NOT_YET
 from flowserve.errors import FlowserveError
 from flowserve.version import __version__
 

@@ -21,7 +21,7 @@ from flowserve.observe.histogram import Histogram
 from flowserve.observe.machine import Machine, Readings
 from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
 from flowserve.observe.statistics import REASONS, Statistics
-from flowserve.observe.summary import SummarisedStatistics, Window
+from flowserve.observe.summary_metrics import summaries
 from flowserve.observe.traffic import EdgeTraffic, NodeTraffic
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -108,43 +108,6 @@ _GPUS: Final[tuple[tuple[str, str, Callable[[GpuReadings], float | None]], ...]]
     ("nv_gpu_power_limit", "Watts that it may draw", lambda gpu: gpu.power_limit),
     ("nv_energy_consumption", "Joules that it has drawn since the server started", lambda gpu: gpu.energy),
 )
-_SUMMARIES: Final[tuple[tuple[str, str, Callable[[SummarisedStatistics], tuple[Window, int, int]]], ...]] = (
-    (
-        "nv_inference_request_summary_us",
-        "Successful requests of the last minute, from arrival to answer",
-        lambda s: (s.request_window, s.success_count, s.success_ns),
-    ),
-    (
-        "nv_inference_queue_summary_us",
-        "How long requests of the last minute waited",
-        lambda s: (s.queue_window, s.success_count, s.queue_ns),
-    ),
-    (
-        "nv_inference_compute_input_summary_us",
-        "Gathering inputs for requests of the last minute",
-        lambda s: (s.input_window, s.success_count - s.cache_hits, s.compute_input_ns),
-    ),
-    (
-        "nv_inference_compute_infer_summary_us",
-        "Computing for requests of the last minute",
-        lambda s: (s.infer_window, s.success_count - s.cache_hits, s.compute_infer_ns),
-    ),
-    (
-        "nv_inference_compute_output_summary_us",
-        "Handing out outputs of requests of the last minute",
-        lambda s: (s.output_window, s.success_count - s.cache_hits, s.compute_output_ns),
-    ),
-    (
-        "nv_cache_hit_summary_per_model",
-        "Looking up answers that were there, in the last minute, in microseconds",
-        lambda s: (s.hit_window, s.cache_hits, s.cache_hit_ns),
-    ),
-    (
-        "nv_cache_miss_summary_per_model",
-        "Looking up and keeping answers that were not there, in the last minute, in microseconds",
-        lambda s: (s.miss_window, s.cache_misses, s.cache_miss_ns),
-    ),
-)
 
 
 def metrics_text(
@@ -219,8 +182,7 @@ class _Deployments(Collector):
         if self._choice.has_first_response:
             yield self._first_response()
         yield from self._histograms()
-        for name, text, window in _SUMMARIES if self._choice.quantiles else ():
-            yield self._summary(name, text, window)
+        yield from summaries(self._statistics, self._choice.quantiles)
         yield from self._nodes()
         yield from self._edges()
 
@@ -233,20 +195,6 @@ class _Deployments(Collector):
             for reason in REASONS:
                 failures.add_metric([*_labels(one), reason], one.failures[reason])
         return failures
-
-    def _summary(self, name: str, text: str, read: Callable[[SummarisedStatistics], tuple[Window, int, int]]) -> Metric:
-        family = Metric(name, text, "summary")
-        for one in self._statistics:
-            if not isinstance(one, SummarisedStatistics):
-                continue
-            labels = dict(zip(_LABELS, _labels(one), strict=True))
-            window, count, total_ns = read(one)
-            shares = self._choice.quantiles
-            for share, value in zip(shares, window.quantiles(shares, one.clock()), strict=True):
-                family.add_sample(name, {**labels, "quantile": f"{share:g}"}, value / _NS_PER_US)
-            family.add_sample(f"{name}_count", labels, count)
-            family.add_sample(f"{name}_sum", labels, total_ns / _NS_PER_US)
-        return family
 
     def _first_response(self) -> Metric:
         first = HistogramMetricFamily(

@@ -12,7 +12,8 @@ import pytest
 from flowserve.cli.grpc_options import GrpcChoice, grpc_choice
 from flowserve.cli.main import main
 from flowserve.cli.metrics_options import QUANTILES, MetricsOptions, metrics_options
-from flowserve.cli.options import INSTEAD, NOT_YET, add_run_arguments
+from flowserve.cli.options import add_run_arguments
+from flowserve.cli.refused_options import INSTEAD, NOT_YET
 from flowserve.observe.metrics_choice import MetricsChoice
 from flowserve.runtime.restriction import Restriction
 from flowserve.version import __version__
