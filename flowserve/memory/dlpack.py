@@ -25,16 +25,9 @@ _NAME: Final = b"dltensor"
 _CODES: Final = {"i": 0, "u": 1, "f": 2, "b": 6}
 _BFLOAT: Final = 4
 
-# Python's own functions: for objects, and for one that is about to go, which nobody may hold again.
-_OBJECTS: Final = ctypes.PyDLL(None)
-_OBJECTS.PyCapsule_GetPointer.restype = ctypes.c_void_p
-_OBJECTS.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-_OBJECTS.PyCapsule_New.restype = ctypes.py_object
-_OBJECTS.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_ADDRESSES: Final = ctypes.PyDLL(None)
-_ADDRESSES.PyCapsule_GetPointer.restype = ctypes.c_void_p
-_ADDRESSES.PyCapsule_GetPointer.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-_ADDRESSES.PyCapsule_IsValid.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+_API: Final = ctypes.PyDLL(None)
+_API.PyCapsule_GetPointer.restype = ctypes.c_void_p
+_API.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 class _Device(ctypes.Structure):
@@ -91,7 +84,7 @@ def described(capsule: Any) -> Foreign:
     tensors are not here.
     """
     try:
-        pointer = _OBJECTS.PyCapsule_GetPointer(capsule, _NAME)
+        pointer = _API.PyCapsule_GetPointer(capsule, _NAME)
     except (ValueError, TypeError) as error:
         raise Invalid("this is no DLPack capsule, or somebody has taken its tensor already") from error
     tensor = ctypes.cast(pointer, ctypes.POINTER(_Managed)).contents.tensor
@@ -107,41 +100,19 @@ def described(capsule: Any) -> Foreign:
 
 
 def capsule_of(tensor: Foreign) -> Any:
-    """A capsule over the tensor's memory, which holds its owner until whoever takes the tensor is done with it."""
-    managed = _Exported(tensor)
-    address = ctypes.addressof(managed.structure)
-    _exported[address] = managed
-    return _OBJECTS.PyCapsule_New(address, _NAME, ctypes.cast(_UNTAKEN, ctypes.c_void_p))
-
-
-class _Exported:
-    """What a capsule points to, and what that points to."""
-
-    def __init__(self, tensor: Foreign) -> None:
-        self.owner = tensor.owner
-        self.shape = (ctypes.c_int64 * max(len(tensor.shape), 1))(*tensor.shape)
-        device = _Device(CPU, 0) if tensor.device < 0 else _Device(CUDA, tensor.device)
-        view = _Tensor(tensor.address, device, len(tensor.shape), _data_type(tensor.dtype), self.shape, None, 0)
-        self.structure = _Managed(view, None, ctypes.cast(_TAKEN, ctypes.c_void_p))
-
-
-_exported: Final[dict[int, _Exported]] = {}
-
-
-def _taken(address: int) -> None:
-    """Whoever took a tensor is done with it. On any thread."""
-    _exported.pop(address, None)
-
-
-def _untaken(capsule: int) -> None:
-    """A capsule goes, perhaps without anybody having taken what is in it."""
-    if _ADDRESSES.PyCapsule_IsValid(capsule, _NAME):
-        _exported.pop(_ADDRESSES.PyCapsule_GetPointer(capsule, _NAME), None)
-
-
-# Called by C: by whoever took a tensor, on a thread that may not run Python yet, and by Python itself.
-_TAKEN: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_taken)
-_UNTAKEN: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_untaken)
+    """A capsule over the tensor's memory, which holds its owner until whoever takes the tensor is done with it, or
+    until it goes itself.
+    """
+    # numpy makes it, as of an array of bits on the host, and what it says is set right. So numpy's own code gives it
+    # back: a capsule may go while an exception is on its way, and nothing of Python's may run then.
+    data_type = _data_type(tensor.dtype)
+    bits = np.dtype(f"u{tensor.dtype.itemsize}")
+    capsule = Foreign(tensor.address, bits, tensor.shape, -1, tensor.owner).on_host().__dlpack__()
+    view = ctypes.cast(_API.PyCapsule_GetPointer(capsule, _NAME), ctypes.POINTER(_Managed)).contents.tensor
+    view.dtype = data_type
+    if tensor.device >= 0:
+        view.device = _Device(CUDA, tensor.device)
+    return capsule
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: list[int]) -> bool:

@@ -36,6 +36,12 @@ class Speaker:
         return dlpack.CPU, 0
 
 
+def raise_while_it_goes(capsules: list[Any]) -> None:
+    held = capsules.pop()
+    assert held is not None
+    raise ZeroDivisionError  # and with this frame the capsule goes
+
+
 def shown(array: Array) -> Foreign:
     return Foreign(array.ctypes.data, array.dtype, array.shape, -1, array)
 
@@ -62,14 +68,24 @@ def test_numpy_takes_what_is_offered_and_lets_go_of_it() -> None:
     del taken
     gc.collect()
     assert gone() is None
-    assert not dlpack._exported
 
 
 def test_what_nobody_takes_is_let_go_of_with_its_capsule() -> None:
-    capsule = capsule_of(shown(np.zeros(3)))
-    assert len(dlpack._exported) == 1
-    del capsule
-    assert not dlpack._exported
+    class Owner:
+        """Whoever the memory belongs to."""
+
+    array, owner = np.zeros(3), Owner()
+    gone = weakref.ref(owner)
+    tensor = Foreign(array.ctypes.data, array.dtype, array.shape, 1, owner)
+    capsules = [capsule_of(tensor)]
+    assert described(capsules[0]).device == 1
+    del owner, tensor
+    gc.collect()
+    assert gone() is not None
+    with pytest.raises(ZeroDivisionError):
+        raise_while_it_goes(capsules)
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_was_described_lives_as_long_as_somebody_holds_it() -> None:
