@@ -71,7 +71,7 @@ class AsyncEngine:
         engine = self._engine
         deployment = engine.find(name, str(version) if version else "")
         given = {port: lend(port, array) for port, array in inputs.items()}
-        response = await engine.infer(deployment, Request(given, stamp=engine.next_stamp(), **options))
+        response = await engine.infer(deployment, _request(engine, given, options))
         return keep(response.outputs, given)
 
     def stream(
@@ -88,7 +88,7 @@ class AsyncEngine:
         engine = self._engine
         deployment = engine.find(name, str(version) if version else "")
         given = {port: lend(port, array) for port, array in inputs.items()}
-        return Stream(engine.stream(deployment, Request(given, stamp=engine.next_stamp(), **options)), given)
+        return Stream(engine.stream(deployment, _request(engine, given, options)), given)
 
     async def load(
         self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES
@@ -177,6 +177,13 @@ class Embedding:
     ) -> None:
         # The block's own exception is kept from the nurseries inside: they would wrap it in groups, one in the other.
         await self._stack.aclose()
+
+
+def _request(engine: Engine, given: dict[str, Array], options: RequestOptions) -> Request:
+    request = Request(given, stamp=engine.next_stamp(), **options)
+    if isinstance(request.sequence_id, np.integer):  # a model in a process is told Python's numbers
+        request.sequence_id = int(request.sequence_id)
+    return request
 
 
 def lend(name: str, array: Array) -> Array:

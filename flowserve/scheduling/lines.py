@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Final
 
 from flowserve.errors import Invalid
@@ -16,6 +17,7 @@ from flowserve.scheduling.router import Ticket
 
 SequenceId = int | str
 ID_CHARACTERS_MAX: Final = 128
+ID_MAX: Final = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,11 @@ def check_first(
             f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID: give each "
             "sequence a sequence_id of its own, and sequence_start with its first request"
         )
+    if not _is_id(sequence_id):
+        raise Invalid(
+            f"correlation ID {sequence_id!r} of an inference request to model '{model}' is neither a text nor a whole "
+            f"number from 1 to {ID_MAX}"
+        )
     if isinstance(sequence_id, str) and len(sequence_id) > ID_CHARACTERS_MAX:
         raise Invalid(
             f"string correlation ID cannot be longer than {ID_CHARACTERS_MAX} characters: model '{model}' got one "
@@ -143,6 +150,10 @@ def check_first(
         )
     if not is_start:
         raise without_start(policy, sequence_id, ending)
+
+
+def _is_id(given: object) -> bool:
+    return isinstance(given, str) or (isinstance(given, Integral) and 0 < int(given) <= ID_MAX)
 
 
 def without_start(policy: SequencePolicy, sequence_id: SequenceId, why: str = "") -> Invalid:

@@ -146,6 +146,12 @@ def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Re
         (Ask(1), "must specify the START flag on the first request of the sequence"),
         (Ask(0, start=True), "must specify a non-zero or non-empty correlation ID"),
         (Ask("", start=True), "must specify a non-zero or non-empty correlation ID"),
+        (
+            Ask(-1, start=True),
+            "correlation ID -1 of an inference request to model 'a' is neither a text nor a whole number",
+        ),
+        (Ask(2**64, start=True), "is neither a text nor a whole number from 1 to 18446744073709551615"),
+        (Ask(1.5, start=True), "correlation ID 1.5 of an inference request to model 'a' is neither a text nor"),  # type: ignore[arg-type]
         (Ask("x" * 129, start=True), "string correlation ID cannot be longer than 128 characters"),
         (Ask("x", start=True), "control 'ID' data-type is 'BYTES', but model 'a' expects 'UINT64'"),
     ],
