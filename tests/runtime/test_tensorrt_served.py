@@ -1,0 +1,62 @@
+"""TensorRT plans from their files to their answers, in a graph, on a machine that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowserve.backends import registry
+from flowserve.memory.devices import Devices, using
+from flowserve.runtime.control import ControlOptions, open_control
+from flowserve.runtime.engine import EngineOptions
+from flowserve.runtime.opening import open_engine
+from flowserve.testing.fake_device import FakeMachine
+from flowserve.testing.fake_tensorrt import FakePlan, FakeTensorRt
+from flowserve.values import PINNED_MEMORY, Request, gpu_memory
+
+FOUR = ("FLOAT", (-1, 4))
+DOUBLE = FakePlan(
+    inputs={"X": FOUR},
+    outputs={"Y": FOUR},
+    profiles=[{"X": ((1, 4), (2, 4), (8, 4))}],
+    compute=lambda given: {"Y": given["X"] * 2},
+    shapes=lambda shapes: {"Y": shapes["X"]},
+)
+TWICE = """
+platform: "ensemble"
+max_batch_size: 8
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 4 ] } ]
+ensemble_scheduling { step [
+  { model_name: "first" model_version: -1 input_map { key: "X" value: "IN" } output_map { key: "Y" value: "mid" } },
+  { model_name: "second" model_version: -1 input_map { key: "X" value: "mid" } output_map { key: "Y" value: "OUT" } }
+] }
+"""
+
+
+async def test_a_batch_goes_through_two_plans_and_crosses_once_each_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = FakeMachine()
+    library = FakeTensorRt(machine, {b"plan": DOUBLE})
+    monkeypatch.setattr(registry.find("tensorrt"), "_library", lambda: library)
+    for name in ("first", "second"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1/model.plan").write_bytes(b"plan")  # which says everything else
+    (tmp_path / "twice/1").mkdir(parents=True)
+    (tmp_path / "twice/config.pbtxt").write_text(TWICE)
+    with using(Devices(machine.devices)) as found:
+        async with (
+            open_engine(EngineOptions(gpus=found.gpus)) as engine,
+            open_control(engine, [tmp_path], ControlOptions()) as control,
+        ):
+            assert await control.start(lambda event: None) == {}
+            machine.copies.clear()
+            rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+            response = await engine.infer(engine.find("twice"), Request(inputs={"IN": rows}))
+            assert response.outputs["OUT"].tolist() == (rows * 4).tolist()
+            assert machine.copies == {(PINNED_MEMORY, gpu_memory(0)): 1, (gpu_memory(0), PINNED_MEMORY): 1}
+            del response
+        assert found[0].pool.statistics().lent_bytes == 0
