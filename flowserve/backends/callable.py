@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -131,7 +131,11 @@ class LoadedFunction:
         self._model = model
 
     def instance(self, name: str, group: InstanceGroup) -> FunctionInstance:
-        kind = DecoupledFunctionInstance if self._config.decoupled else FunctionInstance
+        kind = FunctionInstance
+        if self._config.decoupled:
+            kind = DecoupledFunctionInstance
+        elif any(spec.optional or spec.ragged for spec in (*self._config.inputs, *self._model.inputs)):
+            kind = VariedFunctionInstance
         return kind(name, self._config, self._model)
 
     def close(self) -> None:
@@ -148,8 +152,6 @@ class FunctionInstance:
         self._answers = FunctionAnswers(config, model)
         self._outputs = config.outputs
         self._batches = config.max_batch_size > 0
-        ragged = {spec.name for spec in model.inputs if spec.ragged}
-        self._is_ragged = [spec.name in ragged for spec in config.inputs]
 
     def open(self) -> None:
         """A function is ready as it is."""
@@ -172,14 +174,42 @@ class FunctionInstance:
         """Nothing is held."""
 
     def _rows(self, work: Work) -> list[int]:
-        """Of each member. One of no rows counts as one to the batcher; where it has no inputs, so it does here."""
+        """Of each member. One of no rows counts as one to the batcher."""
+        if not self._batches or not work.inputs:
+            return [*work.rows]
+        return [0 if tensor is None else tensor.shape[0] for tensor in work.inputs[0]]
+
+    def _gather(self, columns: Sequence[Sequence[Tensor | None]]) -> tuple[list[Any], list[int]]:
+        """What the function gets, and the bytes that were copied for it."""
+        arrays: list[Any] = []
+        copied = []
+        for column in columns:
+            array, nbytes = gather(cast("Sequence[Tensor]", column), HOST)
+            arrays.append(_read_only(array))
+            copied.append(nbytes)
+        return arrays, copied
+
+    def _failed(self, error: BaseException) -> ModelFailed:
+        log.error("model '%s', instance '%s' failed", self._model, self._name, exc_info=error)
+        return ModelFailed(f"model '{self._model}' failed: {_text(error)}")
+
+
+class VariedFunctionInstance(FunctionInstance):
+    """One with inputs that may be missing, or differ in shape within a batch."""
+
+    def __init__(self, name: str, config: ModelConfig, model: FunctionModel) -> None:
+        super().__init__(name, config, model)
+        ragged = {spec.name for spec in model.inputs if spec.ragged}
+        self._is_ragged = [spec.name in ragged for spec in config.inputs]
+
+    def _rows(self, work: Work) -> list[int]:
         for column in work.inputs if self._batches else ():
             if column[0] is not None:  # all members have the same inputs
                 return [0 if tensor is None else tensor.shape[0] for tensor in column]
         return [*work.rows]
 
     def _gather(self, columns: Sequence[Sequence[Tensor | None]]) -> tuple[list[Any], list[int]]:
-        """What the function gets: None for an optional input that is not there, a list for a ragged one."""
+        """None for an optional input that is not there, a list for a ragged one."""
         arrays: list[Any] = []
         copied = []
         for column, is_ragged in zip(columns, self._is_ragged, strict=True):
@@ -195,12 +225,8 @@ class FunctionInstance:
             copied.append(nbytes)
         return arrays, copied
 
-    def _failed(self, error: BaseException) -> ModelFailed:
-        log.error("model '%s', instance '%s' failed", self._model, self._name, exc_info=error)
-        return ModelFailed(f"model '{self._model}' failed: {_text(error)}")
 
-
-class DecoupledFunctionInstance(FunctionInstance):
+class DecoupledFunctionInstance(VariedFunctionInstance):
     """Takes from the function, for one request after the other, as many answers as it gives."""
 
     def run(self, work: Work, clock: ClockNs) -> Results:

@@ -33,6 +33,7 @@ class FunctionAnswers:
         self._outputs = config.outputs
         self._names = [spec.name for spec in config.outputs]
         self._batches = config.max_batch_size > 0
+        self._is_one_list = len(self._names) == 1 and self._names[0] in self._ragged
 
     def of_batch(self, answer: list[Any], rows: Sequence[int]) -> list[list[Tensor]]:
         """One tensor per output and member, which have `rows` rows each. `answer` is a list that nobody else has, of
@@ -41,7 +42,7 @@ class FunctionAnswers:
         made = self._in_order(answer)
         columns: list[list[Tensor]] = []
         for number, spec in enumerate(self._outputs):
-            if spec.name in self._ragged:
+            if self._ragged and spec.name in self._ragged:
                 columns.append(self._one_by_one(made, number, spec, rows))
                 continue
             array = self._own(made, number, spec)
@@ -76,7 +77,7 @@ class FunctionAnswers:
                 raise self.broken(f"returned no {', '.join(missing)}; it has {', '.join(map(str, whole))}")
             return [whole[name] for name in self._names]
         is_several = isinstance(whole, tuple | list)
-        if is_several and len(self._names) == 1 and self._names[0] in self._ragged:
+        if is_several and self._is_one_list:
             is_several = isinstance(whole, tuple) and len(whole) == 1 and isinstance(whole[0], tuple | list)
         made = list(whole) if is_several else [whole]
         if len(made) != len(self._names):
