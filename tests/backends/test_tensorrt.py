@@ -35,6 +35,7 @@ from flowserve.memory.tensor import Tensor
 from flowserve.testing.backends import Repository, config_of, spec
 from flowserve.testing.fake_device import FakeMachine
 from flowserve.testing.fake_tensorrt import FakePlan, FakeTensorRt, Shape
+from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
 from flowserve.values import PINNED_MEMORY, Array, DType, Request, gpu_memory
 
 DOUBLE = FakePlan(
@@ -406,6 +407,26 @@ def test_the_command_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFi
     assert "TensorRT cannot be used here (No module named 'tensorrt'): pip install" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["build-plan", "net.onnx"])
+
+
+@pytest.mark.gpu
+def test_on_hardware_a_plan_is_built_and_served(repository: Repository) -> None:
+    pytest.importorskip("tensorrt")
+    x, y = (onnx_value(name, DType.FP32, ("N", 4)) for name in "XY")
+    library = tensorrt_library()
+    with library.on_device(0):
+        plan = build_plan(library, onnx_model([onnx_node("Neg", ["X"], ["Y"])], [x], [y]), [profile("X:1x4:2x4:8x4")])
+    repository.write("m", "1/model.plan", plan)
+    config = configuration(max_batch_size=8)
+    model = TensorRtBackend().load(config, repository.files(), {})
+    instance = model.instance("m_0", ON_GPU)
+    instance.open()
+    assert rows(Opened(FakeTensorRt(FakeMachine(), {}), config, instance).run(four(1), four(2, 3))) == [
+        four(-1).tolist(),
+        four(-2, -3).tolist(),
+    ]
+    instance.close()
+    model.close()
 
 
 # ------------------------------------------------------------------------------------------------------------- profiles

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -113,3 +115,34 @@ def test_names_are_of_both_kinds_and_each_kind_is_told_apart(machine: FakeMachin
     memory.unregister()
     assert memory.status() == []
     assert memory.status_cuda("r") == [{"name": "r", "device_id": 0, "byte_size": 8}]
+
+
+OWNER = """
+import sys
+import cupy
+pointer = cupy.cuda.runtime.malloc(200)
+memory = cupy.cuda.UnownedMemory(pointer, 200, None)
+array = cupy.ndarray((200,), "u1", cupy.cuda.MemoryPointer(memory, 0))
+array[...] = cupy.arange(200, dtype="u1")
+cupy.cuda.Device().synchronize()
+print(cupy.cuda.runtime.ipcGetMemHandle(pointer).hex(), flush=True)
+sys.stdin.readline()
+print(bytes(array[:5].get()).hex(), flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_on_hardware_memory_of_another_process_is_read_and_written(memory: ClientMemory) -> None:
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        handle = bytes.fromhex(owner.stdout.readline())
+        with pytest.raises(Invalid, match="do not lie in an allocation"):
+            memory.register_cuda("r", handle, 0, 1 << 40)
+        memory.register_cuda("r", handle, 0, 200)
+        window = memory.window(Portion("r", 1, 3))
+        assert bytes(window.read()) == CONTENT[1:4]
+        window.store("OUT", b"abc")
+        told, _ = owner.communicate("go on\n", timeout=60)
+        assert bytes.fromhex(told) == b"\x00abc\x04"
+    memory.unregister_cuda()
