@@ -213,7 +213,7 @@ def states(
         ("double", {"IN": "b"}, {"OUT": "OUT"}),
     ]
     add_model(folder, "pipe", make_ensemble(["IN"], ["OUT"], steps, 2, "data_type: TYPE_INT32 dims: [ 1 ]"))
-    with serving(folder, "--exit-timeout-secs", "1") as served:
+    with serving(folder, "--exit-timeout-secs", "2") as served:  # some sequences are never ended
         yield served
         began = time.monotonic()
         assert served.stop(signal.SIGTERM) == 0
