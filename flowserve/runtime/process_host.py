@@ -232,8 +232,9 @@ class ProcessHost:
         if isinstance(outcome, Results):
             # Another process's clock is the same clock, and other people's code may have written it.
             now_ns = self._clock()
-            outcome.gathered_ns = min(max(outcome.gathered_ns, batch.started_ns), now_ns)
-            outcome.computed_ns = min(max(outcome.computed_ns, outcome.gathered_ns), now_ns)
+            if not batch.started_ns <= outcome.gathered_ns <= outcome.computed_ns <= now_ns:
+                outcome.gathered_ns = min(max(outcome.gathered_ns, batch.started_ns), now_ns)
+                outcome.computed_ns = min(max(outcome.computed_ns, outcome.gathered_ns), now_ns)
         self._completions.finished(batch, self._outcome(batch, outcome))
 
     def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:

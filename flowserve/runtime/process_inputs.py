@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowserve.backends.base import Work
-from flowserve.backends.child.protocol import PLAIN_FACTS, request_facts
+from flowserve.backends.child.protocol import MARSHAL_VERSION, PLAIN_FACTS, request_facts
 from flowserve.errors import Internal
 from flowserve.memory import bytes_codec
 from flowserve.memory.arena import Arena, aligned
@@ -150,7 +150,8 @@ class InputPacker:
             else:
                 packed.columns[copy.i][copy.m] = where
             packed.copied[copy.i] += copy.nbytes
-            _fill(segment.memory, offset + copy.start, copy.arrays)
+            if copy.nbytes:
+                _fill(segment, offset + copy.start, copy.arrays, copy.shape)
 
 
 def run_message(head: tuple[Any, ...], work: Work) -> bytes:
@@ -158,7 +159,7 @@ def run_message(head: tuple[Any, ...], work: Work) -> bytes:
     facts = [*map(request_facts, work.requests)]
     requests = None if facts.count(PLAIN_FACTS) == len(facts) else [*map(_plain_facts, facts)]
     try:
-        return marshal.dumps((*head, requests, work.wanted))
+        return marshal.dumps((*head, requests, work.wanted), MARSHAL_VERSION)
     except ValueError:
         raise Internal("a request holds a parameter that is no text, number or boolean") from None
 
@@ -186,8 +187,10 @@ def _copy(i: int, m: int, tensors: Sequence[Tensor], is_bytes: bool) -> _Copy:
     return _Copy(i, m, arrays, shape, rows)
 
 
-def _fill(memory: Array, start: int, arrays: Sequence[Array]) -> None:
-    for array in arrays:
-        if array.size:
-            np.ndarray(array.shape, array.dtype, memory, start)[...] = array
-            start += array.nbytes
+def _fill(segment: Segment, start: int, arrays: Sequence[Array], shape: tuple[int, ...]) -> None:
+    """Lay `arrays` side by side, as one tensor of `shape` where they are several."""
+    first = arrays[0]
+    if len(arrays) == 1:
+        np.ndarray(first.shape, first.dtype, segment.map, start)[...] = first
+    else:
+        np.concatenate(arrays, out=np.ndarray(shape, first.dtype, segment.map, start))

@@ -11,8 +11,12 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable
+from typing import Final
 
 from trio.lowlevel import wait_readable
+
+# At once; what is beyond comes with the next turn. Without a limit room for a thousand is made each time.
+_EVENTS_MAX: Final = 64
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -39,7 +43,7 @@ class Readiness:
         try:
             while True:
                 await wait_readable(self._epoll.fileno())
-                for descriptor, _ in self._epoll.poll(0):
+                for descriptor, _ in self._epoll.poll(0, _EVENTS_MAX):
                     ready = self._ready.get(descriptor)  # one may have made us forget the next
                     if ready is None:
                         continue

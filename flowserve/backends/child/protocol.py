@@ -36,6 +36,8 @@ from flowserve.values import Request
 MESSAGE_BYTES_MAX: Final = 32 * 1024
 # Of one error's text; at six bytes each still no longer than a message.
 ERROR_CHARACTERS_MAX: Final = 4096
+# The last that writes down what it is given: later ones first look whether they have seen it, at three times the cost.
+MARSHAL_VERSION: Final = 2
 # Room for the one descriptor that a message may carry.
 ANCILLARY_BYTES: Final = 64
 
