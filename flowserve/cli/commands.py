@@ -15,7 +15,7 @@ LEVELS_MAX: Final = 1024
 INFER_EXAMPLES: Final = """\
 examples:
   flowserve infer localhost:8000 detect_language --input TEXT="good morning"
-  flowserve infer localhost:8000 digit --input IMAGE=@seven.npy --json
+  flowserve infer localhost:8000 digit --input PIXELS=@seven.npy --json
   flowserve infer localhost:8000 read_text --input IMAGE=@page.png --output TEXT
   flowserve infer localhost:8000 net --input 'X=[1.0, 2.0]' --output Y=answer.npy
 
@@ -64,7 +64,7 @@ def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> dict
         epilog=BENCH_EXAMPLES,
         **same,
     )
-    bench.add_argument("target", metavar="[URL] MODEL", nargs="+", help="with --sweep no URL is needed")
+    bench.add_argument("target", metavar="URL MODEL", nargs="*", help="with --sweep MODEL alone")
     bench.add_argument(
         "--concurrency", metavar="FROM:TO", type=levels, default="1:32", help="doubling, or N,M,...; default 1:32"
     )
@@ -133,7 +133,9 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
 
             wanted = 1 if parsed.sweep else 2
             if len(parsed.target) != wanted:
-                command.error(f"say {'MODEL' if parsed.sweep else 'URL MODEL'}, got {' '.join(parsed.target)}")
+                command.error(
+                    f"say {'MODEL' if parsed.sweep else 'URL MODEL'}, got {' '.join(parsed.target) or 'nothing'}"
+                )
             if parsed.sweep and parsed.input:
                 command.error("--input says nothing with --sweep, which makes requests up")
             if parsed.p99_ms and not parsed.sweep:

@@ -145,7 +145,7 @@ def new(path: Path, out: TextIO, err: TextIO) -> int:
     """Write the repository into a folder that is not there yet. Returns the exit status."""
     name = path.name
     if not NAME.fullmatch(name):
-        print(f"flowserve: {name!r} cannot be its name: small letters, digits and _, a letter first", file=err)
+        print(f"flowserve: {name!r} cannot be the graph's name: small letters, digits and _, a letter first", file=err)
         return 1
     try:
         path.mkdir(parents=True)

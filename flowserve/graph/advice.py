@@ -33,7 +33,8 @@ def _breaks(graph: Graph, key: ModelKey, config: ModelConfig, largest: ModelKey,
     )
     if config.decoupled and config.backend == BACKEND:
         return  # such a function takes one request at a time, whatever its configuration says
-    if config.dynamic_batching is None:
+    if config.dynamic_batching is None and config.max_batch_size > 1:
         yield f"{where}: it has no dynamic_batching; add `dynamic_batching {{ }}`"
     elif config.max_batch_size < rows:
-        yield f"{where}: it takes {config.max_batch_size} rows at once and model '{largest.name}' {rows}"
+        rows_here = "1 row" if config.max_batch_size == 1 else f"{config.max_batch_size} rows"
+        yield f"{where}: it takes {rows_here} at once and model '{largest.name}' {rows}"

@@ -108,6 +108,8 @@ def _scan(repository: Path) -> tuple[list[ModelFolder], list[str]]:
             folders.append(folder)
         else:
             warnings.append(f"{path.name}: neither {CONFIG_FILE} nor a version folder in it; not a model, skipped")
+    if not folders and is_model_folder(repository):
+        warnings = [f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"]
     return folders, warnings
 
 

@@ -49,6 +49,13 @@ def test_a_model_that_takes_fewer_rows_than_another_is_named_with_both_numbers()
     assert text.endswith("at model 'second': it takes 8 rows at once and model 'first' 16")
 
 
+def test_a_model_that_takes_one_row_is_not_told_to_batch() -> None:
+    first, second = batched(FIRST), replace(SECOND, max_batch_size=1)
+    graph = compile_ensemble(replace(PIPE, max_batch_size=1), 1, available(first, second))
+    (text,) = advise(graph, {"first": first, "second": second})
+    assert text.endswith("at model 'second': it takes 1 row at once and model 'first' 16")
+
+
 def test_a_function_that_answers_many_times_cannot_batch_and_gets_no_advice() -> None:
     many = replace(SECOND, decoupled=True, backend="callable")
     assert advice(batched(FIRST), many) == []

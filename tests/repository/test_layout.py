@@ -70,6 +70,15 @@ def test_a_folder_without_configuration_and_versions_is_skipped_with_a_warning(m
     assert found.warnings == ("notes: neither config.pbtxt nor a version folder in it; not a model, skipped",)
 
 
+def test_a_models_folder_given_as_repository_is_said_to_be_one(make: Make) -> None:
+    root = make("m/1", "m/config.pbtxt")
+    found = find_models([root / "m"])
+    assert found.folders == ()
+    assert found.warnings == (
+        f"'{root / 'm'}' is the folder of one model; a repository is the folder that holds such folders",
+    )
+
+
 @pytest.mark.fault("C10")
 def test_links_that_lead_in_a_circle_or_nowhere_do_no_harm(make: Make) -> None:
     root = make("m/1")
