@@ -22,6 +22,8 @@ EXTENSIONS: Final = (
     "parameters",
     "statistics",
     "system_shared_memory",
+    "cuda_shared_memory",
+    "trace",
     "logging",
 )
 

@@ -191,7 +191,7 @@ async def test_the_server_says_what_it_is(api: Any) -> None:
     status, answer = await ask(api, "GET", "/v2")
     assert status == 200
     assert (answer["name"], answer["version"]) == ("flowserve", __version__)
-    assert "binary_tensor_data" in answer["extensions"]
+    assert {"binary_tensor_data", "system_shared_memory", "cuda_shared_memory", "trace"} <= set(answer["extensions"])
 
 
 @pytest.mark.parametrize("version", ["", "/versions/1"])
