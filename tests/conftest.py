@@ -49,6 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many mutated requests the HTTP fuzzer sends; 100000 before a release",
     )
     parser.addoption(
+        "--clients",
+        type=int,
+        default=250,
+        help="how many clients, each with ways of its own, the HTTP server meets; 20000 before a release",
+    )
+    parser.addoption(
         "--cycles", type=int, default=30, help="how often the test of growth loads and unloads; 500 before a release"
     )
 

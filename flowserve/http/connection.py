@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Final
 from trio.lowlevel import (
     Abort,
     RaiseCancelT,
+    cancel_shielded_checkpoint,
     current_task,
     notify_closing,
-    reschedule,
     wait_readable,
     wait_task_rescheduled,
 )
@@ -80,16 +80,15 @@ class Connection(Exchange):
         try:
             while True:
                 head = await self._next_head()
-                if head is None:
-                    await self.settle()
-                    return
-                self._body = await self._read_body(head)
-                await self._answer(head)
-                if not self._keeps_alive:
-                    await self.settle()
-                    if self.has_input():
-                        await self._linger()
-                    return
+                if head is not None:
+                    self._body = await self._read_body(head)
+                    await self._answer(head)
+                    if self._keeps_alive:
+                        continue
+                await self.settle()
+                if super().has_input():
+                    await self._linger()
+                return
         except Refused as refused:
             await self._refuse(refused)
         except ClientLeft:
@@ -104,6 +103,8 @@ class Connection(Exchange):
         server = self.server
         if self._rest is not None:
             await self.settle()  # a client that asks and asks and never reads waits here
+        if data:
+            await self._let_others()
         while not data:
             self.phase = Phase.IDLE
             data = await self._first_bytes()
@@ -120,16 +121,31 @@ class Connection(Exchange):
         """The first bytes of a request; none where none will come, or may come any more."""
         while True:
             try:
-                return self.sock.recv(RECEIVE_BYTES)
+                data = self.sock.recv(RECEIVE_BYTES)
             except BlockingIOError:
                 if self.server.is_draining:
                     return b""
+            else:
+                if data:
+                    await self._let_others()
+                return data
             await self._park()
             if self._status and not self._keeps_alive:
                 return b""  # that was said in the last answer
             if self._buffer:
                 data, self._buffer = self._buffer, b""
                 return data
+
+    async def _let_others(self) -> None:
+        """One turn for everybody else: a client that always has its next request there already, and is answered without
+        waiting, would be the only one that is ever served.
+        """
+        self.enter(Phase.HEAD, self.server.limits.header_timeout_s)  # no longer one that draining closes
+        await cancel_shielded_checkpoint()
+
+    def has_input(self) -> bool:
+        """Whether there is something of the client's that was not looked at yet."""
+        return bool(self._buffer) or super().has_input()
 
     async def _park(self) -> None:
         """Wait until this task has something to do: bytes in `_buffer`, or in the kernel, or the end of the line. Only
@@ -149,8 +165,7 @@ class Connection(Exchange):
 
     def readable(self) -> None:
         """Bytes came, or the end. Called by the server's watch, and harmless at any time."""
-        task = self._parked
-        if task is None:
+        if self._parked is None:
             return  # it is awake, and reads before it parks
         if self.phase is Phase.IDLE and self._rest is None:
             try:
@@ -159,11 +174,11 @@ class Connection(Exchange):
                 return
             except OSError:
                 data = b""  # the task meets it too
-            if data and self._begin(data):
+            # What fills the buffer may go on, and nothing would tell of the rest.
+            if 0 < len(data) < RECEIVE_BYTES and self._begin(data):
                 return
             self._buffer = data
-        self._parked = None
-        reschedule(task)
+        self._unpark()
 
     def _begin(self, data: bytes) -> bool:
         """Begin the request that `data` is. False where that is the task's to do; then nothing has happened."""
@@ -185,7 +200,8 @@ class Connection(Exchange):
                 return True
         except Exception:
             self._log_failure(head)
-            self.post([refusal(500, "internal server error")])
+            if self._head is not None:  # not answered yet
+                self.post([refusal(500, "internal server error")])
             server.outbox.flush()
             self.scope.cancel()
             return True
@@ -305,17 +321,20 @@ class Connection(Exchange):
         """Wait until the answer that was promised has been given, and most often until there is something else to do
         too: that is one wait for many requests instead of two for each.
         """
-        if head.keep_alive and not self._buffer and not self._receive_ahead():
+        is_watched = self.server.is_watching and head.keep_alive
+        if is_watched and not self._buffer and not self._receive_ahead():
             await self._park()
         if self._promise is not None:
             await self._kept()
 
     def _receive_ahead(self) -> bool:
-        """Whether the client has sent something, its end perhaps, before it was answered."""
+        """Whether the client has sent something, its end perhaps, before it was answered. Raises `ClientLeft`."""
         try:
             self._buffer = self.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise ClientLeft(*error.args) from None
         return True
 
     async def _kept(self) -> None:
@@ -355,6 +374,7 @@ class Connection(Exchange):
 
     def _part(self) -> None:
         """The scope was cancelled: a deadline, a client who left, or the server's end. Nothing may wait any more."""
+        self.server.outbox.flush()
         if self._rest is not None:
             self.reset_on_close()  # in the middle of an earlier answer nothing else can be said
         elif self.phase in (Phase.HEAD, Phase.BODY):

@@ -117,11 +117,15 @@ class Exchange(Line):
         self.post(self._whole(head, status, headers, parts))
         self._stop_running()
         self.enter(Phase.IDLE, self.server.limits.idle_timeout_s)
-        if self._parked is not None and not self._keeps_alive:
-            # The server began to end: the task waits for a request that must not come any more.
-            self.server.outbox.flush()
-            if self._rest is None:
-                self.scope.cancel()
+        if not self._keeps_alive:
+            self._unpark()  # the server began to end: the request that it waits for must not come any more
+
+    def _unpark(self) -> None:
+        """Wake the task where it waits for the client."""
+        task = self._parked
+        if task is not None:
+            self._parked = None
+            reschedule(task)
 
     @property
     def body(self) -> Buffer:

@@ -175,7 +175,7 @@ class Line:
 
     async def _write_rest(self, views: list[memoryview], done: trio.Event) -> None:
         try:
-            while views:
+            while views and self.sock.fileno() >= 0:  # closed perhaps before this began
                 with trio.move_on_after(self.server.limits.write_timeout_s) as patience:
                     await wait_writable(self.sock)
                 if patience.cancelled_caught:
@@ -189,8 +189,12 @@ class Line:
         finally:
             self._rest = None
             done.set()
-            if self.server.is_draining and self.phase is Phase.IDLE:
-                self.scope.cancel()
+            if self.phase is Phase.IDLE:
+                self.enter(Phase.IDLE, self.server.limits.idle_timeout_s)
+                # With input unread the task is about to say itself that no more answers come: closing now would make
+                # the kernel drop what it has not delivered.
+                if self.server.is_draining and not self.has_input():
+                    self.scope.cancel()
 
     def reset_on_close(self) -> None:
         """Make the kernel drop what nobody reads instead of keeping it for minutes."""

@@ -181,7 +181,9 @@ class Server:
             self._now = now = trio.current_time()
             is_over = now >= self._drain_deadline
             for connection in self._connections.values():
-                if is_over or (connection.phase is not Phase.RUNNING and now >= connection.deadline):
+                is_late = now >= connection.deadline and connection.phase is not Phase.RUNNING
+                # Who still takes an answer is not idle; that has a deadline of its own (line.py).
+                if is_over or (is_late and (connection.phase is not Phase.IDLE or connection.is_settled)):
                     connection.scope.cancel()
 
     @property

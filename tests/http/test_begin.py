@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import trio
 from starlette.types import Receive, Scope, Send
 
 from flowserve.http.connection import Connection
+from flowserve.http.limits import Limits
+from flowserve.http.line import RECEIVE_BYTES
 
 Start = Callable[..., Awaitable[Any]]
 
@@ -155,3 +158,79 @@ async def test_draining_ends_a_parked_connection_after_the_answer_that_it_was_pr
     answer = await client.answer()
     assert (answer.body, answer.headers["connection"]) == (b"later", "close")
     assert await client.rest() == b""
+
+
+async def test_a_request_that_fills_what_is_read_at_once_hides_none_that_comes_with_it(start: Start) -> None:
+    client = await (await start(App())).connect()
+    assert (await client.ask(post(b"first"))).body == b"first"
+    await trio.testing.wait_all_tasks_blocked()
+    body = bytes(RECEIVE_BYTES - len(post(b"")) - 4)
+    assert len(post(body)) == RECEIVE_BYTES
+    await client.say(post(body) + post(b"behind"))
+    with trio.fail_after(5):
+        assert [(await client.answer()).body for _ in range(2)] == [body, b"behind"]
+
+
+async def test_a_client_that_always_asks_ahead_is_not_the_only_one_that_is_served(start: Start) -> None:
+    running = await start(App())
+    greedy, other = await running.connect(), await running.connect()
+    asked = 3000
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(greedy.say, post(b"a") * asked)
+        await greedy.answer()
+        assert (await other.ask(post(b"b"))).body == b"b"
+        assert greedy._received.count(b"200 OK") < asked - 2  # it was not kept waiting until all of those were answered
+        for _ in range(asked - 1):
+            await greedy.answer()
+
+
+async def test_an_answer_that_is_taken_late_is_not_cut_off_by_the_idle_timeout(start: Start) -> None:
+    client = await (await start(App(), Limits(idle_timeout_s=0.1))).connect()
+    large = bytes(12_000_000)
+    await client.say(post(large))
+    await trio.sleep(0.4)
+    assert (await client.answer()).body == large
+
+
+async def test_an_answer_whose_connection_closes_in_the_same_turn_harms_nobody(start: Start) -> None:
+    app = App()
+    running = await start(app)
+    other = await running.connect()
+    for _ in range(10):  # which of the two tasks runs first is chance
+        client = await running.connect()
+        await client.say(post(b"later"))
+        await until(lambda: len(app.promised) == 1)
+        exchange, _ = app.promised.pop()
+        exchange.scope.cancel()
+        exchange.keep_promise(200, [], [bytes(12_000_000), b"more"])
+        await until(lambda: running.server.statistics().connections == 1)
+    assert (await other.ask(post(b"second"))).body == b"second"
+
+
+async def test_the_last_answer_of_a_server_that_ends_arrives_though_the_client_has_asked_for_more(start: Start) -> None:
+    app = App()
+    running = await start(app)
+    client = await running.connect()
+    assert (await client.ask(post(b"first"))).body == b"first"
+    await client.say(post(b"later"))
+    await until(lambda: len(app.promised) == 1)
+    await client.say(post(b"behind") * 1000)
+    await trio.sleep(0.01)
+    running.server.drain()
+    app.keep()
+    await trio.sleep(0.01)
+    assert (await client.answer()).body == b"later"
+    assert await client.rest() == b""
+
+
+async def test_a_client_that_resets_right_after_it_asked_is_no_failure(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = await start(App())
+    for _ in range(50):
+        client = await running.connect()
+        await client.say(post(b"later"))
+        client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.stream.socket.close()
+    await until(lambda: running.server.statistics().connections == 0)
+    assert (running.server.running, caplog.text) == (0, "")

@@ -1,0 +1,383 @@
+"""Clients of every temper, many at once, drawn from a seed: each reads exactly the bytes that its requests are owed.
+
+What is drawn: how requests are framed, cut into pieces and pipelined, how the app answers them (at once, later, as any
+ASGI app does, in pieces, with much), how late the client reads, and how it leaves. 250 clients in the suite;
+`--clients N` makes it N, from the same seed on.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from starlette.types import Receive, Scope, Send
+
+from flowserve.http.answer import CONTINUE
+from flowserve.http.connection import Connection
+from flowserve.http.limits import Limits
+from flowserve.http.line import RECEIVE_BYTES
+from flowserve.http.server import Server, open_listeners, open_unix_listener
+
+AT_ONCE = 40
+WAYS = ("now", "later", "later", "called", "slowly", "pieces", "much")
+ENDS = ("reads", "reads", "reads", "half", "reset", "leaves")
+CLOSE = b"connection: close\r\n"
+CONNECTION = re.compile(rb"connection: [a-z-]+\r\n")
+PAUSES: dict[str, float] = {"pipelined": 0, "cut": 0.3, "bytes": 0.03}
+MUCH = 3_000_000  # more than the kernel takes
+
+
+def answered(way: str, body: bytes) -> bytes:
+    """What the app says to a request."""
+    return (way.encode() + b":" + body) * (MUCH // (len(body) + 5) if way == "much" else 1)
+
+
+class App:
+    """Answers each request in the way that its path names. Answers that come later come in bursts, in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._promised: dict[Connection, tuple[str, bytes]] = {}
+        self._came = trio.Event()
+
+    @property
+    def promised(self) -> int:
+        return len(self._promised)
+
+    def begin(self, scope: Scope, exchange: Connection) -> bool:
+        way = scope["path"][1:]
+        if way not in ("now", "later", "much"):
+            return False
+        body = bytes(exchange.body)
+        if way == "later" and scope["method"] == "POST":
+            self._promised[exchange] = way, body
+            exchange.promise(_Promise(self._promised, exchange))
+            self._came.set()
+        else:
+            exchange.reply(200, (), [answered(way, body)])
+        return True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = scope["flowserve.exchange"]
+        if self.begin(scope, exchange):
+            return
+        way = scope["path"][1:]
+        body = bytes((await receive())["body"])
+        if way == "slowly":
+            await trio.sleep(self._random.random() * 0.004)
+        await send({"type": "http.response.start", "status": 200, "headers": ()})
+        if way == "pieces":
+            for piece in pieces_of(body):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            body = b""
+            await send({"type": "http.response.body"})
+        else:
+            await send({"type": "http.response.body", "body": answered(way, body)})
+
+    async def keep(self) -> None:
+        """Give the answers that were promised, some of them at once."""
+        while True:
+            await self._came.wait()
+            if self._random.random() < 0.5:
+                await trio.sleep(self._random.random() * 0.003)
+            ready = [one for one in self._promised if self._random.random() < 0.7]
+            self._random.shuffle(ready)
+            for exchange in ready:
+                way, body = self._promised.pop(exchange)
+                exchange.keep_promise(200, (), [answered(way, body)])
+            if not self._promised:
+                self._came = trio.Event()
+            await trio.lowlevel.checkpoint()
+
+
+class _Promise:
+    def __init__(self, promised: dict[Connection, tuple[str, bytes]], exchange: Connection) -> None:
+        self._promised = promised
+        self._exchange = exchange
+
+    def withdraw(self) -> None:
+        del self._promised[self._exchange]
+
+
+def pieces_of(body: bytes) -> list[bytes]:
+    return [body[:3], body[3:40], body[40:]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, and the answer that it is owed."""
+
+    head: bytes
+    body: bytes
+    answer: bytes
+    waits: bool  # for leave to send the body
+
+
+def asked(draw: random.Random, is_last: bool) -> Asked:
+    way, form = draw.choice(WAYS), draw.choice(("length", "length", "length", "chunked", "expect", "1.0", "bare"))
+    size = draw.choice((0, 1, 300, 5000, RECEIVE_BYTES, 70_000)) if way != "much" else draw.choice((1, 300, 70_000))
+    lines = [b"Host: h"]
+    closes = is_last and draw.random() < 0.3
+    if closes:
+        lines.append(b"Connection: close")
+    if form == "1.0" and not closes:
+        lines.append(b"Connection: keep-alive")
+    if form == "expect":
+        lines.append(b"Expect: 100-continue")
+    method = draw.choice((b"GET", b"HEAD")) if form == "bare" else b"POST"
+    if form == "chunked":
+        lines.append(b"Transfer-Encoding: chunked")
+    elif form != "bare":
+        lines.append(b"Content-Length: %d")
+    text = b"%b /%b HTTP/%b\r\n%b\r\n\r\n" % (
+        method,
+        way.encode(),
+        b"1.0" if form == "1.0" else b"1.1",
+        b"\r\n".join(lines),
+    )
+    if size == RECEIVE_BYTES and form == "length":
+        size -= len(text) + 3  # the whole request is what is read at once
+    body = b"" if form == "bare" else draw.randbytes(size)
+    head = text.replace(b"%d", b"%d" % len(body))
+    return Asked(
+        head,
+        chunked(draw, body) if form == "chunked" else body,
+        owed(way, form, method, body, closes),
+        bool(form == "expect" and body),
+    )
+
+
+def chunked(draw: random.Random, body: bytes) -> bytes:
+    out = b""
+    while body:
+        size = draw.randint(1, len(body))
+        out += b"%x\r\n%b\r\n" % (size, body[:size])
+        body = body[size:]
+    return out + b"0\r\n\r\n"
+
+
+def owed(way: str, form: str, method: bytes, body: bytes, closes: bool) -> bytes:
+    framing = said = b""
+    if way != "pieces":
+        said = answered(way, body)
+        framing = b"content-length: %d\r\n" % len(said)
+    elif form == "1.0":
+        closes, said = True, body  # its end is the connection's
+    else:
+        framing = b"transfer-encoding: chunked\r\n"
+        said = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in pieces_of(body) if one) + b"0\r\n\r\n"
+    if closes:
+        framing += b"connection: close\r\n"
+    elif form == "1.0":
+        framing += b"connection: keep-alive\r\n"
+    return b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n" + (b"" if method == b"HEAD" else said)
+
+
+def closing(answer: bytes) -> bool:
+    return b"connection: close\r\n" in answer[: answer.index(b"\r\n\r\n") + 4]
+
+
+class Client:
+    """One connection's life. `read` is what came of it."""
+
+    def __init__(self, draw: random.Random, connect: Callable[[], Awaitable[trio.SocketStream]]) -> None:
+        self._draw = draw
+        self._connect = connect
+        self.end = draw.choice(ENDS)
+        count = draw.randint(1, 8)
+        self.requests = [asked(draw, i == count - 1) for i in range(count)]
+        closes = [closing(one.answer) for one in self.requests]
+        if True in closes:
+            del self.requests[closes.index(True) + 1 :]
+        self.way = draw.choice(("one by one", "pipelined", "cut", "bytes"))
+        if self.way != "one by one":
+            self.requests = [one for one in self.requests if not one.waits] or [asked_plainly()]
+        self.read = b""
+        self.is_reset = False
+        self.is_refused = False  # while it sent
+
+    @property
+    def owed(self) -> bytes:
+        return b"".join(one.answer for one in self.requests)
+
+    async def run(self) -> None:
+        stream = await self._connect()
+        try:
+            if self.end in ("reset", "leaves"):
+                with trio.move_on_after(self._draw.random() * 0.05):
+                    await self._talk(stream)
+                if self.end == "reset":
+                    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            else:
+                await self._talk(stream)
+        except* trio.BrokenResourceError:
+            self.is_reset = True
+        finally:
+            stream.socket.close()
+
+    async def _talk(self, stream: trio.SocketStream) -> None:
+        if self.way == "one by one":
+            for one in self.requests:
+                await self._ask(stream, one)
+                if CLOSE in self.read:
+                    break
+        else:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send, stream)
+                await self._read(stream, None if self.end == "listens" else len(self.owed))
+        if CLOSE in self.read:
+            await self._read(stream, None)
+        elif self.end == "half":
+            await stream.send_eof()
+            await self._read(stream, None)
+
+    async def _ask(self, stream: trio.SocketStream, one: Asked) -> None:
+        want = len(self.read) + len(one.answer)
+        if one.waits:
+            await stream.send_all(one.head)
+            leave = b""
+            while len(leave) < len(CONTINUE) and (byte := await stream.receive_some(1)):
+                leave += byte
+            assert leave in (CONTINUE, b"")
+            await stream.send_all(one.body)
+        else:
+            await stream.send_all(one.head + one.body)
+        await self._read(stream, want)
+
+    async def _send(self, stream: trio.SocketStream) -> None:
+        for data in self._pieces():
+            try:
+                await stream.send_all(data)
+            except trio.BrokenResourceError:
+                self.is_refused = True  # it may read on
+                return
+            if self._draw.random() < PAUSES[self.way]:
+                await trio.sleep(self._draw.choice((0, 0, 0.001, 0.004)))
+
+    def _pieces(self) -> Iterator[bytes]:
+        data = b"".join(one.head + one.body for one in self.requests)
+        while data:
+            size = len(data)
+            if self.way == "bytes" and size < 300:
+                size = 1
+            elif self.way != "pipelined":
+                size = self._draw.choice((1, 17, 900, RECEIVE_BYTES, 100_000))
+            yield data[:size]
+            data = data[size:]
+
+    async def _read(self, stream: trio.SocketStream, until: int | None) -> None:
+        size = self._draw.choice((100_000, 1_000_000))
+        while until is None or len(self.read) < until:
+            if self._draw.random() < 0.05:
+                await trio.sleep(self._draw.random() * 0.01)
+            data = await stream.receive_some(size if until is None else min(size, until - len(self.read)))
+            if not data:
+                return
+            self.read += data
+
+
+def asked_plainly() -> Asked:
+    head = b"GET /now HTTP/1.1\r\nHost: h\r\n\r\n"
+    return Asked(head, b"", owed("now", "bare", b"GET", b"", False), False)
+
+
+class Crowd:
+    """A server on both kinds of sockets, and clients for it."""
+
+    def __init__(self, nursery: trio.Nursery, folder: Path) -> None:
+        self._nursery = nursery
+        self._path = str(folder / "socket")
+        self.app = App(1)
+        self.server = Server(self.app, Limits(idle_timeout_s=20))
+
+    async def start(self) -> None:
+        listeners = [*open_listeners("127.0.0.1", 0), open_unix_listener(self._path)]
+        self._port = listeners[0].getsockname()[1]
+        await self._nursery.start(self.server.serve, listeners)
+        self._nursery.start_soon(self.app.keep)
+
+    def client(self, draw: random.Random) -> Client:
+        is_unix = draw.random() < 0.3
+
+        async def connect() -> Any:
+            if is_unix:
+                return await trio.open_unix_socket(self._path)
+            return await trio.open_tcp_stream("127.0.0.1", self._port)
+
+        return Client(draw, connect)
+
+    async def is_empty(self) -> None:
+        """Come back when nobody is connected and nothing is held."""
+        server = self.server
+        with trio.fail_after(5):
+            while server.statistics().connections:  # noqa: ASYNC110 - nothing tells of it
+                await trio.sleep(0.002)
+        assert (server.running, self.app.promised, server.outbox.waiting) == (0, 0, [])
+
+
+@pytest.fixture
+async def crowd(nursery: trio.Nursery, tmp_path: Path) -> Crowd:
+    crowd = Crowd(nursery, tmp_path)
+    await crowd.start()
+    return crowd
+
+
+async def test_every_client_reads_what_its_requests_are_owed(
+    crowd: Crowd, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    seats = trio.CapacityLimiter(AT_ONCE)
+
+    async def live(seed: int) -> None:
+        async with seats:
+            client = crowd.client(random.Random(seed))
+            with trio.move_on_after(20) as patience:
+                await client.run()
+            told = f"seed {seed}: {client.way}, {client.end}"
+            assert not patience.cancelled_caught, (
+                f"{told}: {len(client.read)} of {len(client.owed)} bytes, then nothing"
+            )
+            if client.end in ("reset", "leaves"):
+                assert client.owed.startswith(client.read), told
+            else:
+                assert client.read == client.owed, told
+                assert not client.is_reset, told
+
+    async with trio.open_nursery() as nursery:
+        for seed in range(request.config.getoption("--clients")):
+            nursery.start_soon(live, seed)
+    await crowd.is_empty()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_server_that_ends_among_them_ends_each_connection_after_a_whole_answer(
+    crowd: Crowd, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = random.Random(seed)
+    clients = [crowd.client(random.Random(1000 * seed + n)) for n in range(AT_ONCE)]
+    clients = [client for client in clients if client.way != "one by one"]
+    for client in clients:
+        client.end = "listens"
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            for client in clients:
+                nursery.start_soon(client.run)
+            await trio.sleep(0.01 + draw.random() * 0.1)
+            crowd.server.drain()
+    for number, client in enumerate(clients):
+        read = CONNECTION.sub(b"", client.read)
+        answers = [CONNECTION.sub(b"", one.answer) for one in client.requests]
+        wholes = [b"".join(answers[:n]) for n in range(len(answers) + 1)]
+        told = f"client {number} of {seed}: {client.way}, {client.is_refused}, {client.is_reset}"
+        # What is sent to a connection that was closed makes the kernel drop what it had not delivered.
+        assert read in wholes or client.is_refused, told
+    await crowd.is_empty()
+    assert caplog.text == ""
