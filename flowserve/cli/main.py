@@ -91,8 +91,8 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
 
     run = commands.add_parser(
         "run",
-        help="load a repository and serve it over HTTP",
-        description="Load every model of REPO and serve them over HTTP (KServe v2, as Triton speaks it).",
+        help="load a repository and serve it over HTTP and gRPC",
+        description="Load every model of REPO and serve them over HTTP and gRPC (KServe v2, as Triton speaks it).",
         epilog=RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
