@@ -76,7 +76,8 @@ class OnnxInstance:
                 self._judge(arrays[k], model.outputs[j], total, model.name, self.wrong_rows)
                 for arrays, total in zip(made, work.rows, strict=True)
             ]
-            if sum([array.nbytes for array in arrays]) < POOLED_BYTES_MIN:
+            is_small = sum([array.nbytes for array in arrays]) < POOLED_BYTES_MIN
+            if is_small and len({array.shape[1:] for array in arrays}) == 1:  # values may say how
                 outputs[j] = [*scatter(np.concatenate(arrays), work.rows)]
             else:
                 outputs[j] = [Tensor(array, 0, len(array)) for array in arrays]
@@ -175,8 +176,10 @@ class RaggedInstance(OnnxInstance):
 
 def _is_apart(work: Work) -> bool:
     """Whether members of many bytes lie so that one run would take a copy of them."""
-    if any(column[0] is None for column in work.inputs) or 0 in work.rows:
+    if any(column[0] is None for column in work.inputs):
         return False
     if sum([column[0].nbytes for column in work.inputs if column[0] is not None]) < MEMBER_BYTES_MIN:
         return False
-    return any(len(pieces(column)) > 1 for column in work.inputs)  # type: ignore[arg-type]  # nobody lacks one
+    if not all(tensor.shape[0] for tensor in work.inputs[0]):  # type: ignore[union-attr]  # nobody lacks one
+        return False  # one without rows, which `work.rows` counts as one
+    return any(len(pieces(column)) > 1 for column in work.inputs)  # type: ignore[arg-type]  # nor here

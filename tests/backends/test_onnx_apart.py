@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 
+from flowserve.backends.base import Work
 from flowserve.backends.onnx_apart import MEMBER_BYTES_MIN, Ways
+from flowserve.memory.tensor import Tensor
 from flowserve.testing.backends import Opened, Repository, config_of, spec
 from flowserve.testing.onnx_files import onnx_identity
-from flowserve.values import DType
+from flowserve.values import DType, Request
 
 Open = Callable[..., Opened]
 
@@ -84,6 +88,40 @@ def test_large_members_are_answered_alike_whichever_way_they_run_and_copied_only
             np.testing.assert_array_equal(tensor.array, member)
         copied.add(sum(results.copied))
     assert copied == {0, 4 * MEMBER_BYTES_MIN}
+
+
+def test_a_member_without_rows_is_answered_whichever_way_the_others_run(images: Opened) -> None:
+    width = MEMBER_BYTES_MIN // 4
+    members = [np.full((n, width), n, np.float32) for n in (1, 0, 2)]
+    column: list[Tensor | None] = [Tensor(member, 0, len(member)) for member in members]
+    work = Work([column], [1, 1, 2], [Request({}) for _ in members], [("y",)] * 3)  # the batcher counts it as one
+    for _ in range(12):
+        results = images.instance.run(work, time.monotonic_ns)
+        assert [one.array.shape[0] for one in results.outputs[0] if one is not None] == [1, 0, 2]
+
+
+def test_members_whose_values_say_how_their_answers_are_shaped_may_run_one_by_one(
+    repository: Repository, opened: Open
+) -> None:
+    width = MEMBER_BYTES_MIN // 4
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Cast", ["most"], ["count"], to=TensorProto.INT64),
+        helper.make_node("Unsqueeze", ["count", "zero"], ["end"]),
+        helper.make_node("Slice", ["x", "zero", "end", "one"], ["y"]),
+    ]
+    ports = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", end]) for name, end in (("x", width), ("y", "K"))
+    ]
+    numbers = [helper.make_tensor(name, TensorProto.INT64, [1], [n]) for n, name in enumerate(("zero", "one"))]
+    graph = helper.make_graph(nodes, "g", ports[:1], ports[1:], numbers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    repository.write("m", "1/model.onnx", model.SerializeToString())
+    cut = opened(config_of("onnxruntime", max_batch_size=8, inputs=[spec("x", (width,))], outputs=[spec("y", (-1,))]))
+    for _ in range(12):
+        results = cut.run(*({"x": np.full((1, width), k, np.float32)} for k in (2, 5)))
+        made = [one.array for one in results.outputs[0] if one is not None]
+        assert [(array[0, 0], len(array)) for array in made] == [(2, 1), (5, 1)]
 
 
 def test_small_members_always_run_together(images: Opened, repository: Repository, opened: Open) -> None:
