@@ -146,6 +146,7 @@ class Server:
         while True:
             try:
                 sock, address = listener.accept()
+                plain = sock if self._tls is None else self._tls.plain(sock, connections)
             except BlockingIOError:
                 await wait_readable(listener)
             except OSError as error:
@@ -160,9 +161,7 @@ class Server:
                 if sock.family in (socket.AF_INET, socket.AF_INET6):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 client = address[:2] if isinstance(address, tuple) else None
-                if self._tls is not None:
-                    sock = self._tls.plain(sock, connections)
-                connections.start_soon(self._run, Connection(self, sock, client), name="http connection")
+                connections.start_soon(self._run, Connection(self, plain, client), name="http connection")
 
     async def _run(self, connection: Connection) -> None:
         descriptor = connection.sock.fileno()

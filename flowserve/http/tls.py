@@ -45,8 +45,14 @@ class Terminator:
         self._limits = limits
 
     def plain(self, sock: socket.socket, nursery: trio.Nursery) -> socket.socket:
-        """The plain end for a connection that was just accepted; what goes between the two runs in `nursery`."""
-        near, far = socket.socketpair()
+        """The plain end for a connection that was just accepted; what goes between the two runs in `nursery`.
+        Raises OSError, and then it is closed.
+        """
+        try:
+            near, far = socket.socketpair()
+        except OSError:  # out of descriptors
+            sock.close()
+            raise
         near.setblocking(False)
         nursery.start_soon(self._relay, sock, far, name="http tls")
         return near

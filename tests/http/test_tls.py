@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import socket
 import ssl
 import warnings
 from contextlib import suppress
@@ -119,6 +121,28 @@ async def test_a_client_that_leaves_or_says_nothing_leaves_nothing_behind(
         while server.statistics().connections:  # noqa: ASYNC110
             await trio.sleep(0.01)
     await silent.aclose()
+
+
+async def test_a_client_for_whose_relay_no_descriptors_are_left_is_closed_and_the_next_one_served(
+    engine: Engine,
+    nursery: trio.Nursery,
+    papers: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port = await secure(nursery, engine, tls_context(papers / "server.pem", papers / "server.key", None))
+
+    def none_left() -> None:
+        monkeypatch.undo()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socketpair", none_left)
+    with trio.fail_after(5):
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            assert await stream.receive_some() == b""
+        request = b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+        assert (await ask(port, client_context(papers), request)).startswith(b"HTTP/1.1 200")
+    assert "cannot accept connections" in caplog.text
 
 
 def test_papers_that_cannot_be_read_are_a_mistake_of_the_operator(papers: Path, tmp_path: Path) -> None:
