@@ -73,6 +73,7 @@ class Connection(Exchange):
                 promise, self._promise = self._promise, None
                 promise.withdraw()
             self._stop_running()
+            self.server.forget(self)
             notify_closing(self.sock)
             self.sock.close()
 

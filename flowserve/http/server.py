@@ -164,15 +164,24 @@ class Server:
                 connections.start_soon(self._run, Connection(self, plain, client), name="http connection")
 
     async def _run(self, connection: Connection) -> None:
-        descriptor = connection.sock.fileno()
-        self._connections[descriptor] = connection
-        if self._epoll is not None:
-            self._epoll.register(descriptor, _LEAVING | select.EPOLLIN)
         try:
-            await connection.run()
-        finally:
-            # Closing took it out of the epoll set, and nothing ran since then that could have got the same descriptor.
-            del self._connections[descriptor]
+            if self._epoll is not None:
+                self._epoll.register(connection.sock, _LEAVING | select.EPOLLIN)
+        except OSError as error:
+            _log.warning("cannot serve a connection for the moment: %s", error.strerror)
+            connection.sock.close()
+            return
+        self._connections[connection.sock.fileno()] = connection
+        await connection.run()
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is about to close its socket. Closing alone is not enough: a process that was forked just now
+        may hold the socket too, and the kernel would go on telling of it under a number that is another connection's.
+        """
+        del self._connections[connection.sock.fileno()]
+        if self._epoll is not None:
+            with suppress(OSError):
+                self._epoll.unregister(connection.sock)
 
     async def _sweep(self) -> None:
         while True:

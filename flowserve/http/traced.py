@@ -56,7 +56,11 @@ class TracedInferRoute:
         watch = self._traces.sample(name, context_of(headers))
         if watch is None:
             return self._route.begin(headers, exchange, name, version)
-        self._begin(headers, exchange, name, version, watch)
+        try:
+            self._begin(headers, exchange, name, version, watch)
+        except BaseException:
+            watch.close()
+            raise
         return True
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, name: str, version: str, watch: Watch) -> None:

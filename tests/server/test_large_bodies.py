@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from flowserve.testing.serve import serving
+from flowserve.testing.serve import Served, serving
 
 ROWS, WIDTH = 4, 50_000
 MODEL = """
@@ -53,7 +54,7 @@ ensemble_scheduling {{
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[triton.InferenceServerClient]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     repository = tmp_path_factory.mktemp("large")
     for name in ("left", "right"):
         (repository / name / "1").mkdir(parents=True)
@@ -62,7 +63,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[triton.Inferenc
     (repository / "pair" / "1").mkdir(parents=True)
     (repository / "pair" / "config.pbtxt").write_text(PAIR)
     with serving(repository) as served:
-        yield triton.InferenceServerClient(served.base_url.removeprefix("http://"))
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> triton.InferenceServerClient:
+    return triton.InferenceServerClient(server.base_url.removeprefix("http://"))
 
 
 def ask(client: triton.InferenceServerClient, model: str, **arrays: np.ndarray) -> triton.InferResult:
@@ -90,6 +96,20 @@ def test_a_large_request_is_received_where_the_one_model_that_reads_it_lives(
         np.testing.assert_array_equal(ask(client, "left", X=x).as_numpy("Y"), x[:, :2] * 2)
         sent += x.nbytes
     assert carried(client, "left") == [(sent, 0)]
+
+
+@pytest.mark.server
+def test_the_memory_for_requests_that_never_become_whole_comes_home(
+    server: Served, client: triton.InferenceServerClient
+) -> None:
+    before = carried(client, "left")
+    head = b"POST /v2/models/left/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n"
+    for _ in range(300):  # more than the room there is for bodies
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(head + bytes(70_000))
+    x = np.ones((ROWS, WIDTH), np.float32)
+    np.testing.assert_array_equal(ask(client, "left", X=x).as_numpy("Y"), x[:, :2] * 2)
+    assert carried(client, "left") == [(before[0][0] + x.nbytes, 0)]
 
 
 @pytest.mark.server
