@@ -125,7 +125,11 @@ class DevicePythonInstance(PythonInstance):
     def open(self) -> None:
         self._stream = DeviceStream(self._memory)
         self._answers = DeviceAnswerReader(self._source.config, self._stream)
-        super().open()
+        try:
+            super().open()
+        except BaseException:
+            self._stream.close()
+            raise
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         device = self._memory.device

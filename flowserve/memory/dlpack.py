@@ -2,8 +2,9 @@
 
 Decided here: what a capsule says (`described`), how one is made (`capsule_of`), and what is taken of others: tensors in
 row-major order, of a type that tensors have here, in the host's memory or a CUDA device's. It is done with the
-structures that the standard lays down, so that neither needs the library the tensor comes from. Nothing here reads what
-the tensors hold, nor orders anybody's streams.
+structures that the standard lays down, so that neither needs the library the tensor comes from. A tensor is in one
+taker's hands at a time: while it is in ours, its capsule says so. Nothing here reads what the tensors hold, nor orders
+anybody's streams.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _BFLOAT: Final = 4
 _API: Final = ctypes.PyDLL(None)
 _API.PyCapsule_GetPointer.restype = ctypes.c_void_p
 _API.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_API.PyCapsule_GetName.restype = ctypes.c_void_p  # the name itself, which the capsule does not copy
+_API.PyCapsule_GetName.argtypes = [ctypes.py_object]
+_API.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_void_p]
+_TAKEN: Final = ctypes.create_string_buffer(b"used_dltensor")  # the standard's word for it
 
 
 class _Device(ctypes.Structure):
@@ -79,9 +84,27 @@ class Foreign:
         return array
 
 
+class _Taken:
+    """A capsule whose tensor is in our hands: nobody else can take it, who would free it while we read it. When this
+    goes, the capsule is as it was, and gives the tensor back in its own way.
+    """
+
+    __slots__ = ("_capsule", "_name", "_rename", "_taken")
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+        self._name = _API.PyCapsule_GetName(capsule)
+        # Both are held here: this may go after the module.
+        self._rename, self._taken = _API.PyCapsule_SetName, _TAKEN
+        self._rename(capsule, ctypes.addressof(_TAKEN))
+
+    def __del__(self) -> None:
+        self._rename(self._capsule, self._name)
+
+
 def described(capsule: Any) -> Foreign:
-    """What a capsule holds, which is not taken out of it: whoever has this, has the capsule. Raises Invalid for what
-    tensors are not here.
+    """What a capsule holds. As long as its `owner` lives, nobody else takes it. Raises Invalid for what tensors are not
+    here, and for what somebody has taken.
     """
     try:
         pointer = _API.PyCapsule_GetPointer(capsule, _NAME)
@@ -96,7 +119,7 @@ def described(capsule: Any) -> Foreign:
     if tensor.device.type not in (CPU, CUDA, PINNED):
         raise Invalid(f"DLPack tensors in memory of type {tensor.device.type} are not supported; CPU and CUDA are")
     device = tensor.device.number if tensor.device.type == CUDA else -1
-    return Foreign((tensor.data or 0) + tensor.byte_offset, _dtype(tensor.dtype), shape, device, capsule)
+    return Foreign((tensor.data or 0) + tensor.byte_offset, _dtype(tensor.dtype), shape, device, _Taken(capsule))
 
 
 def capsule_of(tensor: Foreign) -> Any:

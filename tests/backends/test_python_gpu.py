@@ -17,6 +17,7 @@ from flowserve.backends.base import Results
 from flowserve.backends.device import DeviceWork, OnDevice
 from flowserve.backends.triton_tensors import GpuTensor
 from flowserve.config.types import InstanceGroup
+from flowserve.errors import Invalid
 from flowserve.memory import dlpack
 from flowserve.memory.delivery import ON_DEVICE, ON_HOST
 from flowserve.memory.device_tensor import DeviceTensor, Mirror
@@ -239,6 +240,22 @@ def test_what_is_read_on_both_sides_is_on_both(keeping: Callable[..., Device]) -
     assert isinstance(answer, Mirror)
     assert answer.array.tolist() == [[2.0] * 4]
     assert 1 in answer.copies
+
+
+def test_a_model_that_does_not_start_leaves_no_stream_behind(repository: Repository, machine: FakeMachine) -> None:
+    repository.write("m", "1/model.py", "class TritonPythonModel:\n    pass\n")
+    config = config_of(
+        inputs=[spec("x")],
+        outputs=[spec("y")],
+        parameters={"execution": "thread", "FORCE_CPU_ONLY_INPUT_TENSORS": "no"},
+        instance_groups=(ON_GPU1,),
+    )
+    instance = registry.find("python").load(config, repository.files(), {}).instance("m_0", ON_GPU1)
+    before = [*machine.streams]
+    with pytest.raises(Invalid, match="no method execute"):
+        instance.open()
+    opened = [stream for stream in machine.streams if stream not in before]
+    assert [stream.is_closed for stream in opened] == [True]
 
 
 def test_an_answer_on_the_gpu_of_another_shape_fails_its_request(keeping: Callable[..., Device]) -> None:

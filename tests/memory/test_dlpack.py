@@ -94,6 +94,22 @@ def test_what_was_described_lives_as_long_as_somebody_holds_it() -> None:
     assert array.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_capsule_is_in_one_pair_of_hands_at_a_time() -> None:
+    capsule = capsule_of(shown(np.arange(4.0)))
+    ours = described(capsule)
+    with pytest.raises(ValueError, match="incorrect name"):
+        np.from_dlpack(Speaker(capsule))  # who would free it once it is done
+    with pytest.raises(Invalid, match="somebody has taken its tensor already"):
+        described(capsule)
+    array = ours.on_host()
+    del ours
+    with pytest.raises(Invalid, match="somebody has taken its tensor already"):
+        described(capsule)
+    assert array.tolist() == [0, 1, 2, 3]
+    del array
+    assert np.from_dlpack(Speaker(capsule)).tolist() == [0, 1, 2, 3]
+
+
 def test_what_tensors_are_not_is_refused() -> None:
     square = np.zeros((2, 2))
     with pytest.raises(Invalid, match="DLPack tensor is not contiguous"):
