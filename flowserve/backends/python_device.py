@@ -68,7 +68,8 @@ class DeviceAnswerReader(AnswerReader):
             if type(response) is not InferenceResponse or response.has_error():
                 continue
             there = [one for one in response._outputs if self._is_here(one)]
-            if not there:
+            names = {one._name for one in response._outputs}
+            if not there or len(names) < len(response._outputs):  # one that is there twice is refused as everywhere
                 continue
             rest = [one for one in response._outputs if not self._is_here(one)]
             responses[m] = InferenceResponse(rest, parameters=response._parameters)

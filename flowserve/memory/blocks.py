@@ -216,6 +216,11 @@ class BlockPool:
         self._ended.append((held, uses))
 
     def _sort_in(self, *, wait: bool = False) -> None:
+        self._sort_ended()
+        while self._let_go(wait=wait) and self._ended:  # what was adopted may have held blocks of this very pool
+            self._sort_ended()
+
+    def _sort_ended(self) -> None:
         while self._ended:
             held, uses = self._ended.popleft()
             if isinstance(held, _Foreign):
@@ -226,12 +231,17 @@ class BlockPool:
             self._lent_bytes -= size
             self._kept_bytes += size
             self._kept.setdefault(size, []).append(_Kept(memory, uses))
+
+    def _let_go(self, *, wait: bool) -> int:
+        """Let go of what was adopted and has passed on the device. Returns how many there were."""
         if wait:
-            for _, uses in self._foreign:
+            for uses in [one[1] for one in self._foreign]:
                 self._order(uses, None)
         busy = [one for one in self._foreign if not self._is_free(one[1], None)]
-        self._adopted -= len(self._foreign) - len(busy)
+        gone = len(self._foreign) - len(busy)
+        self._adopted -= gone
         self._foreign = busy
+        return gone
 
 
 @dataclass(frozen=True, slots=True, eq=False)

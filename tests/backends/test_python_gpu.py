@@ -21,7 +21,7 @@ from flowserve.errors import Invalid
 from flowserve.memory import dlpack
 from flowserve.memory.delivery import ON_DEVICE, ON_HOST
 from flowserve.memory.device_tensor import DeviceTensor, Mirror
-from flowserve.memory.devices import Devices, using
+from flowserve.memory.devices import Devices, devices, using
 from flowserve.memory.dlpack import Foreign, capsule_of, described
 from flowserve.memory.landing import landed
 from flowserve.memory.stream import DeviceStream
@@ -256,6 +256,44 @@ def test_a_model_that_does_not_start_leaves_no_stream_behind(repository: Reposit
         instance.open()
     opened = [stream for stream in machine.streams if stream not in before]
     assert [stream.is_closed for stream in opened] == [True]
+
+
+TWICE = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        x = pb_utils.get_input_tensor_by_name(requests[0], "x")
+        echo = pb_utils.Tensor.from_dlpack("y", x.to_dlpack())
+        return [pb_utils.InferenceResponse([echo] * TIMES)]
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_model_that_answers_with_its_input_holds_its_memory_no_longer_than_somebody_reads_it(
+    repository: Repository, machine: FakeMachine, times: int
+) -> None:
+    repository.write("m", "1/model.py", TWICE.replace("TIMES", str(times)))
+    config = config_of(
+        inputs=[spec("x")],
+        outputs=[spec("y")],
+        max_batch_size=8,
+        parameters={"execution": "thread", "FORCE_CPU_ONLY_INPUT_TENSORS": "no"},
+        instance_groups=(ON_GPU1,),
+    )
+    instance = registry.find("python").load(config, repository.files(), {}).instance("m_0", ON_GPU1)
+    instance.open()
+    work = DeviceWork(
+        [[on_gpu(np.ones((1, 4), np.float32)).tensor]], [1], [Request({})], [("y",)], [[True]], read_at=[[ON_DEVICE]]
+    )
+    results = instance.run(work, lambda: 0)
+    if times == 1:
+        assert isinstance(results.outputs[0][0], DeviceTensor)
+    else:
+        assert str(results.errors[0]) == "model 'm' answered output 'y' twice"
+    del work, results
+    instance.close()
+    assert devices()[1].pool.statistics().lent_bytes == 0
 
 
 def test_an_answer_on_the_gpu_of_another_shape_fails_its_request(keeping: Callable[..., Device]) -> None:
