@@ -100,6 +100,8 @@ class Calls:
             return
         if isinstance(flow, StreamFlow):
             self._tell_answers(flow, pending)
+            if flow not in self._pending:
+                return  # its caller was found to be gone while it was told, or given up when there was room for more
         if not flow.done:
             # Answers are taken outside of the pump's turn, which takes no notice of what it makes room for itself.
             flow.waiter = self._tell_soon if isinstance(flow, StreamFlow) else self._tell

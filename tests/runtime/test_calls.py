@@ -12,10 +12,12 @@ import pytest
 import trio
 
 from flowserve.backends import registry
+from flowserve.backends.base import Call
 from flowserve.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.batchers import batcher_for
+from flowserve.runtime.calls import Pending
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
@@ -471,6 +473,26 @@ async def test_the_responses_of_a_decoupled_model_come_one_after_the_other(serve
     assert await served.ask("awaiting", 40) == [*range(40)]
     assert await served.ask("impatient", 40) == [40]
     await fails(served, "one", "5 .*'count' may answer any number of times")
+
+
+async def test_a_caller_that_is_found_gone_while_it_is_told_of_an_answer_ends_nobody_else(served: Served) -> None:
+    """So it is for a process that was killed: the write of the answer is the first to notice."""
+    await served.add("count", "", text=COUNTS, decoupled=True)
+    calls = served.engine.calls
+    told: list[object] = []
+
+    def answered(answer: object) -> None:
+        told.append(answer)
+        calls.leave(pending)
+
+    request = Request({"IN": np.array([[3]], np.float32)}, stamp=served.engine.next_stamp())
+    pending = Pending(None, Call("count", "", request, is_stream=True), answered)
+    calls.begin(pending)
+    await until(lambda: bool(told) and not served.is_busy("count"))
+    assert not calls
+    await served.add("reader", "return value(next(iter(request('count', given).exec(decoupled=True))))")
+    assert await served.ask("reader", 2) == [0]
+    assert len([answer for answer in told if answer is not None]) == len(told) <= 3
 
 
 CALLS_LATER = """
