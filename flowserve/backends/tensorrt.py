@@ -52,7 +52,7 @@ class TensorRtBackend:
         file = _File(self._library, config, files)
         gpus = {gpu for group in config.instance_groups for gpu in group.gpus}
         if not gpus or any(not group.gpus for group in config.instance_groups):
-            reason = devices().why_none or "write kind: KIND_GPU, or leave `kind` out"
+            reason = devices().why_none or "write kind: KIND_GPU, or leave `kind` out, and start without --gpu=off"
             raise Invalid(f"failed to load '{config.name}': TensorRT plans run on GPUs only: {reason}")
         engine = file.open(min(gpus))
         signature = signature_of(engine, file.shown)

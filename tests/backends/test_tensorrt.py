@@ -262,6 +262,14 @@ def test_without_a_gpu_a_plan_does_not_load_and_says_why(repository: Repository)
     assert told == "failed to load 'm': TensorRT plans run on GPUs only: this machine has no GPU"
 
 
+def test_a_plan_that_was_put_on_the_cpu_says_who_may_have_put_it_there(
+    repository: Repository, machine: FakeMachine
+) -> None:
+    config = configuration(instance_groups=(InstanceGroup("m", "KIND_CPU"),))
+    told = refused(repository, FakeTensorRt(machine, PLANS), config, b"double")
+    assert told.endswith("run on GPUs only: write kind: KIND_GPU, or leave `kind` out, and start without --gpu=off")
+
+
 def test_what_a_configuration_leaves_out_comes_from_the_plan(repository: Repository, machine: FakeMachine) -> None:
     repository.write("m", "1/model.plan", b"double")
     library = FakeTensorRt(machine, PLANS)
