@@ -37,6 +37,7 @@ from flowserve.runtime.restriction import by_group
 
 UNIX: Final = "unix:"
 CLOSE_S_MAX: Final = 5.0
+HANDSHAKE_MS_MAX: Final = 10_000
 
 
 class GrpcServer:
@@ -237,6 +238,8 @@ def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
 def _channel_options(options: GrpcOptions) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # two servers on one port would each get half of the clients
+        # Who connects and says nothing has left by then: a drain would wait for it.
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         *options.channel,
