@@ -45,6 +45,8 @@ class Answers:
         """Nobody wants any more of them. Harmless at the end."""
         if not self._flow.done:
             self._engine.withdraw(self._flow)
+        else:
+            self._engine.dispatcher.cancel(self._flow)  # there may be answers that were not taken
         if self._watch is not None:
             self._watch.close()
 

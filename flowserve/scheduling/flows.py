@@ -112,7 +112,10 @@ class Flows:
         """Nobody waits for this flow any more: what is queued of it leaves every queue, what runs runs out. Harmless
         afterwards. Returns the queue of each ticket that was withdrawn; the next `pump` may find a batch without them.
         """
-        return () if flow.done else self._end(flow)
+        left = () if flow.done else self._end(flow)
+        if isinstance(flow, StreamFlow):
+            flow.answers.clear()  # nobody takes them, and each of them holds the flow, which holds it
+        return left
 
     def waiting(self) -> dict[ModelKey, int]:
         """How many tickets wait for each model, in all of its queues: a model that was replaced may still have its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import product
@@ -20,7 +21,7 @@ from flowserve.runtime.control import ControlOptions, open_control
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.opening import open_engine
-from flowserve.scheduling.streams import UNREAD_MAX
+from flowserve.scheduling.streams import UNREAD_MAX, StreamFlow
 from flowserve.values import Request
 
 # Answers IN times with IN, IN+1, ...; what is special about it is in its parameters.
@@ -323,6 +324,22 @@ async def test_who_leaves_is_seen_by_the_model(repository: Path, execution: str,
             assert (tmp_path / "log").read_text().count("sends") <= UNREAD_MAX + 4
             assert await answers(engine, "repeat", ask(1)) == [1]
             assert engine.dispatcher.in_flight == 0
+
+
+async def test_answers_that_nobody_takes_hold_nothing(repository: Path, execution: str) -> None:
+    async with served(repository, execution) as engine:
+        gc.collect()
+        gc.disable()  # what is held in a circle would wait for it, and an unload for that
+        try:
+            for count in (3, 1000):  # all answered, and not
+                async with engine.stream(engine.find("repeat"), ask(count)) as some:
+                    await anext(some)
+                    await trio.sleep(0.1)
+            del some
+            await trio.sleep(0.1)
+            assert [one for one in gc.get_objects() if isinstance(one, StreamFlow)] == []
+        finally:
+            gc.enable()
 
 
 @pytest.mark.fault("P7", "P8")
