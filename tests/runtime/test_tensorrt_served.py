@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import trio
 
 from flowserve.backends import registry
 from flowserve.memory.devices import Devices, using
 from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import EngineOptions
+from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.opening import open_engine
 from flowserve.testing.fake_device import FakeMachine
 from flowserve.testing.fake_tensorrt import FakePlan, FakeTensorRt
@@ -24,6 +26,26 @@ DOUBLE = FakePlan(
     compute=lambda given: {"Y": given["X"] * 2},
     shapes=lambda shapes: {"Y": shapes["X"]},
 )
+ONE = ("INT32", (-1, 1))
+ADDING = FakePlan(
+    inputs={"IN": ONE, "OLD": ONE},
+    outputs={"OUT": ONE, "NEW": ONE},
+    profiles=[dict.fromkeys(("IN", "OLD"), ((1, 1), (2, 1), (8, 1)))],
+    compute=lambda given: dict.fromkeys(("OUT", "NEW"), given["IN"] + given["OLD"]),
+    shapes=lambda shapes: dict.fromkeys(("OUT", "NEW"), shapes["IN"]),
+)
+SUMS = """
+platform: "tensorrt_plan"
+max_batch_size: 8
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
+sequence_batching {
+  oldest { }
+  state { input_name: "OLD" output_name: "NEW" data_type: TYPE_INT32 dims: [ 1 ] initial_state {
+    name: "zero" data_type: TYPE_INT32 dims: [ 1 ] zero_data: true
+  } }
+}
+"""
 TWICE = """
 platform: "ensemble"
 max_batch_size: 8
@@ -59,4 +81,43 @@ async def test_a_batch_goes_through_two_plans_and_crosses_once_each_way(
             assert response.outputs["OUT"].tolist() == (rows * 4).tolist()
             assert machine.copies == {(PINNED_MEMORY, gpu_memory(0)): 1, (gpu_memory(0), PINNED_MEMORY): 1}
             del response
+        assert found[0].pool.statistics().lent_bytes == 0
+
+
+async def test_the_state_of_each_sequence_is_kept_between_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = FakeMachine()
+    library = FakeTensorRt(machine, {b"plan": ADDING})
+    monkeypatch.setattr(registry.find("tensorrt"), "_library", lambda: library)
+    (tmp_path / "sums/1").mkdir(parents=True)
+    (tmp_path / "sums/1/model.plan").write_bytes(b"plan")
+    (tmp_path / "sums/config.pbtxt").write_text(SUMS)
+    with using(Devices(machine.devices)) as found:
+        async with (
+            open_engine(EngineOptions(gpus=found.gpus)) as engine,
+            open_control(engine, [tmp_path], ControlOptions()) as control,
+        ):
+            assert await control.start(lambda event: None) == {}
+            sums: dict[int, list[int]] = {7: [], 8: []}
+
+            async def add(sequence: int, number: int, *, start: bool = False, end: bool = False) -> None:
+                request = Request(
+                    {"IN": np.array([[number]], np.int32)},
+                    sequence_id=sequence,
+                    sequence_start=start,
+                    sequence_end=end,
+                )
+                response = await engine.infer(engine.find("sums"), request)
+                sums[sequence].append(int(response.outputs["OUT"].item()))
+
+            for number in (1, 2, 3):
+                async with trio.open_nursery() as nursery:
+                    for sequence in sums:
+                        nursery.start_soon(
+                            partial(add, sequence, number * sequence, start=number == 1, end=number == 3)
+                        )
+            assert sums == {7: [7, 21, 42], 8: [8, 24, 48]}
+            await add(7, 5, start=True)
+            assert sums[7][-1] == 5  # from the beginning
         assert found[0].pool.statistics().lent_bytes == 0
