@@ -106,7 +106,8 @@ class FunctionAnswers:
             return self._as_bytes(made[number], spec)
         if self._is_pure or (made[number].flags.owndata and _holders(made, number) == _ALONE):
             return made[number]  # type: ignore[no-any-return]  # it is an array
-        return made[number].copy() if made[number].flags.writeable else made[number]  # type: ignore[no-any-return]
+        array: Array = made[number]
+        return array.copy() if array.flags.writeable else array
 
     def _as_bytes(self, array: Array, spec: TensorSpec) -> Array:
         taken = np.empty(array.shape, np.object_)

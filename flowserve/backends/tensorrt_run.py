@@ -202,7 +202,8 @@ class TensorRtInstance:
             found: DeviceArray = checked(array, spec, total, self._plan.name, rows)
             return found
         elements = array.nbytes // spec.dtype.itemsize
-        return checked(array.reshape((elements,)), flat, -1, self._plan.name, "")  # type: ignore[no-any-return]
+        flattened: DeviceArray = checked(array.reshape((elements,)), flat, -1, self._plan.name, "")
+        return flattened
 
     def _must(self, went_well: bool, what: str) -> None:
         if not went_well:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import trio
 from flowserve.backends import registry
 from flowserve.memory.devices import Devices, using
 from flowserve.runtime.control import ControlOptions, open_control
+from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.opening import open_engine
 from flowserve.testing.fake_device import FakeMachine
@@ -58,66 +61,65 @@ ensemble_scheduling { step [
 """
 
 
+@asynccontextmanager
+async def served(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, machine: FakeMachine, plan: FakePlan
+) -> AsyncIterator[Engine]:
+    """An engine of the models in `folder`, whose plan files hold `plan`. Afterwards nothing is left on the device."""
+    library = FakeTensorRt(machine, {b"plan": plan})
+    monkeypatch.setattr(registry.find("tensorrt"), "_library", lambda: library)
+    with using(Devices(machine.devices)) as found:
+        async with (
+            open_engine(EngineOptions(gpus=found.gpus)) as engine,
+            open_control(engine, [folder], ControlOptions()) as control,
+        ):
+            assert await control.start(lambda event: None) == {}
+            yield engine
+        assert found[0].pool.statistics().lent_bytes == 0
+
+
 async def test_a_batch_goes_through_two_plans_and_crosses_once_each_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = FakeMachine()
-    library = FakeTensorRt(machine, {b"plan": DOUBLE})
-    monkeypatch.setattr(registry.find("tensorrt"), "_library", lambda: library)
     for name in ("first", "second"):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1/model.plan").write_bytes(b"plan")  # which says everything else
     (tmp_path / "twice/1").mkdir(parents=True)
     (tmp_path / "twice/config.pbtxt").write_text(TWICE)
-    with using(Devices(machine.devices)) as found:
-        async with (
-            open_engine(EngineOptions(gpus=found.gpus)) as engine,
-            open_control(engine, [tmp_path], ControlOptions()) as control,
-        ):
-            assert await control.start(lambda event: None) == {}
-            machine.copies.clear()
-            rows = np.arange(8, dtype=np.float32).reshape(2, 4)
-            response = await engine.infer(engine.find("twice"), Request(inputs={"IN": rows}))
-            assert response.outputs["OUT"].tolist() == (rows * 4).tolist()
-            assert machine.copies == {(PINNED_MEMORY, gpu_memory(0)): 1, (gpu_memory(0), PINNED_MEMORY): 1}
-            del response
-        assert found[0].pool.statistics().lent_bytes == 0
+    async with served(tmp_path, monkeypatch, machine, DOUBLE) as engine:
+        machine.copies.clear()
+        rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+        response = await engine.infer(engine.find("twice"), Request(inputs={"IN": rows}))
+        assert response.outputs["OUT"].tolist() == (rows * 4).tolist()
+        assert machine.copies == {(PINNED_MEMORY, gpu_memory(0)): 1, (gpu_memory(0), PINNED_MEMORY): 1}
+        del response
 
 
 async def test_the_state_of_each_sequence_is_kept_between_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = FakeMachine()
-    library = FakeTensorRt(machine, {b"plan": ADDING})
-    monkeypatch.setattr(registry.find("tensorrt"), "_library", lambda: library)
     (tmp_path / "sums/1").mkdir(parents=True)
     (tmp_path / "sums/1/model.plan").write_bytes(b"plan")
     (tmp_path / "sums/config.pbtxt").write_text(SUMS)
-    with using(Devices(machine.devices)) as found:
-        async with (
-            open_engine(EngineOptions(gpus=found.gpus)) as engine,
-            open_control(engine, [tmp_path], ControlOptions()) as control,
-        ):
-            assert await control.start(lambda event: None) == {}
-            sums: dict[int, list[int]] = {7: [], 8: []}
+    async with served(tmp_path, monkeypatch, machine, ADDING) as engine:
+        sums: dict[int, list[int]] = {7: [], 8: []}
 
-            async def add(sequence: int, number: int, *, start: bool = False, end: bool = False) -> None:
-                request = Request(
-                    {"IN": np.array([[number]], np.int32)},
-                    sequence_id=sequence,
-                    sequence_start=start,
-                    sequence_end=end,
-                )
-                response = await engine.infer(engine.find("sums"), request)
-                sums[sequence].append(int(response.outputs["OUT"].item()))
+        async def add(sequence: int, number: int, *, start: bool = False, end: bool = False) -> None:
+            request = Request(
+                {"IN": np.array([[number]], np.int32)},
+                sequence_id=sequence,
+                sequence_start=start,
+                sequence_end=end,
+            )
+            response = await engine.infer(engine.find("sums"), request)
+            sums[sequence].append(int(response.outputs["OUT"].item()))
 
-            for number in (1, 2, 3):
-                async with trio.open_nursery() as nursery:
-                    for sequence in sums:
-                        nursery.start_soon(
-                            partial(add, sequence, number * sequence, start=number == 1, end=number == 3)
-                        )
-            assert sums == {7: [7, 21, 42], 8: [8, 24, 48]}
-            await add(7, 5, start=True)
-            assert sums[7][-1] == 5  # from the beginning
-        assert found[0].pool.statistics().lent_bytes == 0
+        for number in (1, 2, 3):
+            async with trio.open_nursery() as nursery:
+                for sequence in sums:
+                    nursery.start_soon(partial(add, sequence, number * sequence, start=number == 1, end=number == 3))
+        assert sums == {7: [7, 21, 42], 8: [8, 24, 48]}
+        await add(7, 5, start=True)
+        assert sums[7][-1] == 5  # from the beginning
