@@ -19,11 +19,16 @@ def needs_of(group: InstanceGroup) -> Needs:
     return Needs.of(group.rate_limiter, group.gpus[0] if group.gpus else 0)
 
 
+def asks_for_resources(config: ModelConfig) -> bool:
+    """Whether some instance of a model holds something while it runs."""
+    return any(needs.amounts for _, needs in _needs_by_group(config))
+
+
 def refuse_what_never_runs(limiter: Limiter, config: ModelConfig, beside: Iterable[ModelConfig]) -> None:
     """Raise Problems where the limiter could never let some instance of a model run.
 
-    `beside`: what is loaded at the same time, the model itself included or not. Of two that contradict each other the
-    later one by name is refused, so that it is always the same.
+    `beside`: what is loaded at the same time and asks for resources, the model itself included or not. Of two that
+    contradict each other the later one by name is refused, so that it is always the same.
     """
     accepted: list[Needs] = []
     for other in sorted(beside, key=lambda one: one.name):

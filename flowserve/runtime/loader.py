@@ -8,7 +8,8 @@ files is repository/'s, computing is backends/'.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from flowserve.runtime.homes import queue_for
 from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_maker, sequence_host_maker
 from flowserve.runtime.instance import Host
 from flowserve.runtime.iterative_ports import IterativePorts
-from flowserve.runtime.limits import needs_of, refuse_what_never_runs
+from flowserve.runtime.limits import asks_for_resources, needs_of, refuse_what_never_runs
 from flowserve.runtime.load_threads import LoadThreads
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
@@ -67,16 +68,22 @@ class Loader:
             log.warning("%s", warning)
         return read
 
-    async def load(self, read: ReadModel, beside: Iterable[ReadModel]) -> dict[int, Loaded]:
-        """Open every version of a plain model, or none: one that fails drops the others, as on Triton.
+    def company(self, models: Iterable[ReadModel]) -> Company:
+        """What these, all models that this server will have, are to each other."""
+        runs_at_once: Counter[str] = Counter()
+        claiming = []
+        for read in models:
+            runs_at_once[read.config.backend] += len(instances_of(read.config)) * len(read.versions)
+            if self._engine.limiter is not None and asks_for_resources(read.config):
+                claiming.append(read.config)
+        return Company(runs_at_once, claiming)
 
-        `beside` are all models that this server will have, itself included; they share the cores.
-        """
-        beside = [*beside]
+    async def load(self, read: ReadModel, company: Company) -> dict[int, Loaded]:
+        """Open every version of a plain model, or none: one that fails drops the others, as on Triton."""
         if self._engine.limiter is not None:
-            refuse_what_never_runs(self._engine.limiter, read.config, [one.config for one in beside])
+            refuse_what_never_runs(self._engine.limiter, read.config, company.claiming)
         loaded: dict[int, Loaded] = {}
-        runs_at_once = _runs_at_once(read.config.backend, beside)
+        runs_at_once = company.runs_at_once[read.config.backend]
         try:
             for version in read.versions:
                 loaded[version] = await self._load_version(read, version, runs_at_once)
@@ -179,6 +186,18 @@ class Loader:
             raise Internal(f"{type(error).__name__}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What a model has to know of the others, worked out once for all that are loaded together.
+
+    `runs_at_once`: how many instances each backend has, which share the cores. `claiming`: the configurations of those
+    that ask the rate limiter for resources.
+    """
+
+    runs_at_once: Counter[str]
+    claiming: Sequence[ModelConfig]
+
+
 @dataclass(slots=True)
 class Loaded:
     """One version of a model and its open instances, until the engine owns them. `passive` ones never get work.
@@ -196,8 +215,3 @@ class Loaded:
         for host in (*self.hosts, *self.passive):
             host.close()
         self.model.close()
-
-
-def _runs_at_once(backend: str, models: Iterable[ReadModel]) -> int:
-    """How many instances of a backend these models have together."""
-    return sum(len(instances_of(read.config)) * len(read.versions) for read in models if read.config.backend == backend)

@@ -15,14 +15,14 @@ from typing import Final, TypeVar
 import trio
 
 from flowserve.errors import FlowserveError, Invalid
-from flowserve.repository.changes import goes_with, groups, steps_of
+from flowserve.repository.containment import steps_of
 from flowserve.repository.layout import Found, ModelFolder, find_models, look_again
 from flowserve.repository.override import Override, write_files
 from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.lifecycle import Generation
-from flowserve.runtime.loader import Loaded, Loader
+from flowserve.runtime.loader import Company, Loaded, Loader
 from flowserve.runtime.registry import Built, Known, LoadEvent, Registry
 from flowserve.runtime.turns import Turn, Turns
 
@@ -105,8 +105,7 @@ class Operations:
         names = {name}
         while True:
             async with self._turns.take(names):
-                explicit = [one for one, known in self._registry.known.items() if known.is_explicit]
-                more = goes_with(name, self._registry.steps(), explicit) if dependents else frozenset()
+                more = self._registry.goes_with(name) if dependents else frozenset()
                 if more <= names:
                     return await self._registry.take_out({name, *more})
             names |= more
@@ -187,18 +186,21 @@ class Operations:
                 self._registry.unchanged(name, is_explicit=name in wanted)
             else:
                 self._fail(name, one, errors)
-        steps = self._registry.steps() | {name: steps_of(one.known.read.config) for name, one in candidates.items()}
+        steps = {name: steps_of(one.known.read.config) for name, one in candidates.items()}
+        after = {name: known.read for name, known in self._registry.known.items()}
+        after |= {name: one.known.read for name, one in candidates.items()}
+        company = self._loader.company(after.values())
         async with trio.open_nursery() as nursery:
-            for group in groups(candidates, steps):
+            for group in self._registry.made_of.groups(steps):
                 members = [candidates[name] for name in sorted(group)]
-                nursery.start_soon(self._carry_out_group, turn, members, [*candidates.values()], errors)
+                nursery.start_soon(self._carry_out_group, turn, members, company, errors)
         return errors
 
     async def _carry_out_group(
         self,
         turn: Turn,
         group: Sequence[Candidate],
-        everything: Sequence[Candidate],
+        company: Company,
         errors: dict[str, FlowserveError],
     ) -> None:
         """What is joined by containment takes over in one go, when all of it is ready; what nothing can depend on yet,
@@ -210,7 +212,7 @@ class Operations:
             name = one.name
             self._registry.loading(name)
             try:
-                built = await self._build(one, everything)
+                built = await self._build(one, company)
             except FlowserveError as error:
                 self._fail(name, error, errors)
                 return
@@ -225,11 +227,9 @@ class Operations:
         errors.update(await self._registry.put_in_force(together))
         self._turns.done(turn, [one.name for one in group])
 
-    async def _build(self, candidate: Candidate, everything: Iterable[Candidate]) -> Built:
+    async def _build(self, candidate: Candidate, company: Company) -> Built:
         """Open every instance of a model, of files that stayed the same from the first read to the last."""
         known, mark = candidate.known, candidate.digest
-        beside = {name: one.read for name, one in self._registry.known.items()}
-        beside |= {one.name: one.known.read for one in everything}
         for _ in range(READS_MAX):
             loaded: dict[int, Loaded] = {}
             failure: FlowserveError | None = None
@@ -239,7 +239,7 @@ class Operations:
                 self._registry.report(LoadEvent(known.name, "loading"))
                 started_ns = self._engine.clock()
                 try:
-                    loaded = await self._loader.load(known.read, beside.values())
+                    loaded = await self._loader.load(known.read, company)
                 except FlowserveError as error:
                     failure = error  # of files that may be others by now
                 seconds = (self._engine.clock() - started_ns) / SECOND_NS

@@ -15,7 +15,7 @@ import trio
 
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.types import ModelKey
-from flowserve.repository.changes import above, steps_of
+from flowserve.repository.containment import Containment, steps_of
 from flowserve.repository.labels import output_labels
 from flowserve.repository.read import ReadModel
 from flowserve.repository.resolve import Resolution, resolve
@@ -75,6 +75,7 @@ class Registry:
 
     def __init__(self, engine: Engine, loader: Loader, report: Report) -> None:
         self.known: dict[str, Known] = {}
+        self.made_of = Containment()  # exactly the names of `known`
         self.failed: dict[str, FlowserveError] = {}  # why a name is not served that is known, or was asked for
         self.report = report
         self._engine = engine
@@ -86,9 +87,9 @@ class Registry:
         entry = self._engine.entries.get(name)
         return entry is not None and bool(entry.ready)
 
-    def steps(self) -> dict[str, frozenset[str]]:
-        """What everything that is known is made of."""
-        return {name: steps_of(known.read.config) for name, known in self.known.items()}
+    def goes_with(self, name: str) -> frozenset[str]:
+        """The steps of `name` that were loaded only because of it."""
+        return self.made_of.goes_with(name, lambda step: self.known[step].is_explicit)
 
     def loading(self, name: str, *, is_wanted: bool = False) -> None:
         """Something that does not serve yet is being loaded. `is_wanted`: the server is not ready without it."""
@@ -122,8 +123,7 @@ class Registry:
             accepted = {one.known.name: one for one in built}
             refused: dict[str, FlowserveError] = {}
             while accepted:
-                known = self.known | {name: one.known for name, one in accepted.items()}
-                resolution, affected = await self._resolve(known, accepted.keys())
+                resolution, affected = await self._resolve({name: one.known for name, one in accepted.items()})
                 worse = {name for name in accepted if name in resolution.failed and self.is_serving(name)}
                 if not worse:
                     self._swap(accepted, resolution, affected)
@@ -144,10 +144,10 @@ class Registry:
             retired: dict[str, list[Generation]] = {}
             for name in out:
                 self.failed[name] = Unavailable(UNLOADED)
-            known = {name: one for name, one in self.known.items() if name not in out}
-            resolution, affected = await self._resolve(known, out)
-            self.known = known
+            resolution, affected = await self._resolve(dict.fromkeys(out))
             for name in out:
+                self.known.pop(name, None)
+                self.made_of.drop(name)
                 retired[name] = self._retire(name, keep=())
                 self._engine.withdraw_name(name, UNLOADED)
                 entry = self._engine.entries[name]
@@ -165,19 +165,27 @@ class Registry:
             entry.state = "UNAVAILABLE"
         self.report(LoadEvent(name, "unloaded"))
 
-    async def _resolve(self, known: Mapping[str, Known], changed: Collection[str]) -> tuple[Resolution, frozenset[str]]:
-        """What can be served of `changed` and what contains them; and which names these are."""
-        steps = {name: steps_of(one.read.config) for name, one in known.items()}
-        affected = (frozenset(changed) & known.keys()) | above(changed, steps)
-        configs = {name: one.read.config for name, one in known.items()}
-        versions = {name: one.read.versions for name, one in known.items()}
-        failed = {name: error for name, error in self.failed.items() if name not in affected}
+    async def _resolve(self, changed: Mapping[str, Known | None]) -> tuple[Resolution, frozenset[str]]:
+        """What can be served of `changed`, as they will be (None: not at all), and of what contains them; and which
+        names these are.
+        """
+        coming = {name: one for name, one in changed.items() if one is not None}
+        affected = (self.made_of.above(changed) - changed.keys()) | coming.keys()
+        steps = {name: steps_of(one.read.config) for name, one in coming.items()}
+        names = affected | self.made_of.below(affected, steps)
+        if not names <= self.known.keys() | coming.keys() | self.failed.keys():
+            names |= self.known.keys() | self.failed.keys()  # of which one may be meant by what nobody heard of
+        after = {name: changed[name] if name in changed else self.known.get(name) for name in names}
+        configs = {name: one.read.config for name, one in after.items() if one is not None}
+        versions = {name: one.read.versions for name, one in after.items() if one is not None}
+        failed = {name: self.failed[name] for name in names - affected if name in self.failed}
         return await trio.to_thread.run_sync(resolve, configs, versions, failed, affected), affected
 
     def _swap(self, built: Mapping[str, Built], resolution: Resolution, affected: Collection[str]) -> None:
         """Synchronous: no request sees half of it."""
         for name, one in built.items():
             self.known[name] = one.known
+            self.made_of.put(name, steps_of(one.known.read.config))
             self._loader.give(one.known.read, one.loaded, one.known.files)
             keys = [ModelKey(name, version) for version in one.loaded]
             self._retire(name, keep=keys)

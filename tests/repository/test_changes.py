@@ -1,74 +1,16 @@
-"""What a change means for others, and when a folder that changes has come to rest. Pure, with laws."""
+"""When a folder that changes has come to rest. Pure, with laws."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.repository.changes import QUIET_NS, Settled, Watch, above, goes_with, groups, steps_of
+from flowserve.repository.changes import QUIET_NS, Settled, Watch
 from flowserve.repository.snapshot import Stamp
-from flowserve.testing.ensembles import ensemble, model
-
-# `outer` is made of `inner` and `c`, `inner` of `a` and `b`; `alone` of nothing.
-STEPS = {"a": (), "b": (), "c": (), "alone": (), "inner": ("a", "b"), "outer": ("inner", "c")}
 
 
 def stamp(size: int) -> Stamp:
     return (("1/model.onnx", size, 0, 0, 0),)
-
-
-def test_the_steps_of_an_ensemble_are_names_once_and_a_model_has_none() -> None:
-    config = ensemble(
-        "e", {"x": "FP32[4]"}, {"y": "FP32[4]"}, [("m", {"x": "x"}, {"y": "t"}), ("m", {"x": "t"}, {"y": "y"})]
-    )
-    assert steps_of(config) == {"m"}
-    assert steps_of(model("m", {"x": "FP32[4]"}, {"y": "FP32[4]"})) == frozenset()
-
-
-def test_what_contains_a_name_at_any_depth_is_above_it() -> None:
-    assert above(["a"], STEPS) == {"inner", "outer"}
-    assert above(["c", "alone"], STEPS) == {"outer"}
-    assert above(["inner"], STEPS) == {"outer"}
-    assert above(["outer"], STEPS) == frozenset()
-
-
-def test_ensembles_that_contain_each_other_do_not_go_on_for_ever() -> None:
-    assert above(["a"], {"a": ("b",), "b": ("a",)}) == {"a", "b"}
-    assert goes_with("a", {"a": ("b",), "b": ("a",)}, []) == {"b"}
-
-
-def test_an_ensemble_takes_along_what_only_it_is_made_of_and_nobody_named() -> None:
-    assert goes_with("outer", STEPS, ["outer"]) == {"a", "b", "c", "inner"}
-    assert goes_with("outer", STEPS, ["outer", "inner"]) == {"c"}
-    assert goes_with("outer", {**STEPS, "other": ("inner",)}, ["outer", "other"]) == {"c"}
-    assert goes_with("inner", STEPS, ["inner"]) == {"a", "b"}
-    assert goes_with("a", STEPS, []) == frozenset()
-    assert goes_with("unknown", STEPS, []) == frozenset()
-
-
-def test_what_takes_over_together_is_joined_by_containment_also_through_what_does_not_change() -> None:
-    assert groups(["a", "c", "alone"], STEPS) == [{"a", "c"}, {"alone"}]
-    assert groups(["a", "b"], {"a": (), "b": ()}) == [{"a"}, {"b"}]
-    assert groups([], STEPS) == []
-
-
-@given(st.dictionaries(st.sampled_from("abcdefgh"), st.sets(st.sampled_from("abcdefgh"))), st.data())
-def test_groups_divide_the_names_and_never_part_a_step_from_its_ensemble(
-    steps: Mapping[str, set[str]], data: st.DataObject
-) -> None:
-    names = data.draw(st.sets(st.sampled_from("abcdefgh")))
-    found = groups(names, steps)
-    assert sorted(name for group in found for name in group) == sorted(names)
-    of = {name: number for number, group in enumerate(found) for name in group}
-    for outer, inside in steps.items():
-        for step in inside:
-            if outer in of and step in of:
-                assert of[outer] == of[step]
-
-
-# ----------------------------------------------------------------------------------------------------- the watch
 
 
 def watching(**folders: int) -> Watch:
