@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Literal
 
 from flowserve.authoring.graph import Graph, write_together
-from flowserve.cli.target import Writable
+from flowserve.cli.target import PythonGraph
 from flowserve.config.instances import OFF
 from flowserve.errors import Invalid
 from flowserve.memory.devices import devices
@@ -21,7 +21,7 @@ from flowserve.runtime.embedded import AsyncEngine, Embedding
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import PYTHON_EXECUTION
 
-Source = Writable | str | Path
+Source = PythonGraph | str | Path
 
 
 class Engine:

@@ -94,10 +94,10 @@ class Graph(Declared):
 
     def check(self) -> None:
         """Raise Problems with every mistake of this graph and the graphs in it, each with its line. Blocks."""
-        self._read()
+        self.reading()
 
-    def _read(self) -> Reading:
-        """The configurations of everything, compiled. Raises Problems."""
+    def reading(self) -> Reading:
+        """What `flowserve check` makes of it: the configurations of everything, compiled. Blocks. Raises Problems."""
         parts = self._parts()
         problems = [problem for part in parts if isinstance(part, Graph) for problem in part.sketch.problems]
         problems += [*_misnamed(parts), *_ambiguous([self])]
@@ -114,7 +114,8 @@ class Graph(Declared):
             problems += _problems_of(resolution.failed.get(part.name), part)
         if problems:
             raise Problems(sorted(problems, key=lambda problem: problem.place or self.place))
-        return Reading(configs, resolution, ())
+        warnings = [(part.name, text) for part in parts if isinstance(part, FolderModel) for text in part.read.warnings]
+        return Reading(configs, resolution, tuple(warnings))
 
     def _parts(self) -> list[SavedPart]:
         """Everything this graph is made of, each once, itself last."""
@@ -182,7 +183,7 @@ class Graph(Declared):
 
     def _draw(self, picture: str) -> bytes:
         """Raises Problems: what has mistakes has no graph to draw."""
-        reading = self._read()
+        reading = self.reading()
         return render(reading.resolution.graphs[self.name][1], reading.facts(), picture)
 
     def _repr_svg_(self) -> str:

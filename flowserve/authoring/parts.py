@@ -12,6 +12,7 @@ from typing import Any
 
 from flowserve.backends import registry
 from flowserve.config.load import CONFIG_FILE
+from flowserve.config.types import SourceMap
 from flowserve.config.write import text_of
 from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.graph.builder import Part, caller
@@ -19,6 +20,7 @@ from flowserve.repository.layout import is_model_folder, model_folder_at
 from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.read import ReadModel, read_model
 from flowserve.runtime.completion import complete
+from flowserve.runtime.verification import verify
 from flowserve.values import TensorSpec
 
 
@@ -53,11 +55,15 @@ class FolderModel(Part):
             raise Problems([Problem(text, self.place, "B4")])
         try:
             read = read_model(model_folder_at(self.path), registry.default_files(), complete)
+            verify(read)
         except Problems as problems:
             if self._private is None:
                 raise
             # The file of the place is one that we wrote; the user's word is the call.
             raise Problems([replace(problem, place=self.place) for problem in problems.problems]) from None
+        if self._private is not None:
+            source = SourceMap(self.place.file, dict.fromkeys(read.config.json, self.place))
+            read = replace(read, config=replace(read.config, source=source))
         if read.config.is_ensemble:
             text = f"'{self.path}' is the folder of a graph"
             raise Problems([Problem(text, self.place, "B4", "flowserve.Graph.load makes it a part of another")])

@@ -233,6 +233,16 @@ class CompletesInProcess(Protocol):
         """
 
 
+@runtime_checkable
+class Verifies(Protocol):
+    """What a `Backend` has besides that can tell from a version's files, without a device, what `load` would refuse."""
+
+    def verify(self, config: ModelConfig, files: ModelFiles) -> None:
+        """Judge one version, running nothing of it. `config` is the one that it would be loaded with. May block. Raises
+        Problems, Invalid or Unsupported.
+        """
+
+
 class Backend(Protocol):
     """A kind of model. Registered in backends/registry.py, or by the entry point group `flowserve.backends`."""
 

@@ -69,6 +69,10 @@ class CallableBackend:
             decoupled=model.decoupled or None,
         )
 
+    def verify(self, config: ModelConfig, files: ModelFiles) -> None:
+        """Whether the function can do what the configuration says."""
+        _check(config, find_function(config, files))
+
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> LoadedFunction:
         """Instances may run on the loop only where the configuration says so: `options` cannot know the author."""
         model = find_function(config, files)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +37,7 @@ from flowserve.backends.onnx_session import (
 )
 from flowserve.backends.onnx_signature import Signature, completion, disagreements, with_flat_controls
 from flowserve.backends.onnx_values import needs_preparing
+from flowserve.config.complete import RULE
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import Problems, Unsupported
 from flowserve.graph.transfers import stays_on_device
@@ -70,15 +72,16 @@ class OnnxRuntime:
         groups = config.instance_groups
         on_cpu = not groups or any(group.kind != KIND_GPU for group in groups)
         session = opening() if on_cpu else open_session(config, path, files, to_be_asked_only)
-        signature = signature_of(session)
-        config = with_flat_controls(config, signature)
-        _refuse_strings_beside_bfloat16(config)
-        problems = list(disagreements(config, signature, relative(path, files)))
-        if problems:
-            raise Problems(problems)
+        config, signature = _judged(config, session, relative(path, files))
         if all(group.kind != KIND_GPU for group in groups) and accelerators(config):
             log.info("model '%s' has no instance on a GPU: gpu_execution_accelerator is not used", config.name)
         return OnnxModel(config, session if on_cpu else None, signature, opening)
+
+    def verify(self, config: ModelConfig, files: ModelFiles) -> None:
+        """Whether the file is one that onnxruntime opens, and what the configuration says it is."""
+        path = self._path(config, files)
+        settings(config, {})
+        _judged(config, open_session(config, path, files, to_be_asked_only), relative(path, files))
 
     def _path(self, config: ModelConfig, files: ModelFiles) -> Path:
         path = model_file(config, files, self.default_filename)
@@ -150,6 +153,17 @@ class OnnxModel:
             indices = [j for j, spec in enumerate(self.outputs) if spec.name in names]
             found = self._asked[names] = ([self.outputs[j].name for j in indices], indices)
         return found
+
+
+def _judged(config: ModelConfig, session: Any, file: str) -> tuple[ModelConfig, Signature]:
+    """The configuration as a session of this file is fed by it. Raises Problems or Unsupported where they disagree."""
+    signature = signature_of(session)
+    config = with_flat_controls(config, signature)
+    _refuse_strings_beside_bfloat16(config)
+    problems = [replace(problem, rule=RULE) for problem in disagreements(config, signature, file)]
+    if problems:
+        raise Problems(problems)
+    return config, signature
 
 
 def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:

@@ -28,7 +28,7 @@ from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_calls import ModelCalls
 from flowserve.backends.python_code import NO_CODE, Code, code_in
-from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model
+from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model, raised_at
 from flowserve.backends.python_requests import GivenRequest, ModelFacts
 from flowserve.backends.python_sender import (
     ResponseSender,
@@ -39,7 +39,7 @@ from flowserve.backends.python_sender import (
 )
 from flowserve.backends.triton_objects import InferenceRequest
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, Place, Problem, Problems
 from flowserve.graph.transfers import stays_on_device
 from flowserve.memory.devices import devices
 from flowserve.values import DType, TensorSpec
@@ -71,6 +71,10 @@ class PythonBackend:
             return Completion()
         written = run(Remote(f"{__name__}:completed_here", (config, files)))
         return Completion() if written is None else _completion(config, written)
+
+    def verify(self, config: ModelConfig, files: ModelFiles) -> None:
+        """Whether the file is Python; it is not imported."""
+        Source(config, files).text()
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Of `options`, `execution` says whether instances may run on the loop: only where somebody asked for it."""
@@ -300,8 +304,9 @@ class Source:
             text = self.path.read_text(encoding="utf-8") if known is None else known.decode()
             compile(text, self.shown, "exec", dont_inherit=True)
         except SyntaxError as error:
-            place = f"{self.shown}:{error.lineno or 1}:{error.offset or 1}"
-            raise Invalid(f"{place}: model '{self.config.name}' is not valid Python: {error.msg}") from error
+            place = Place(self.shown, error.lineno or 1, error.offset or 1)
+            text = f"model '{self.config.name}' is not valid Python: {error.msg}"
+            raise Problems([Problem(text, place)]) from error
         except (OSError, ValueError) as error:
             raise Invalid(f"{self.shown}: model '{self.config.name}' cannot be read: {error}") from error
         return text
@@ -340,7 +345,10 @@ class Source:
             raise
         except _RAISED as error:
             log.error("model '%s': %s failed", self.config.name, what, exc_info=error)
-            raise ModelFailed(f"model '{self.config.name}' ({self.shown}): {what} failed: {_text(error)}") from error
+            where = self.shown
+            if (line := raised_at(error, self.owner)) is not None:
+                where = f"{relative(Path(line.filename), self.files)}:{line.lineno}"
+            raise ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {_text(error)}") from error
 
 
 def _text(error: BaseException) -> str:

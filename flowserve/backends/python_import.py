@@ -19,6 +19,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location, spec_from_loader
 from itertools import count
 from pathlib import Path
+from traceback import FrameSummary, extract_tb
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
@@ -172,6 +173,12 @@ def import_model(file: Path, owner: Owner) -> ModuleType:
         forget_model(module)
         raise
     return module
+
+
+def raised_at(error: BaseException, owner: Owner) -> FrameSummary | None:
+    """The innermost line of the model's own files that an exception came through; None where there is none."""
+    lines = reversed(extract_tb(error.__traceback__))
+    return next((line for line in lines if line.filename.startswith(owner.folders)), None)
 
 
 def forget_model(module: ModuleType) -> None:

@@ -1,95 +1,158 @@
 """`flowserve check`: everything that can be said about a repository without serving it.
 
-Decided here: how problems and graphs are printed, and the exit status. What is a problem is decided by the rooms that
-read and compile.
+Decided here: how problems and graphs are printed, for people and as JSON for programs (docs/command-line.md describes
+it field by field), and the exit status. What is a problem is decided by the rooms that read and compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Final, Literal, TextIO
 
 from flowserve.cli.logs import escape
-from flowserve.config.types import ModelConfig
+from flowserve.cli.target import find_graph, is_target
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.graph.advice import advise
-from flowserve.render.facts import Facts
 from flowserve.render.text import render_text
-from flowserve.repository.resolve import Resolution
-from flowserve.runtime.reading import read_apart
+from flowserve.runtime.reading import Reading, read_apart
+from flowserve.runtime.verification import verify
 
 RED, YELLOW, DIM, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
+SCHEMA: Final = "flowserve.check/1"  # fields may be added; what is there keeps its name and meaning
+Severity = Literal["error", "warning"]
+TINTS: Final[dict[Severity, str]] = {"error": RED, "warning": YELLOW}
 
 
-def check(repositories: Sequence[Path], out: TextIO, err: TextIO, color: bool, config_name: str = "") -> int:
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong or slow. `deployment` "": it is about no single one."""
+
+    severity: Severity
+    deployment: str
+    problem: Problem
+
+
+def check(
+    repositories: Sequence[Path],
+    out: TextIO,
+    err: TextIO,
+    color: bool,
+    config_name: str = "",
+    *,
+    as_json: bool = False,
+) -> int:
     """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0.
 
-    Warnings go to `err` in both cases.
+    Warnings go to `err` in both cases. `as_json`: instead of all that, one line to `out`.
     """
-    printer = Printer(err, color)
+    reading: Reading | None = None
     try:
-        reading = read_apart(repositories, config_name)
+        reading = _read(repositories, config_name)
+        findings = [*_findings(reading)]
     except FlowserveError as error:
-        printer.failure("", error)
-        return 1
+        findings = [Finding("error", "", problem) for problem in _problems(error)]
+    if as_json:
+        print(json.dumps(_document(reading, findings)), file=out)
+    else:
+        _print(reading, findings, out, Printer(err, color))
+    return 1 if any(found.severity == "error" for found in findings) else 0
+
+
+def _read(repositories: Sequence[Path], config_name: str) -> Reading:
+    if len(repositories) == 1 and is_target(repositories[0]):
+        return find_graph(str(repositories[0])).reading()
+    return read_apart(repositories, config_name, verify)
+
+
+def _findings(reading: Reading) -> Iterator[Finding]:
+    for name, warning in reading.warnings:
+        yield Finding("warning", name, warning)
     resolution = reading.resolution
-    for warning in (*reading.warnings, *_advice(resolution, reading.configs)):
-        printer.warning(warning)
-    if resolution.failed:
-        for name, failure in sorted(resolution.failed.items()):
-            printer.failure(name, failure)
-        printer.summary(len(resolution.graphs), len(resolution.failed))
-        return 1
-    _print_graphs(resolution, reading.facts(), out)
-    return 0
-
-
-def _advice(resolution: Resolution, configs: Mapping[str, ModelConfig]) -> Iterator[str]:
     for name in resolution.ensembles:
         # Versions of an ensemble have one configuration, and so one advice.
-        yield from advise(next(iter(resolution.graphs[name].values())), configs)
+        for advice in advise(next(iter(resolution.graphs[name].values())), reading.configs):
+            yield Finding("warning", name, advice)
+    for name, failure in sorted(resolution.failed.items()):
+        for problem in _problems(failure):
+            yield Finding("error", name, problem)
 
 
-def _print_graphs(resolution: Resolution, facts: Facts, out: TextIO) -> None:
-    for name in sorted(resolution.graphs):
-        for graph in resolution.graphs[name].values():
+def _problems(error: FlowserveError) -> Sequence[Problem]:
+    return error.problems if isinstance(error, Problems) else (Problem(str(error)),)
+
+
+def _document(reading: Reading | None, findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "right": sorted(reading.resolution.graphs) if reading else [],
+        "wrong": sorted(reading.resolution.failed) if reading else [],
+        "problems": [_entry(found) for found in findings],
+    }
+
+
+def _entry(found: Finding) -> dict[str, Any]:
+    problem, place = found.problem, found.problem.place
+    return {
+        "severity": found.severity,
+        "rule": problem.rule or None,
+        "deployment": found.deployment or None,
+        "file": place.file if place else None,
+        "line": (place and place.line) or None,
+        "column": (place and place.column) or None,
+        "message": problem.message,
+        "suggestion": problem.hint or None,
+    }
+
+
+def _print(reading: Reading | None, findings: Sequence[Finding], out: TextIO, printer: Printer) -> None:
+    for found in findings:
+        printer.finding(found)
+    if reading is None:
+        return
+    graphs, wrong = reading.resolution.graphs, len(reading.resolution.failed)
+    if wrong:
+        printer.summary(len(graphs), wrong)
+        return
+    facts = reading.facts()
+    for name in sorted(graphs):
+        for graph in graphs[name].values():
             out.writelines(f"{escape(line)}\n" for line in render_text(graph, facts).splitlines())
             out.write("\n")
-    count = len(resolution.graphs)
-    out.write(f"no problems in {count} deployment{_s(count)}\n")
+    out.write(f"no problems in {len(graphs)} deployment{_s(len(graphs))}\n")
 
 
 class Printer:
     """Writes what is wrong as compilers do, `place: error: text`, which editors and terminals make links of."""
 
     def __init__(self, err: TextIO, color: bool) -> None:
-        self._count = 0
+        self._errors = 0
         self._err = err
         self._color = color
 
-    def warning(self, text: str) -> None:
-        self._line(f"{self._tint(YELLOW, 'warning:')} {escape(text)}")
-
     def failure(self, name: str, error: FlowserveError) -> None:
-        """Every problem of one deployment. `name` stands in for the place of what has none."""
-        problems = error.problems if isinstance(error, Problems) else (Problem(str(error)),)
-        for problem in problems:
-            self._problem(problem, problem.place or (Place(name) if name else None))
+        """Every problem of one deployment."""
+        for problem in _problems(error):
+            self.finding(Finding("error", name, problem))
+
+    def finding(self, found: Finding) -> None:
+        """The deployment's name stands in for the place of what has none."""
+        problem, severity = found.problem, found.severity
+        self._errors += severity == "error"
+        place = problem.place or (Place(found.deployment) if found.deployment else None)
+        where = f"{escape(str(place))}: " if place else ""
+        rule = f" {self._tint(DIM, f'[{problem.rule}]')}" if problem.rule else ""
+        self._line(f"{where}{self._tint(TINTS[severity], f'{severity}:')} {escape(problem.message)}{rule}")
+        if problem.hint:
+            self._line(f"    {escape(problem.hint)}")
 
     def summary(self, right: int, wrong: int) -> None:
-        self._line(f"{self._count} problem{_s(self._count)}; {right} of {right + wrong} deployments are right")
+        self._line(f"{self._errors} problem{_s(self._errors)}; {right} of {right + wrong} deployments are right")
 
     def _line(self, text: str) -> None:
         self._err.write(f"{text}\n")
-
-    def _problem(self, problem: Problem, place: Place | None) -> None:
-        self._count += 1
-        where = f"{escape(str(place))}: " if place else ""
-        rule = f" {self._tint(DIM, f'[{problem.rule}]')}" if problem.rule else ""
-        self._line(f"{where}{self._tint(RED, 'error:')} {escape(problem.message)}{rule}")
-        if problem.hint:
-            self._line(f"    {escape(problem.hint)}")
 
     def _tint(self, tint: str, text: str) -> str:
         return f"{tint}{text}{PLAIN}" if self._color else text

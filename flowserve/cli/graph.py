@@ -12,6 +12,7 @@ from typing import TextIO
 
 from flowserve.cli.check import Printer
 from flowserve.cli.logs import escape
+from flowserve.cli.target import find_graph, is_target
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import FlowserveError, Invalid, NotFound
 from flowserve.graph.types import Graph
@@ -36,8 +37,7 @@ def draw(options: GraphOptions, err: TextIO, *, color: bool) -> int:
     printer = Printer(err, color)
     try:
         picture = options.picture or (format_of(options.output) if options.output else "text")
-        repository, model = _which(options)
-        reading = read_apart([repository])
+        reading, model = _read(options)
         failed = {n: error for n, error in reading.resolution.failed.items() if model in ("", n)}
         for name, error in sorted(failed.items()):
             printer.failure(name, error)
@@ -48,6 +48,15 @@ def draw(options: GraphOptions, err: TextIO, *, color: bool) -> int:
         printer.failure("", error)
         return 1
     return 0
+
+
+def _read(options: GraphOptions) -> tuple[Reading, str]:
+    """With the deployment that is meant, "" for any."""
+    if is_target(options.path):
+        graph = find_graph(str(options.path))
+        return graph.reading(), options.model or graph.name
+    repository, model = _which(options)
+    return read_apart([repository]), model
 
 
 def _which(options: GraphOptions) -> tuple[Path, str]:

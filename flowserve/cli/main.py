@@ -58,6 +58,8 @@ Once more: it ends at once.
 CHECK_EXAMPLES: Final = """\
 examples:
   flowserve check graphs/                     print every problem as file:line:column, or the compiled graphs
+  flowserve check steps:graph                 a graph of that name in the Python module steps
+  flowserve check graphs/ --json              for a program
 """
 
 GRAPH_EXAMPLES: Final = """\
@@ -108,6 +110,7 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         allow_abbrev=False,
     )
     check.add_argument("repository", metavar="REPO", nargs="?", type=Path, help="the model repository")
+    check.add_argument("--json", action="store_true", help="one line of JSON instead, on standard output")
     add_config_name(check)
 
     graph = commands.add_parser(
@@ -174,36 +177,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         return run_command(parsed, command)
     if not (parsed.repositories if parsed.command == "run" else parsed.repository):
         command.error(f"which repository? Say: {command.prog} REPO")
-    if ":" in str(parsed.repository) and not parsed.repository.exists():
-        return _with_graph_of_module(parsed, command)
-    return _run(parsed, command)
-
-
-def _with_graph_of_module(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
-    """The same with a graph that is written in Python, as the repository it would be."""
-    from flowserve.cli.check import Printer
-    from flowserve.cli.target import Target
-
-    try:
-        target = Target(str(parsed.repository))
-    except FlowserveError as error:
-        Printer(sys.stderr, sys.stderr.isatty()).failure("", error)
-        return 1
-    parsed.repository = target.path
-    parsed.repositories = [target.path]
-    if parsed.command == "graph":
-        parsed.model = parsed.model or target.name
-    return _run(parsed, command)
-
-
-def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
     match parsed.command:
         case "run":
-            from flowserve.cli.run import run
-
-            if wrong := contradiction(parsed):
-                command.error(wrong)
-            return run(run_options(parsed))
+            return _run(parsed, command)
         case "graph":
             from flowserve.cli.graph import GraphOptions, draw
 
@@ -212,7 +188,35 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
         case _:
             from flowserve.cli.check import check
 
-            streams = (sys.stdout, sys.stderr)
             return check(
-                [parsed.repository], *streams, color=sys.stderr.isatty(), config_name=parsed.model_config_name or ""
+                [parsed.repository],
+                sys.stdout,
+                sys.stderr,
+                color=sys.stderr.isatty(),
+                config_name=parsed.model_config_name or "",
+                as_json=parsed.json,
             )
+
+
+def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
+    from flowserve.cli.target import find_graph, is_target
+
+    if wrong := contradiction(parsed):
+        command.error(wrong)
+    if not is_target(parsed.repository):
+        return _serve(parsed)
+    try:
+        private = find_graph(str(parsed.repository)).write_private()
+    except FlowserveError as error:
+        from flowserve.cli.check import Printer
+
+        Printer(sys.stderr, sys.stderr.isatty()).failure("", error)
+        return 1
+    parsed.repositories = [private.path]
+    return _serve(parsed)
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    from flowserve.cli.run import run
+
+    return run(run_options(parsed))

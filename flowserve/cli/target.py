@@ -9,33 +9,36 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import FlowserveError, Invalid, NotFound
-from flowserve.repository.override import PrivateFolder
+
+if TYPE_CHECKING:
+    from flowserve.repository.override import PrivateFolder
+    from flowserve.runtime.reading import Reading
 
 
-class Writable(Protocol):
-    """What can be made a repository of files for this process; flowserve.Graph."""
+class PythonGraph(Protocol):
+    """What can be read, or made a repository of files for this process; flowserve.Graph."""
 
     name: str
+
+    def reading(self) -> Reading: ...
 
     def write_private(self) -> PrivateFolder: ...
 
 
-class Target:
-    """The graph of "module:graph" as a repository at `path`, which exists as long as this object."""
-
-    def __init__(self, word: str) -> None:
-        """Blocks while the module is imported. Raises FlowserveError; a module's own failure becomes one."""
-        module, _, attribute = word.partition(":")
-        self._graph = _find(module, attribute)
-        self._private = self._graph.write_private()
-        self.path, self.name = self._private.path, self._graph.name
+def is_target(path: Path) -> bool:
+    """Whether this is no folder but "module:graph"."""
+    return ":" in str(path) and not path.exists()
 
 
-def _find(module: str, attribute: str) -> Writable:
+def find_graph(word: str) -> PythonGraph:
+    """The graph of "module:graph". Blocks while the module is imported. Raises FlowserveError; a module's own failure
+    becomes one.
+    """
+    module, _, attribute = word.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -53,6 +56,6 @@ def _find(module: str, attribute: str) -> Writable:
     return graphs[attribute]
 
 
-def _is_graph(value: object) -> TypeGuard[Writable]:
+def _is_graph(value: object) -> TypeGuard[PythonGraph]:
     # Asked of the class: a module may hold objects that have any attribute one asks for.
     return callable(getattr(type(value), "write_private", None))

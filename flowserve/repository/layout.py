@@ -28,7 +28,7 @@ class ModelFolder:
     path: Path
     repository: Path
     versions: tuple[int, ...]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Found:
 
     folders: tuple[ModelFolder, ...]
     duplicates: Mapping[str, Problems]
-    warnings: tuple[str, ...]
+    warnings: tuple[Problem, ...]
 
 
 def find_models(repositories: Sequence[Path]) -> Found:
     """Scan every repository. Raises NotFound or Problems where one of them cannot be read."""
     by_name: dict[str, list[ModelFolder]] = {}
-    warnings: list[str] = []
+    warnings: list[Problem] = []
     for repository in dict.fromkeys(repositories):
         folders, skipped = _scan(repository)
         warnings += skipped
@@ -95,21 +95,23 @@ def missing_versions(folder: ModelFolder, policy: VersionPolicy) -> tuple[int, .
     return tuple(version for version in policy.specific if version not in folder.versions)
 
 
-def _scan(repository: Path) -> tuple[list[ModelFolder], list[str]]:
+def _scan(repository: Path) -> tuple[list[ModelFolder], list[Problem]]:
     folders: list[ModelFolder] = []
-    warnings: list[str] = []
+    warnings: list[Problem] = []
     for path in _entries(repository):
         if path.is_symlink() and not path.exists():
-            warnings.append(f"{path.name}: a symbolic link that leads nowhere; skipped")
+            warnings.append(Problem("a symbolic link that leads nowhere; skipped", Place(path.name), "R3"))
         if not path.is_dir() or _is_hidden(path):
             continue
         folder = _model_folder(repository, path)
         if folder.versions or (path / CONFIG_FILE).exists():
             folders.append(folder)
         else:
-            warnings.append(f"{path.name}: neither {CONFIG_FILE} nor a version folder in it; not a model, skipped")
+            text = f"neither {CONFIG_FILE} nor a version folder in it; not a model, skipped"
+            warnings.append(Problem(text, Place(path.name), "R4"))
     if not folders and is_model_folder(repository):
-        warnings = [f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"]
+        text = f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"
+        warnings = [Problem(text, rule="R5")]
     return folders, warnings
 
 
@@ -129,21 +131,20 @@ def _entries(repository: Path) -> list[Path]:
 
 def _model_folder(repository: Path, path: Path) -> ModelFolder:
     versions: list[int] = []
-    warnings: list[str] = []
+    warnings: list[Problem] = []
     try:
         inside = sorted(entry for entry in path.iterdir() if entry.is_dir())
     except OSError as error:
         inside = []
-        warnings.append(f"{path.name}: cannot be read: {error.strerror}")
+        warnings.append(Problem(f"cannot be read: {error.strerror}", Place(path.name), "R6"))
     for entry in inside:
         if _is_hidden(entry) or entry.name in SET_ASIDE:
             continue
         if _is_version(entry.name):
             versions.append(int(entry.name))
         else:
-            warnings.append(
-                f"{path.name}/{entry.name}: not a version (a positive number without leading zeros); ignored"
-            )
+            text = "not a version (a positive number without leading zeros); ignored"
+            warnings.append(Problem(text, Place(f"{path.name}/{entry.name}"), "R7"))
     return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, draft_of, finish, parse_model_config, read_draft
 from flowserve.config.types import Completion, ModelConfig
+from flowserve.config.unsupported import OTHER_BACKENDS
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.repository.labels import Labels, read_labels
 from flowserve.repository.layout import ModelFolder, missing_versions, versions_to_serve
@@ -30,7 +31,7 @@ class ReadModel:
     folder: ModelFolder
     config: ModelConfig
     versions: tuple[int, ...]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Problem, ...] = ()
     labels: Labels = field(default_factory=dict)
 
 
@@ -57,7 +58,7 @@ def read_model(
         raise Problems([Problem(f"cannot be read: {error.strerror}", Place(folder.name))]) from error
     versions, problems = _versions(folder, draft)
     completion: Completion | None = None
-    if versions and draft.backend in draft.backends:
+    if versions and _can_be_asked(draft):
         try:
             completion = _ask(draft, folder, versions[-1], complete)
         except Problems as refused:
@@ -96,6 +97,11 @@ def _versions(folder: ModelFolder, draft: Draft) -> tuple[tuple[int, ...], list[
         return (), list(none.problems)
 
 
+def _can_be_asked(draft: Draft) -> bool:
+    """Also a backend that nobody knows, which says so; a rule speaks of those that are known to be somebody else's."""
+    return bool(draft.backend) and (draft.backend in draft.backends or draft.backend not in OTHER_BACKENDS)
+
+
 def _ask(draft: Draft, folder: ModelFolder, version: int, complete: Complete) -> Completion:
     """What the model's own files say, every failure as Problems at the place of the configuration."""
     place = draft.source.place("")
@@ -110,8 +116,9 @@ def _ask(draft: Draft, folder: ModelFolder, version: int, complete: Complete) ->
         raise Problems([Problem(text, place)]) from error
 
 
-def _warnings(folder: ModelFolder, config: ModelConfig) -> list[str]:
+def _warnings(folder: ModelFolder, config: ModelConfig) -> list[Problem]:
+    place = config.source.place("version_policy")
     return [
-        f"{folder.name}: version {version} of its version policy is not there; served without it"
+        Problem(f"version {version} of its version policy is not there; served without it", place, "R8")
         for version in missing_versions(folder, config.version_policy)
     ]

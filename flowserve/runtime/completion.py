@@ -17,19 +17,21 @@ from flowserve.backends import registry
 from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus
 from flowserve.backends.child import task
 from flowserve.backends.child.protocol import MESSAGE_BYTES_MAX
+from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
-from flowserve.errors import ModelFailed
+from flowserve.errors import ModelFailed, Problem, Problems, Unsupported
 from flowserve.repository.layout import ModelFolder
 from flowserve.runtime.children import Child, Children
 from flowserve.runtime.hosts import PROCESS, Processes, execution_of
 
 NO_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {}
 DEFAULT_BATCH: Final = "default-max-batch-size"
+UNKNOWN_BACKEND: Final = "M91"
 
 
 def complete(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
     """Blocks while files are read. Raises Invalid or Unsupported where the backend cannot make sense of them."""
-    backend = registry.find(config.backend)
+    backend = _backend_of(config)
     return _with_counts(backend, backend.complete(config, _files(folder, version)))
 
 
@@ -48,7 +50,7 @@ class Completer:
 
     def __call__(self, config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
         """As `complete`. Where the model's code has to be run for it, that happens where the model will run."""
-        backend = registry.find(config.backend)
+        backend = _backend_of(config)
         processes = self._processes
         if (
             processes is None
@@ -67,6 +69,14 @@ class Completer:
         if chosen is None or config.backend != "onnxruntime" or completion.max_batch_size is None:
             return completion
         return replace(completion, max_batch_size=int(chosen))
+
+
+def _backend_of(config: ModelConfig) -> Backend:
+    try:
+        return registry.find(config.backend)
+    except Unsupported as error:
+        hint = did_you_mean(config.backend, registry.default_files())
+        raise Problems([Problem(str(error), config.source.place("backend"), UNKNOWN_BACKEND, hint)]) from error
 
 
 def _with_counts(backend: Backend, completion: Completion) -> Completion:

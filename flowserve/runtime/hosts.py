@@ -116,11 +116,6 @@ def _decoupled(
     host: Callable[..., Host] = StreamHost,
 ) -> MakeHost:
     """On threads, whatever the operator's default is: on the loop, nobody could read what a model sends."""
-    if config.parameters.get("execution") == "inline":
-        raise Unsupported(
-            f"model '{config.name}': a decoupled model cannot run inline, where nobody would read what it sends; "
-            'use execution "thread" or "process"'
-        )
     return lambda name, group: host(
         name, config.name, model.instance(name, group), len(config.inputs), streaming, clock
     )

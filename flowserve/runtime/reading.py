@@ -7,7 +7,7 @@ models' own code runs that has to be asked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import trio
 from flowserve.backends import registry
 from flowserve.config.instances import ASSUMED
 from flowserve.config.types import ModelConfig
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Problem
 from flowserve.render.facts import Facts, gather_facts
 from flowserve.repository.layout import find_models
 from flowserve.repository.read import Complete, ReadModel, read_model
@@ -27,36 +27,44 @@ from flowserve.runtime.clock import running_clock
 from flowserve.runtime.completion import Completer, complete
 from flowserve.runtime.hosts import PROCESS, Processes
 
+Judge = Callable[[ReadModel], None]  # raises FlowserveError
+
+
+def trust(read: ReadModel) -> None:
+    """Its configuration is enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`configs` are those that are right by themselves; `resolution` says which of them can be served together."""
+    """`configs` are those that are right by themselves; `resolution` says which of them can be served together.
+    `warnings` come with the name of the deployment that they are about, "" for none.
+    """
 
     configs: Mapping[str, ModelConfig]
     resolution: Resolution
-    warnings: tuple[str, ...]
+    warnings: tuple[tuple[str, Problem], ...]
 
     def facts(self) -> Facts:
         """What pictures say about the models."""
         return gather_facts(self.configs.values())
 
 
-def read_apart(repositories: Sequence[Path], config_name: str = "") -> Reading:
+def read_apart(repositories: Sequence[Path], config_name: str = "", judge: Judge = trust) -> Reading:
     """As `read_repositories`, with models' own code in processes of its own, as a server has it: what breaks or never
     ends there ends with the command. For programs that run no loop; where there are no such processes it is the same.
     """
     if not SUPPORTED:
-        return read_repositories(repositories, config_name)
-    return trio.run(_read_apart, repositories, config_name)
+        return read_repositories(repositories, config_name, judge=judge)
+    return trio.run(_read_apart, repositories, config_name, judge)
 
 
-async def _read_apart(repositories: Sequence[Path], config_name: str) -> Reading:
+async def _read_apart(repositories: Sequence[Path], config_name: str, judge: Judge) -> Reading:
     processes = Processes(running_clock())
     apart = Completer(PROCESS, processes)
     outcome: Reading | FlowserveError
     async with trio.open_nursery() as nursery:
         await nursery.start(processes.run)
-        read = partial(read_repositories, repositories, config_name, apart)
+        read = partial(read_repositories, repositories, config_name, apart, judge)
         try:
             outcome = await trio.to_thread.run_sync(read, abandon_on_cancel=True)
         except FlowserveError as error:
@@ -70,9 +78,12 @@ async def _read_apart(repositories: Sequence[Path], config_name: str) -> Reading
     return outcome
 
 
-def read_repositories(repositories: Sequence[Path], config_name: str = "", complete: Complete = complete) -> Reading:
-    """Read and compile everything. `config_name`: which of the configurations that models have by name counts. Blocks.
-    Raises FlowserveError where a repository itself cannot be read.
+def read_repositories(
+    repositories: Sequence[Path], config_name: str = "", complete: Complete = complete, judge: Judge = trust
+) -> Reading:
+    """Read and compile everything. `config_name`: which of the configurations that models have by name counts. `judge`
+    refuses models that are right by their configurations, but not by what it looks at (verification.py). Blocks. Raises
+    FlowserveError where a repository itself cannot be read.
     """
     found = find_models(repositories)
     read: dict[str, ReadModel] = {}
@@ -80,12 +91,12 @@ def read_repositories(repositories: Sequence[Path], config_name: str = "", compl
     for folder in found.folders:
         try:
             model = read_model(folder, registry.default_files(), complete, gpus=ASSUMED, config_name=config_name)
-            if not model.config.is_ensemble:
-                registry.find(model.config.backend)  # which says what is wrong where there is none
+            judge(model)
             read[folder.name] = model
         except FlowserveError as error:
             failed[folder.name] = error
     configs = {name: model.config for name, model in read.items()}
     resolution = resolve(configs, {name: model.versions for name, model in read.items()}, failed)
-    warnings = (*found.warnings, *(text for model in read.values() for text in model.warnings))
-    return Reading(configs, resolution, warnings)
+    warnings = [("", warning) for warning in found.warnings]
+    warnings += [(name, warning) for name, model in read.items() for warning in model.warnings]
+    return Reading(configs, resolution, tuple(warnings))

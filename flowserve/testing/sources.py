@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowserve.cli.target import Writable
+from flowserve.cli.target import PythonGraph
 
-Source = Writable | str | Path
+Source = PythonGraph | str | Path
 
 
 def folder_of(source: Source) -> tuple[Path, str, object]:

@@ -551,11 +551,11 @@ def test_what_is_not_there_yet_says_so_by_name(python: Open, body: str, text: st
     [
         ("class TritonPythonModel:\n  def execute(self, requests:\n", "m/1/model.py:2:"),
         ("class Model: pass\n", "m/1/model.py: model 'm' has no class TritonPythonModel"),
-        ("import no_such_package\n", "model 'm' (m/1/model.py): import failed: ModuleNotFoundError"),
+        ("import no_such_package\n", "model 'm' (m/1/model.py:1): import failed: ModuleNotFoundError"),
         ("class TritonPythonModel: pass\n", "class TritonPythonModel in m/1/model.py has no method execute"),
         (
             "class TritonPythonModel:\n  def initialize(self, args): raise OSError('no weights')\n  execute = 1",
-            "model 'm' (m/1/model.py): initialize failed: OSError: no weights",
+            "model 'm' (m/1/model.py:2): initialize failed: OSError: no weights",
         ),
         ("import sys; sys.exit(1)", "import failed: SystemExit: 1"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import onnx
 import pytest
 
 from flowserve.cli.check import check
+from flowserve.cli.main import main
 
 Checked = tuple[int, str, str]
 
@@ -135,7 +137,7 @@ def test_warnings_do_not_fail_a_check(checked: Callable[..., Checked], repositor
     (repository / "same" / "old").mkdir()
     status, _, err = checked()
     assert status == 0
-    assert err == "warning: same/old: not a version (a positive number without leading zeros); ignored\n"
+    assert err == "same/old: warning: not a version (a positive number without leading zeros); ignored [R7]\n"
 
 
 def test_colors_come_only_where_they_were_asked_for(checked: Callable[..., Checked], repository: Path) -> None:
@@ -172,7 +174,8 @@ def test_a_backend_that_is_not_there_is_found_before_the_server_is_started(
     )
     status, _, err = checked()
     assert status == 1
-    assert "same: error: unable to find backend library for backend 'pyton': flowserve has callable, onnx" in err
+    assert "same/config.pbtxt:1:1: error: unable to find backend library for backend 'pyton': flowserve has" in err
+    assert 'did you mean "python"?' in err
 
 
 def test_a_configuration_with_a_name_counts_where_a_model_has_it(repository: Path) -> None:
@@ -201,3 +204,73 @@ def test_a_model_whose_own_code_breaks_when_it_is_asked_does_not_take_the_comman
     assert status == 1
     assert "model 'dies'" in err
     assert "SIGABRT" in err
+
+
+def test_a_models_file_that_is_not_what_its_whole_configuration_says_is_found_without_loading_it(
+    checked: Callable[..., Checked], repository: Path
+) -> None:
+    (repository / "same" / "config.pbtxt").write_text(
+        'max_batch_size: 4\ninput { name: "XX" data_type: TYPE_FP32 dims: 4 }\n'
+        'output { name: "Y" data_type: TYPE_INT32 dims: 4 }\n'
+    )
+    status, _, err = checked()
+    assert status == 1
+    assert "same/config.pbtxt:2:9: error: unexpected inference input 'XX', allowed inputs are: X [M90]" in err
+    assert "same/config.pbtxt:3:20: error: model 'same', tensor 'Y': the model expects data type TYPE_FP32" in err
+
+
+MODEL_PY = """\
+backend: "python"
+input { name: "X" data_type: TYPE_FP32 dims: 4 }
+output { name: "Y" data_type: TYPE_FP32 dims: 4 }
+model_warmup { name: "one" batch_size: 1 inputs { key: "X"
+  value { data_type: TYPE_FP32 dims: 4 input_data_file: "x" } } }
+version_policy { all { } }
+"""
+
+
+def test_every_version_and_every_file_beside_it_is_looked_at_and_nothing_is_run(
+    checked: Callable[..., Checked], repository: Path
+) -> None:
+    for path, text in {
+        "config.pbtxt": MODEL_PY,
+        "warmup/x": "short",
+        "1/model.py": "def broken(:\n",
+        "2/model.py": "raise RuntimeError",
+    }.items():
+        (repository / "own" / path).parent.mkdir(parents=True, exist_ok=True)
+        (repository / "own" / path).write_text(text)
+    status, _, err = checked()
+    assert status == 1
+    assert "own/config.pbtxt:4:1: error: warmup sample 'one' of model 'own': input 'X' needs 16 bytes" in err
+    assert "own/1/model.py:1:12: error: model 'own' is not valid Python: invalid syntax\n2 problems" in err
+
+
+def test_for_a_program_everything_is_one_line_of_json(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (repository / "same" / "old").mkdir()
+    edit(repository, '"X" value', '"Z" value')
+    assert main(["check", str(repository), "--json"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.err, printed.out.count("\n")) == ("", 1)
+    document = json.loads(printed.out)
+    problems = document.pop("problems")
+    assert document == {"schema": "flowserve.check/1", "right": ["same"], "wrong": ["pipe"]}
+    assert problems[0] == {
+        "severity": "warning",
+        "rule": "R7",
+        "deployment": "same",
+        "file": "same/old",
+        "line": None,
+        "column": None,
+        "message": "not a version (a positive number without leading zeros); ignored",
+        "suggestion": None,
+    }
+    (unknown,) = [one for one in problems if one["rule"] == "G5"]
+    assert (unknown["severity"], unknown["deployment"], unknown["file"]) == ("error", "pipe", "pipe/config.pbtxt")
+    assert (unknown["line"], unknown["column"]) == (9, 17)
+    edit(repository, '"Z" value', '"X" value')
+    assert main(["check", str(repository), "--json"]) == 0
+    assert [one["rule"] for one in json.loads(capsys.readouterr().out)["problems"]] == ["R7"]
+    assert main(["check", str(repository / "nowhere"), "--json"]) == 1
+    (missing,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (missing["severity"], missing["file"]) == ("error", None)

@@ -26,6 +26,13 @@ made = make()(graph.input("X", "FP32[2]"))
 graph.output("Y", made)
 broken = Graph("broken")
 broken.output("LOST")
+
+@model({"X": "FP32[2]"}, {"Y": "FP32[2]"}, max_batch_size=2)
+def plus(x):
+    return x + factor
+
+slow = Graph("slow")
+slow.output("Y", plus(make()(slow.input("X", "FP32[2]"))))
 """
 
 
@@ -57,12 +64,22 @@ def test_a_graph_of_a_module_is_checked_and_drawn(home: str, capsysbinary: pytes
     assert capsysbinary.readouterr().out.startswith(b"flowchart LR")
 
 
+def test_what_makes_it_slow_is_said_of_the_line_of_python(home: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{home}:slow"]) == 0
+    assert capsys.readouterr().err == (
+        f"{home}.py:18:2: warning: ensemble 'slow': batches fall apart at model 'plus':"
+        " it takes 2 rows at once and model 'times' 4 [A2]\n"
+    )
+    assert main(["graph", f"{home}:slow", "--format", "json"]) == 0
+    assert f'"place": "{home}.py:23:' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [
         ("{home}:broken", "{home}.py:15:10: error: must specify 'step' for ensemble 'broken' [M83]"),
         ("{home}:grap", "module '{home}' has no graph 'grap' (did you mean \"graph\"?)"),
-        ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken)"),
+        ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken, slow)"),
         ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
         ("declares:graph", "declares.py:3:2: error: function 'f' does not take 2 arrays: it is f(x) [B3]"),
         ("raises:graph", "module 'raises' cannot be imported: ZeroDivisionError: division by zero"),

@@ -284,6 +284,14 @@ def test_rule_M18_a_time_that_can_be_kept_is_right(said: Said, value: str) -> No
     assert said("M18", f'parameters {{ key: "execution_timeout" value {{ string_value: "{value}" }} }}') == []
 
 
+def test_rule_M48_a_decoupled_model_does_not_run_on_the_loop_that_would_take_its_answers(said: Said) -> None:
+    decoupled = "model_transaction_policy { decoupled: true }"
+    inline = 'parameters { key: "execution" value { string_value: "inline" } }'
+    assert said("M48", decoupled) == said("M48", inline) == []
+    (problem,) = said("M48", f"{inline} {decoupled}")
+    assert problem.startswith("1:14: model 'm': a decoupled model cannot run inline, where nobody would read")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [

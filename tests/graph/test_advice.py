@@ -21,7 +21,7 @@ PIPE = ensemble(
 
 def advice(first: ModelConfig, second: ModelConfig) -> list[str]:
     graph = compile_ensemble(PIPE, 1, available(first, second))
-    return list(advise(graph, {"first": first, "second": second}))
+    return [str(problem) for problem in advise(graph, {"first": first, "second": second})]
 
 
 def batched(config: ModelConfig, rows: int = 16) -> ModelConfig:
@@ -40,20 +40,20 @@ def test_a_model_without_a_batcher_behind_one_that_has_it_is_named() -> None:
     (text,) = advice(batched(FIRST), SECOND)
     assert text == (
         "second/config.pbtxt: ensemble 'pipe': batches fall apart at model 'second': "
-        "it has no dynamic_batching; add `dynamic_batching { }`"
+        "it has no dynamic_batching (add `dynamic_batching { }`) [A1]"
     )
 
 
 def test_a_model_that_takes_fewer_rows_than_another_is_named_with_both_numbers() -> None:
     (text,) = advice(batched(FIRST), batched(SECOND, rows=8))
-    assert text.endswith("at model 'second': it takes 8 rows at once and model 'first' 16")
+    assert text.endswith("at model 'second': it takes 8 rows at once and model 'first' 16 [A2]")
 
 
 def test_a_model_that_takes_one_row_is_not_told_to_batch() -> None:
     first, second = batched(FIRST), replace(SECOND, max_batch_size=1)
     graph = compile_ensemble(replace(PIPE, max_batch_size=1), 1, available(first, second))
-    (text,) = advise(graph, {"first": first, "second": second})
-    assert text.endswith("at model 'second': it takes 1 row at once and model 'first' 16")
+    (problem,) = advise(graph, {"first": first, "second": second})
+    assert problem.message.endswith("at model 'second': it takes 1 row at once and model 'first' 16")
 
 
 def test_a_function_that_answers_many_times_cannot_batch_and_gets_no_advice() -> None:

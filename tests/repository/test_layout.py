@@ -46,7 +46,7 @@ def test_folders_that_are_no_versions_are_ignored_with_a_warning(make: Make) -> 
     root = make("m/1", "m/abc", "m/04", "m/0", "m/-1", "m/3abc", "m/1_0", "m/\u0663", "m/99999999999999999999")
     (found,) = scan(root)
     assert found.versions == (1,)
-    named = {warning.split(":")[0] for warning in found.warnings}
+    named = {warning.place and warning.place.file for warning in found.warnings}
     assert named == {"m/abc", "m/04", "m/0", "m/-1", "m/3abc", "m/1_0", "m/\u0663", "m/99999999999999999999"}
 
 
@@ -67,15 +67,17 @@ def test_a_folder_without_configuration_and_versions_is_skipped_with_a_warning(m
     root = make("m/1", "notes/old")
     found = find_models([root])
     assert [folder.name for folder in found.folders] == ["m"]
-    assert found.warnings == ("notes: neither config.pbtxt nor a version folder in it; not a model, skipped",)
+    (warning,) = found.warnings
+    assert str(warning) == "notes: neither config.pbtxt nor a version folder in it; not a model, skipped [R4]"
 
 
 def test_a_models_folder_given_as_repository_is_said_to_be_one(make: Make) -> None:
     root = make("m/1", "m/config.pbtxt")
     found = find_models([root / "m"])
     assert found.folders == ()
-    assert found.warnings == (
-        f"'{root / 'm'}' is the folder of one model; a repository is the folder that holds such folders",
+    (warning,) = found.warnings
+    assert warning.message == (
+        f"'{root / 'm'}' is the folder of one model; a repository is the folder that holds such folders"
     )
 
 
@@ -88,7 +90,7 @@ def test_links_that_lead_in_a_circle_or_nowhere_do_no_harm(make: Make) -> None:
     (root / "m" / "up").symlink_to(root)
     found = find_models([root])
     assert [(folder.name, folder.versions) for folder in found.folders] == [("m", (1,))]
-    assert [warning.split(":")[0] for warning in found.warnings] == ["gone", "loop"]
+    assert [warning.place and warning.place.file for warning in found.warnings] == ["gone", "loop"]
 
 
 def test_a_name_in_two_repositories_is_served_from_neither(make: Make) -> None:

@@ -128,7 +128,8 @@ def test_a_backend_that_raises_anything_at_all_is_named(folder: Make) -> None:
 
 def test_versions_asked_for_and_not_there_are_a_warning(folder: Make) -> None:
     read = read_model(folder("version_policy { specific { versions: [1, 7] } }", "1"), FILES, says)
-    assert read.warnings == ("m: version 7 of its version policy is not there; served without it",)
+    (warning,) = read.warnings
+    assert str(warning) == "m/config.pbtxt:1:1: version 7 of its version policy is not there; served without it [R8]"
 
 
 @pytest.mark.fault("C14")

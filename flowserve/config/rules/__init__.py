@@ -62,6 +62,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "M45": gpus.gpus_that_are_asked_for_are_there,
     "M46": gpus.gpu_groups_are_for_backends_that_use_gpus,
     "M47": gpus.inputs_are_forced_to_the_cpu_or_not,
+    "M48": model.somebody_reads_what_decoupled_models_send,
     "M50": batching.preferred_sizes_fit,
     "M51": batching.default_priority_exists,
     "M52": batching.policies_have_a_priority,

@@ -145,6 +145,14 @@ def execution_is_known(s: Subject) -> Iterator[Problem]:
         yield s.problem("parameters[execution]", text, hint)
 
 
+def somebody_reads_what_decoupled_models_send(s: Subject) -> Iterator[Problem]:
+    """On the event loop a model that waits in its send would wait for the loop itself."""
+    execution = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
+    if execution == "inline" and s.message.model_transaction_policy.decoupled:
+        text = f"model '{s.message.name}': a decoupled model cannot run inline, where nobody would read what it sends"
+        yield s.problem("parameters[execution]", text, 'use "thread" or "process"')
+
+
 def execution_timeout_is_a_time(s: Subject) -> Iterator[Problem]:
     parameters = s.message.parameters
     if "execution_timeout" not in parameters:
