@@ -56,7 +56,10 @@ class Decoder:
             if not 0 <= header_length <= len(body):
                 raise Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
             header = self._header(bytes(body[:header_length]), model)
-        inputs = _arrays(header, body, header_length, model, self._client_memory)
+        if header.places and header.nbytes == len(body) - header_length:
+            inputs = raw.placed(body, header_length, header.places)
+        else:
+            inputs = _arrays(header, body, header_length, model, self._client_memory)
         form = header.form
         if header.portions:
             form = replace(form, windows=self._client_memory.windows(header.portions))

@@ -11,7 +11,7 @@ This file does not know the model: whether names, types and shapes fit it is the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -68,7 +68,9 @@ class InputHeader:
 
 @dataclass(frozen=True, slots=True)
 class InferHeader:
-    """The whole JSON, checked. Fields mean what `Request`'s do. `portions`: where in the client's memory outputs go."""
+    """The whole JSON, checked. Fields mean what `Request`'s do. `portions`: where in the client's memory outputs go.
+    `places`: where the inputs lie in the `nbytes` of the binary part, where all of them do as numbers; else ().
+    """
 
     inputs: tuple[InputHeader, ...]
     outputs: tuple[str, ...] | None
@@ -81,6 +83,8 @@ class InferHeader:
     sequence_end: bool
     parameters: Mapping[str, Parameter]
     portions: Mapping[str, Portion]
+    places: tuple[raw.Place, ...]
+    nbytes: int
 
     @property
     def is_all_binary(self) -> bool:
@@ -94,8 +98,10 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
     parameters = object_of(document, "parameters")
     outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
+    inputs = _inputs(document, model)
+    places, nbytes = _places(inputs)
     return InferHeader(
-        inputs=_inputs(document, model),
+        inputs=inputs,
         outputs=outputs,
         form=form,
         id=string_of(document, "id", default=""),
@@ -106,6 +112,8 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
         sequence_end=bool_of(parameters, "sequence_end"),
         parameters=_custom_parameters(parameters),
         portions=portions,
+        places=places,
+        nbytes=nbytes,
     )
 
 
@@ -189,6 +197,17 @@ def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
             f"receiving {dtype} data via JSON is not supported. Please use the binary data format for input {name}"
         )
     return InputHeader(name, dtype, shape, count, size, data, portion)
+
+
+def _places(inputs: Iterable[InputHeader]) -> tuple[tuple[raw.Place, ...], int]:
+    places = []
+    end = 0
+    for one in inputs:
+        if not one.binary_size or one.dtype in (DType.BYTES, DType.BOOL):
+            return (), 0
+        places.append(raw.Place(one.name, one.shape, one.dtype.numpy, end))
+        end += one.binary_size
+    return tuple(places), end
 
 
 def _shape(entry: Mapping[str, Any], where: str) -> tuple[int, ...]:

@@ -8,9 +8,11 @@ integers, which do not wrap, before anything is allocated. How bytes and shapes 
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from flowserve.errors import Internal, Invalid
 from flowserve.memory import bytes_codec
@@ -63,6 +65,29 @@ def numbers(data: Buffer, offset: int, name: str, dtype: DType, shape: tuple[int
     except ValueError as error:
         raise _unshapeable(name, error) from None
     return array if array.flags.aligned else array.copy()
+
+
+class Place(NamedTuple):
+    """Where in a body an input of numbers lies: what `numbers` needs, worked out. `start` counts from its first."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    start: int
+
+
+def placed(data: Buffer, offset: int, places: Iterable[Place]) -> dict[str, Array]:
+    """All inputs of a body whose first begins at `offset`, as `numbers` makes each of them. `data` has room for all,
+    none of them is BOOL or empty. Raises `Invalid`.
+    """
+    arrays: dict[str, Array] = {}
+    for name, shape, dtype, start in places:
+        try:
+            array: Array = ndarray(shape, dtype, data, offset + start)
+        except ValueError as error:
+            raise _unshapeable(name, error) from None
+        arrays[name] = array if array.flags.aligned else array.copy()
+    return arrays
 
 
 def shaped(flat: Array, name: str, shape: tuple[int, ...]) -> Array:

@@ -10,7 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 from typing import Final
+
+import numpy as np
+
+from flowserve.values import Array
 
 _MICROSECOND_NS: Final = 1000
 # An observation belongs to the first edge that is not below it; what is above the last one has a place of its own.
@@ -30,6 +35,11 @@ class Histogram:
     def observe(self, value: int, count: int = 1) -> None:
         """`count` observations of the same value."""
         self.counts[bisect_left(self.edges, value)] += count
+
+    def observe_all(self, values: Array, counts: Array) -> None:
+        """`counts[i]` observations of `values[i]`, all at once."""
+        found = np.bincount(np.searchsorted(self.edges, values), counts, len(self.counts))
+        self.counts = [*map(add, self.counts, map(int, found))]
 
     def cumulated(self) -> list[int]:
         """How many observations were at most each edge, and last how many there were."""

@@ -78,6 +78,22 @@ class SummarisedStatistics(Statistics):
     hit_window: Window = field(default_factory=Window)
     miss_window: Window = field(default_factory=Window)
 
+    def ran(
+        self,
+        rows: int,
+        count: int,
+        total_ns: int,
+        queue_ns: int,
+        input_ns: int,
+        infer_ns: int,
+        output_ns: int,
+        now_ns: int,
+    ) -> None:
+        Statistics.ran(self, rows, count, total_ns, queue_ns, input_ns, infer_ns, output_ns, now_ns)
+        self.request_window.observe(total_ns, now_ns, count)
+        self.queue_window.observe(queue_ns, now_ns, count)
+        self._computed(now_ns, count, input_ns, infer_ns, output_ns)
+
     def succeeded(self, queued: Sequence[int], started_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         Statistics.succeeded(self, queued, started_ns, input_ns, infer_ns, output_ns)
         now_ns = started_ns + input_ns + infer_ns + output_ns
@@ -85,13 +101,6 @@ class SummarisedStatistics(Statistics):
             self.request_window.observe(now_ns - moment, now_ns)
             self.queue_window.observe(started_ns - moment, now_ns)
         self._computed(now_ns, len(queued), input_ns, infer_ns, output_ns)
-
-    def passed(self, total_ns: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        Statistics.passed(self, total_ns, queue_ns, input_ns, infer_ns, output_ns)
-        now_ns = self.clock()
-        self.request_window.observe(total_ns, now_ns)
-        self.queue_window.observe(queue_ns, now_ns)
-        self._computed(now_ns, 1, input_ns, infer_ns, output_ns)
 
     def hit(self, total_ns: int, cache_ns: int) -> None:
         Statistics.hit(self, total_ns, cache_ns)

@@ -23,37 +23,44 @@ from flowserve.scheduling.streams import StreamFlow
 def record_batch(statistics: Statistics, batch: Batch, outcome: Results | FlowserveError, now_ns: int) -> None:
     """Write one finished batch into its model's statistics, and its durations into the flows of ensembles."""
     tickets = batch.tickets
-    queued = [ticket.queued_ns for ticket in tickets]
     if not isinstance(outcome, Results):
-        statistics.failed(len(queued), len(queued) * now_ns - sum(queued), BACKEND)
+        statistics.failed(len(tickets), _waited(tickets, now_ns), BACKEND)
         statistics.told(str(outcome), wall_clock_ms())
         return
     started_ns = batch.started_ns
     input_ns = outcome.gathered_ns - started_ns
     infer_ns = outcome.computed_ns - outcome.gathered_ns
     output_ns = now_ns - outcome.computed_ns
-    statistics.executed(max(batch.rows, 1), input_ns, infer_ns, output_ns, wall_clock_ms())
+    count = len(tickets)
     first = tickets[0]
+    queued_ns = first.queued_ns
+    if outcome.errors or (count > 1 and [ticket.queued_ns for ticket in tickets].count(queued_ns) != count):
+        _record_each(statistics, batch, outcome, now_ns)
+    else:  # they became ready in one moment, as most batches do
+        statistics.ran(
+            batch.rows or 1,
+            count,
+            now_ns - queued_ns,
+            started_ns - queued_ns,
+            input_ns,
+            infer_ns,
+            output_ns,
+            now_ns,
+        )
     members: Sequence[Ticket] = tickets
-    if len(tickets) == 1 or [ticket.node for ticket in tickets].count(first.node) == len(tickets):
-        node: NodeTraffic = first.flow.owner.traffic[first.node.index]
+    if count == 1 or [ticket.node for ticket in tickets].count(first.node) == count:
+        flow = first.flow
+        node: NodeTraffic = flow.owner.traffic[first.node.index]
         node.ran(batch.rows, outcome.placed)
         if node.is_fixed and not any(outcome.copied):
             node.whole_rows += batch.rows
         else:
             _carry(node, tickets, batch.rows, outcome.copied, is_mixed=False)
-        if not first.flow.plan.graph.is_ensemble:
-            members = ()
+        if not flow.plan.graph.is_ensemble:
+            return
     else:
         _share_out(batch, outcome)
         members = [ticket for ticket in tickets if ticket.flow.plan.graph.is_ensemble]
-    if outcome.errors:
-        failed = [queued[m] for m in outcome.errors]
-        statistics.failed(len(failed), len(failed) * now_ns - sum(failed), BACKEND)
-        statistics.told(str(next(iter(outcome.errors.values()))), wall_clock_ms())
-        queued = [moment for m, moment in enumerate(queued) if m not in outcome.errors]
-    if queued:
-        statistics.succeeded(queued, started_ns, input_ns, infer_ns, output_ns)
     for ticket in members:
         flow = ticket.flow
         flow.queue_ns += started_ns - ticket.queued_ns
@@ -72,9 +79,37 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
         statistics.failed(1, total_ns, OTHER)  # the model whose step it was has counted the reason
         return
     rows = len(next(iter(flow.request.inputs.values()), ())) if flow.plan.graph.max_batch_size else 1
-    durations = (flow.compute_input_ns, flow.compute_infer_ns, flow.compute_output_ns)
-    statistics.executed(max(rows, 1), *durations, now_ms=wall_clock_ms())
-    statistics.passed(total_ns, flow.queue_ns, *durations)
+    statistics.ran(
+        rows or 1,
+        1,
+        total_ns,
+        flow.queue_ns,
+        flow.compute_input_ns,
+        flow.compute_infer_ns,
+        flow.compute_output_ns,
+        now_ns,
+    )
+
+
+def _record_each(statistics: Statistics, batch: Batch, outcome: Results, now_ns: int) -> None:
+    """Write a batch whose members failed in part, or waited for different times."""
+    durations = (
+        outcome.gathered_ns - batch.started_ns,
+        outcome.computed_ns - outcome.gathered_ns,
+        now_ns - outcome.computed_ns,
+    )
+    statistics.executed(batch.rows or 1, *durations, now_ns)
+    if outcome.errors:
+        statistics.failed(len(outcome.errors), _waited([batch.tickets[m] for m in outcome.errors], now_ns), BACKEND)
+        statistics.told(str(next(iter(outcome.errors.values()))), wall_clock_ms())
+    queued = [ticket.queued_ns for m, ticket in enumerate(batch.tickets) if m not in outcome.errors]
+    if queued:
+        statistics.succeeded(queued, batch.started_ns, *durations)
+
+
+def _waited(tickets: Sequence[Ticket], now_ns: int) -> int:
+    """From when they were queued until now, all together."""
+    return sum([now_ns - ticket.queued_ns for ticket in tickets])
 
 
 def _share_out(batch: Batch, results: Results) -> None:

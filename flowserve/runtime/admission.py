@@ -23,6 +23,7 @@ class Admission:
         self._graph = graph
         self._specs = graph.inputs
         self._index = {spec.name: i for i, spec in enumerate(graph.inputs)}
+        self._max_rows = graph.max_batch_size
         self._required = sum(not spec.optional for spec in graph.inputs)
         self._outputs = frozenset(spec.name for spec in graph.outputs)
         self._all_outputs = tuple(spec.name for spec in graph.outputs)
@@ -37,7 +38,7 @@ class Admission:
         """
         inputs = request.inputs
         index = self._index
-        max_rows = self._graph.max_batch_size
+        max_rows = self._max_rows
         if len(inputs) != len(index) and (len(inputs) < self._required or len(inputs) > len(index)):
             self._explain(request)
         if request.outputs is not None and not self._outputs.issuperset(request.outputs):
@@ -53,16 +54,18 @@ class Admission:
             if max_rows:
                 here = shape[0] if shape else -1
                 if rows != here:
-                    if rows != -1:
+                    if rows != -1 or here > max_rows:
                         self._explain(request)
                     rows = here
                 shape = shape[1:]
-                tensors[i] = Tensor(array, 0, rows)
-            else:
-                tensors[i] = Tensor(array)
-            if array.dtype != dtype or (shape != fixed if fixed is not None else not _fits(dims, shape)):
+            found = array.dtype
+            # Comparing two types costs as much as everything else here, and mostly they are one object.
+            if (found is not dtype and found != dtype) or (
+                shape != fixed if fixed is not None else not _fits(dims, shape)
+            ):
                 self._explain(request)
-        if rows > max_rows > 0 or (max_rows and rows < 0 and inputs):
+            tensors[i] = Tensor(array, 0, rows) if max_rows else Tensor(array)
+        if rows < 0 and max_rows and inputs:
             self._explain(request)
         if len(inputs) != len(index):
             for spec in self._specs:

@@ -18,7 +18,7 @@ from flowserve.memory.arena import Arena
 from flowserve.observe.statistics import Statistics, rows_as_json
 from flowserve.observe.summary import summarising
 from flowserve.runtime.cache import Cache, Lru
-from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.clock import ClockNs, wall_clock_ns
 from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.gate import Gate
@@ -124,20 +124,23 @@ class Directory:
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
         """Rows of the statistics extension: of one name, one version, or of everything that is ready."""
+        epoch_ns = wall_clock_ns() - self.clock()
         if not name:
-            return rows_as_json(list(self._statistics.values()))
+            return rows_as_json(list(self._statistics.values()), epoch_ns)
         entry = self.entries.get(name)
         if entry is None or not entry.ready:
             raise Invalid(f"requested model '{name}' is not available")
         if not version:
-            return rows_as_json([deployment.statistics for deployment in entry.ready.values()])
+            return rows_as_json([deployment.statistics for deployment in entry.ready.values()], epoch_ns)
         if not _is_version(version) or int(version) not in entry.ready:
             raise Invalid(f"requested model version is not available for model '{name}'")
-        return rows_as_json([entry.ready[int(version)].statistics])
+        return rows_as_json([entry.ready[int(version)].statistics], epoch_ns)
 
     def counters(self) -> list[tuple[Statistics, int]]:
         """Every deployment version's counters, and how many requests wait in its model's queue (0 for an ensemble)."""
         waiting = self.dispatcher.waiting()
+        for one in self._statistics.values():
+            one.add_up()
         return [(statistics, waiting.get(key, 0)) for key, statistics in self._statistics.items()]
 
     # ------------------------------------------------------------------ changing

@@ -21,7 +21,7 @@ from flowserve.backends.credit import CreditSender
 from flowserve.errors import FlowserveError
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, Statistics
-from flowserve.runtime.clock import ClockNs, wall_clock_ms
+from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.parameters import request_after
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.dispatcher import Dispatcher
@@ -155,7 +155,7 @@ class Streaming:
             started_ns = batch.started_ns
             statistics: Statistics = batch.queue.observer
             input_ns = max(outcome.gathered_ns - started_ns, 0)
-            statistics.executed(batch.rows, input_ns, now_ns - started_ns - input_ns, 0, wall_clock_ms())
+            statistics.executed(batch.rows, input_ns, now_ns - started_ns - input_ns, 0, now_ns)
             for ticket in batch.tickets:
                 ticket.flow.owner.traffic[ticket.node.index].ran(ticket.rows, ())
         self._dispatcher.execute_returned(batch)

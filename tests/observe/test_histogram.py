@@ -22,17 +22,37 @@ def test_a_bucket_holds_what_is_at_most_its_edge(values: list[int]) -> None:
     ]
 
 
-@given(st.lists(durations, min_size=1), durations, st.booleans())
-def test_a_batch_is_counted_as_its_requests_would_be_one_by_one(waits: list[int], ran: int, alike: bool) -> None:
-    waits = waits[:1] * len(waits) if alike else waits
+@given(st.lists(durations, min_size=1, max_size=200), durations)
+def test_a_batch_is_counted_as_its_requests_would_be_one_by_one(waits: list[int], ran: int) -> None:
     started = 200_000_000_000
     together, alone = Statistics("m", 1), Statistics("m", 1)
     together.succeeded([started - wait for wait in waits], started, 0, ran, 0)
     for wait in waits:
-        alone.passed(wait + ran, wait, 0, ran, 0)
+        alone.ran(1, 1, wait + ran, wait, 0, ran, 0, started + ran)
+    alone.add_up()
     for one in ("queue_duration", "request_duration", "compute_duration"):
         assert getattr(together, one).counts == getattr(alone, one).counts
     assert (together.success_ns, together.queue_ns) == (alone.success_ns, alone.queue_ns)
+
+
+counts = st.integers(1, 64)
+took = st.integers(0, 10**9)
+
+
+@given(st.lists(st.tuples(counts, counts, took, took, took, took), max_size=300))
+def test_what_was_noted_comes_to_the_same_however_much_is_added_up_at_once(
+    batches: list[tuple[int, int, int, int, int, int]],
+) -> None:
+    often, late = Statistics("m", 1), Statistics("m", 1)
+    for at, (rows, count, waited, *durations) in enumerate(batches):
+        for one in (often, late):
+            one.ran(rows, count, waited + sum(durations), waited, *durations, now_ns=at)
+        often.add_up()
+    assert late.as_json(0) == often.as_json(0)
+    assert late.success_count == sum(count for _, count, *_ in batches)
+    assert late.last_inference_ns == (len(batches) - 1 if batches else None)
+    for name in ("queue_duration", "request_duration", "compute_duration"):
+        assert getattr(late, name).counts == getattr(often, name).counts
 
 
 def test_the_edges_hold_those_of_tritons_histogram_and_every_common_batch() -> None:

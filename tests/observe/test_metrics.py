@@ -44,7 +44,7 @@ def samples(one: Statistics, pending: int = 0) -> dict[tuple[str, ...], float]:
 def busy() -> Statistics:
     """Two requests of one batch succeeded, after 1 ms and 151 ms in the queue and 60 ms on an instance."""
     one = Statistics("m", 2, nodes=node_traffics(ALONE))
-    one.executed(3, 10 * MS, 20 * MS, 30 * MS, now_ms=1)
+    one.executed(3, 10 * MS, 20 * MS, 30 * MS, now_ns=1)
     one.succeeded([0, 150 * MS], 151 * MS, 10 * MS, 20 * MS, 30 * MS)
     one.nodes[0].ran(3, placed=[48])
     one.nodes[0].edges[0].carried(48, 48, out_of_one=False)

@@ -25,7 +25,7 @@ def after(*batches: tuple[int, int]) -> Reading:
     """A model that ran batches of (requests, compute nanoseconds), each of which waited 3 ms."""
     one = Statistics("m", 1)
     for requests, compute_ns in batches:
-        one.executed(requests, 0, compute_ns, 0, now_ms=0)
+        one.executed(requests, 0, compute_ns, 0, now_ns=0)
         one.succeeded([0] * requests, 3 * MS, 0, compute_ns, 0)
     return read(one)
 

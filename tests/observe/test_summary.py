@@ -50,7 +50,8 @@ def busy() -> Statistics:
     one = summarising(lambda: 10 * SECOND)("m", 1)
     one.executed(2, 1_000_000, 2_000_000, 3_000_000, 0)
     one.succeeded([9 * SECOND, 9 * SECOND + 500_000_000], 9_994_000_000, 1_000_000, 2_000_000, 3_000_000)
-    one.passed(4 * SECOND, SECOND, 7_000_000, 0, 0)
+    one.ran(1, 1, 4 * SECOND, SECOND, 7_000_000, 0, 0, 10 * SECOND)
+    one.add_up()
     one.hit(2_000_000, 1_000_000)
     one.missed(5_000_000)
     return one

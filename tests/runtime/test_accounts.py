@@ -197,6 +197,7 @@ async def test_histograms_and_sizes_count_what_the_counters_count() -> None:
         await together(engine, *[lambda i=i: ask(engine, "chain", i) for i in range(12)])
         model, chain = (engine.find(name).statistics for name in ("a", "chain"))
         for one in (model, chain):
+            one.add_up()
             for histogram in (one.request_duration, one.queue_duration, one.compute_duration):
                 assert histogram.cumulated()[-1] == one.success_count == 12
             assert one.batch_rows().cumulated()[-1] == one.execution_count
