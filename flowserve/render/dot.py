@@ -27,20 +27,20 @@ def _lines(graph: Graph, facts: Facts) -> Iterator[str]:
     yield 'edge [fontname="monospace", fontsize=10];'
     for index, spec in enumerate(graph.inputs):
         yield f'in{index} [shape=oval, fillcolor="#f6f8fa", label={_quote(spec.name, kind(spec))}];'
-    yield from _scope(outermost, numbers, facts)
+    yield from _scope(graph, outermost, numbers, facts)
     for index, spec in enumerate(graph.outputs):
         yield f'out{index} [shape=oval, fillcolor="#f6f8fa", label={_quote(spec.name, kind(spec))}];'
     for edge in graph.edges:
         yield _edge(graph, edge)
 
 
-def _scope(scope: Scope, numbers: dict[int, int], facts: Facts) -> Iterator[str]:
+def _scope(graph: Graph, scope: Scope, numbers: dict[int, int], facts: Facts) -> Iterator[str]:
     for node in scope.nodes:
-        yield f"n{node.index} [label={_quote(*node_lines(node, facts))}];"
+        yield f"n{node.index} [label={_quote(*node_lines(graph, node, facts))}];"
     for inner in scope.inner:
         yield f"subgraph cluster_{numbers[id(inner)]} {{"
         yield f"    label={_quote(ensemble_title(inner.name, inner.ensemble, facts))};"
-        for line in _scope(inner, numbers, facts):
+        for line in _scope(graph, inner, numbers, facts):
             yield f"    {line}"
         yield "}"
 

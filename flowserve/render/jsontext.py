@@ -47,7 +47,13 @@ def graph_document(graph: Graph, facts: Facts) -> dict[str, Any]:
 
 def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
     return [
-        {"name": spec.name, "dtype": str(spec.dtype), "dims": list(spec.dims), "optional": spec.optional}
+        {
+            "name": spec.name,
+            "dtype": str(spec.dtype),
+            "dims": list(spec.dims),
+            "optional": spec.optional,
+            "ragged": spec.ragged,
+        }
         for spec in specs
     ]
 

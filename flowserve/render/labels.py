@@ -11,8 +11,11 @@ from flowserve.values import TensorSpec
 
 
 def kind(spec: TensorSpec) -> str:
-    """Data type and dims as a configuration writes them, without the batch dimension: "FP32 [3,-1]"."""
-    return f"{spec.dtype} [{','.join(map(str, spec.dims))}]"
+    """Data type and dims as a configuration writes them, without the batch dimension, and what is special about it:
+    "FP32 [3,-1]", "INT64 [-1] ragged", "FP32 [4] optional".
+    """
+    marks = [word for word, is_so in (("ragged", spec.ragged), ("optional", spec.optional)) if is_so]
+    return " ".join([str(spec.dtype), f"[{','.join(map(str, spec.dims))}]", *marks])
 
 
 def batching(max_batch_size: int) -> str:
@@ -57,10 +60,24 @@ def short_name(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def node_lines(node: Node, facts: Facts) -> tuple[str, ...]:
-    """A node's box: its short name, then everything known about its model."""
+def node_lines(graph: Graph, node: Node, facts: Facts) -> tuple[str, ...]:
+    """A node's box: its short name, then everything known about its model, and which of its inputs are special: they
+    have no box of their own.
+    """
     known = facts.get(node.model.name, UNKNOWN)
-    return (short_name(node.name), *model_lines(node, known))
+    return (short_name(node.name), *model_lines(node, known), *_special_inputs(graph, node))
+
+
+def _special_inputs(graph: Graph, node: Node) -> Iterator[str]:
+    ragged = [spec.name for spec in node.inputs if spec.ragged]
+    optional = {index: spec.name for index, spec in enumerate(node.inputs) if spec.optional}
+    if ragged:
+        yield f"ragged: {', '.join(ragged)}"
+    if optional:
+        given = {edge.input for edge in graph.edges if edge.consumer == node.index}
+        yield "optional: " + ", ".join(
+            name if index in given else f"{name} (not given)" for index, name in optional.items()
+        )
 
 
 def model_lines(node: Node, known: ModelFacts) -> Iterator[str]:

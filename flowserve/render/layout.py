@@ -194,7 +194,7 @@ class _Layout:
             boxes |= {("in", i): _box("end", (s.name, kind(s)), 0, 1) for i, s in enumerate(self.graph.inputs)}
             boxes |= {("out", i): _box("end", (s.name, kind(s)), 1, 0) for i, s in enumerate(self.graph.outputs)}
         for node in scope.nodes:
-            lines = (*node_lines(node, self.facts), *self.spare.lines)
+            lines = (*node_lines(self.graph, node, self.facts), *self.spare.lines)
             box = _box("node", lines, len(node.inputs), len(node.outputs))
             box.node = node.index
             boxes["node", node.index] = box

@@ -23,20 +23,20 @@ def _lines(graph: Graph, facts: Facts) -> Iterator[str]:
     numbers = {id(scope): number for number, scope in enumerate(outermost.walk())}
     for index, spec in enumerate(graph.inputs):
         yield f'in{index}(["{_label(spec.name, kind(spec))}"])'
-    yield from _scope(outermost, numbers, facts)
+    yield from _scope(graph, outermost, numbers, facts)
     for index, spec in enumerate(graph.outputs):
         yield f'out{index}(["{_label(spec.name, kind(spec))}"])'
     for edge in graph.edges:
         yield _edge(graph, edge)
 
 
-def _scope(scope: Scope, numbers: dict[int, int], facts: Facts) -> Iterator[str]:
+def _scope(graph: Graph, scope: Scope, numbers: dict[int, int], facts: Facts) -> Iterator[str]:
     """What stands in one ensemble, nested ones as subgraphs."""
     for node in scope.nodes:
-        yield f'n{node.index}["{_label(*node_lines(node, facts))}"]'
+        yield f'n{node.index}["{_label(*node_lines(graph, node, facts))}"]'
     for inner in scope.inner:
         yield f'subgraph s{numbers[id(inner)]}["{_label(ensemble_title(inner.name, inner.ensemble, facts))}"]'
-        for line in _scope(inner, numbers, facts):
+        for line in _scope(graph, inner, numbers, facts):
             yield f"    {line}"
         yield "end"
 

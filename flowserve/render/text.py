@@ -38,7 +38,7 @@ def _node_title(node: Node, facts: Facts) -> str:
 
 def _graph_inputs(graph: Graph) -> Iterator[Row]:
     for index, spec in enumerate(graph.inputs):
-        yield spec.name, kind(spec) + (" optional" if spec.optional else ""), _readers(graph, GRAPH, index)
+        yield spec.name, kind(spec), _readers(graph, GRAPH, index)
 
 
 def _graph_outputs(graph: Graph, costs: Costs) -> Iterator[Row]:
@@ -51,7 +51,7 @@ def _node_rows(graph: Graph, node: Node, costs: Costs) -> Iterator[Row]:
     fed = {edge.input: edge for edge in graph.edges if edge.consumer == node.index}
     for index, spec in enumerate(node.inputs):
         edge = fed.get(index)
-        source = "not given (optional)" if edge is None else f"<- {_source(graph, edge)}{costs.get(edge, '')}"
+        source = "not given" if edge is None else f"<- {_source(graph, edge)}{costs.get(edge, '')}"
         yield spec.name, kind(spec), source
     for index, spec in enumerate(node.outputs):
         yield spec.name, kind(spec), _readers(graph, node.index, index) or "not asked for"

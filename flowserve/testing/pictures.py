@@ -14,14 +14,20 @@ SPEC = "FP32[3,224,224]"
 
 
 def read_text_graph() -> Graph:
-    """Branches, a nested ensemble, an optional input nobody gives, an output nobody asks for."""
+    """Branches, a nested ensemble, optional inputs of which one is ragged and one not given, an output nobody wants."""
     decode = model("decode", {"BYTES": "BYTES[1]"}, {"PAGE": "UINT8[-1,-1]", "ANGLE": "FP32[1]"})
     find = model("find", {"PAGE": "UINT8[-1,-1]"}, {"GLYPHS": "FP32[16,1,28,28]", "BOXES": "INT32[16,4]"})
     read = model("read", {"X": "FP32[16,1,28,28]"}, {"SCORES": "FP32[16,62]", "FEATURES": "FP32[16,64]"}, 64)
     turn = model("turn", {"PAGE": "UINT8[-1,-1]", "ANGLE": "FP32[1]"}, {"UPRIGHT": "FP32[1]"})
     join = model(
         "join",
-        {"SCORES": "FP32[16,62]", "BOXES": "INT32[16,4]", "UPRIGHT": "FP32[1]", "HINT": "BYTES[1]?"},
+        {
+            "SCORES": "FP32[16,62]",
+            "BOXES": "INT32[16,4]",
+            "UPRIGHT": "FP32[1]",
+            "HINT": "BYTES[1]?",
+            "WORDS": "INT64[*]?",
+        },
         {"TEXT": "BYTES[1]", "SURE": "FP32[1]"},
     )
     find_and_read = ensemble(
@@ -35,13 +41,17 @@ def read_text_graph() -> Graph:
     )
     config = ensemble(
         "read_text",
-        {"image": "BYTES[1]"},
+        {"image": "BYTES[1]", "words": "INT64[-1]?"},
         {"text": "BYTES[1]", "sure": "FP32[1]"},
         [
             ("decode", {"BYTES": "image"}, {"PAGE": "page", "ANGLE": "angle"}),
             ("find_and_read", {"page": "page"}, {"scores": "scores", "boxes": "boxes"}),
             ("turn", {"PAGE": "page", "ANGLE": "angle"}, {"UPRIGHT": "upright"}),
-            ("join", {"SCORES": "scores", "BOXES": "boxes", "UPRIGHT": "upright"}, {"TEXT": "text", "SURE": "sure"}),
+            (
+                "join",
+                {"SCORES": "scores", "BOXES": "boxes", "UPRIGHT": "upright", "WORDS": "words"},
+                {"TEXT": "text", "SURE": "sure"},
+            ),
         ],
     )
     return compile_ensemble(config, 1, available(decode, find, read, turn, join, find_and_read))
