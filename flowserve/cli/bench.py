@@ -19,9 +19,9 @@ from rich.table import Table
 
 from flowserve.cli.client import Address, metadata
 from flowserve.cli.load import Measured, measure_server
-from flowserve.cli.progress import output
 from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
 from flowserve.cli.tensors import infer_body, made_up, read_inputs
+from flowserve.cli.terminal import output
 from flowserve.config.write import text_of
 from flowserve.errors import FlowserveError
 

@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import trio
-from rich.console import Console
 
 from flowserve.cli import logs
 from flowserve.cli.gpu_options import GpuChoice
 from flowserve.cli.grpc_front import open_grpc
 from flowserve.cli.listen import UNIX, listen, url
 from flowserve.cli.options import RunOptions
-from flowserve.cli.progress import Progress, output, served_table
+from flowserve.cli.progress import Progress, progress
 from flowserve.cli.shutdown import Shutdown, end_now
 from flowserve.cli.trace_options import opentelemetry_settings, trace_choice
 from flowserve.config.instances import OFF, Gpus
@@ -133,7 +132,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
                     await nursery.start(metrics.serve, metrics_listeners)
                 if grpc_server is not None:
                     await nursery.start(grpc_server.serve, engine, control, app_options.client_memory, log_settings)
-                status = await _load(options, engine, control, shutdown, output(), where)
+                status = await _load(options, engine, control, shutdown, progress(), where)
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
@@ -173,11 +172,11 @@ def _app_options(options: RunOptions, log_settings: LogSettings) -> AppOptions:
 
 
 async def _load(
-    options: RunOptions, engine: Engine, control: Control, shutdown: Shutdown, console: Console, where: str
+    options: RunOptions, engine: Engine, control: Control, shutdown: Shutdown, progress: Progress, where: str
 ) -> int:
     """Load everything, telling the operator. Returns 0 where the server should go on (or was told to stop)."""
     try:
-        with shutdown.until_asked() as loading, Progress(console) as progress:
+        with shutdown.until_asked() as loading, progress:
             failures = await control.start(progress.report)
     except FlowserveError as error:
         return _failed(str(error))
@@ -187,7 +186,7 @@ async def _load(
         _report_failures(failures, len(engine.entries))
         if options.exit_on_error:
             return _failed("not serving; --exit-on-error false serves the models that did load")
-    console.print(served_table(engine.entries, where))
+    progress.served(engine.entries, where)
     print(f"listening on {where}", flush=True)
     return 0
 

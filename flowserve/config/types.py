@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from flowserve.errors import Place
 from flowserve.values import DType, TensorSpec
@@ -56,6 +56,9 @@ class DynamicBatching:
     default_priority_level: int = 0
     default_queue_policy: QueuePolicy = QueuePolicy()
     priority_queue_policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
+
+
+LATEST: Final = -1  # of a step's `version`: the highest there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,11 @@ class ModelConfig:
     @property
     def is_ensemble(self) -> bool:
         return self.ensemble is not None
+
+    @property
+    def steps(self) -> tuple[EnsembleStep, ...]:
+        """Those of an ensemble; none for a plain model."""
+        return self.ensemble.steps if self.ensemble else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from flowserve.config.types import SourceMap
+from flowserve.config.types import LATEST, SourceMap
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.graph.notation import input_json, output_json
 from flowserve.graph.notation import tensor as parse_tensor
 from flowserve.graph.types import GRAPH
-from flowserve.graph.wiring import LATEST
 from flowserve.values import TensorSpec
 
 _OURS: Final = ("flowserve.graph.", "flowserve.authoring.")

@@ -15,6 +15,7 @@ from typing import Final
 import networkx as nx
 
 from flowserve.config.suggest import did_you_mean
+from flowserve.config.types import LATEST
 from flowserve.errors import Place, Problem
 from flowserve.graph.facts import (
     both_ends,
@@ -34,7 +35,7 @@ from flowserve.graph.facts import (
     unreachable,
 )
 from flowserve.graph.types import GRAPH
-from flowserve.graph.wiring import LATEST, End, Step, Wiring, ensembles_below, wire
+from flowserve.graph.wiring import End, Step, Wiring, ensembles_below, wire
 
 Rule = Callable[[Wiring], Iterator[Problem]]
 

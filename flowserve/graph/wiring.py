@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-from flowserve.config.types import EnsembleStep, ModelConfig
+from flowserve.config.types import LATEST, EnsembleStep, ModelConfig
 from flowserve.errors import Place
 from flowserve.graph.types import GRAPH
 from flowserve.values import TensorSpec
-
-LATEST = -1
 
 Available = Mapping[str, Mapping[int, ModelConfig]]
 
@@ -110,16 +108,9 @@ def find_step_model(step: EnsembleStep, available: Available) -> tuple[int | Non
     return version, None if version is None else versions[version]
 
 
-def written_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
-    """The steps of an ensemble; none for a plain model."""
-    return config.ensemble.steps if config.ensemble else ()
-
-
 def wire(config: ModelConfig, available: Available, failed: Mapping[str, str]) -> Wiring:
     """Collect the writers and readers of every tensor of an ensemble."""
-    steps = tuple(
-        Step(index, step, *find_step_model(step, available)) for index, step in enumerate(written_steps(config))
-    )
+    steps = tuple(Step(index, step, *find_step_model(step, available)) for index, step in enumerate(config.steps))
     writers: dict[str, list[End]] = {}
     readers: dict[str, list[End]] = {}
     for spec in config.inputs:
@@ -145,7 +136,7 @@ def ensembles_below(config: ModelConfig, available: Available) -> nx.DiGraph[str
     waiting = [config]
     while waiting:
         outer = waiting.pop()
-        for step in written_steps(outer):
+        for step in outer.steps:
             if step.model not in below:
                 inner = find_step_model(step, available)[1]
                 if inner is None or not inner.is_ensemble:
@@ -162,10 +153,7 @@ def containment_order(configs: Mapping[str, ModelConfig]) -> list[str]:
     contains: nx.DiGraph[str] = nx.DiGraph()
     contains.add_nodes_from(name for name, config in configs.items() if config.is_ensemble)
     contains.add_edges_from(
-        (step.model, name)
-        for name, config in configs.items()
-        for step in written_steps(config)
-        if step.model in contains
+        (step.model, name) for name, config in configs.items() for step in config.steps if step.model in contains
     )
     groups = nx.condensation(contains)
     members = {group: sorted(groups.nodes[group]["members"]) for group in groups}

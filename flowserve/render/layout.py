@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Literal
 
-import networkx as nx
-
 from flowserve.graph.types import Graph
 from flowserve.render.facts import Facts
 from flowserve.render.labels import ensemble_title, kind, node_lines, written
@@ -271,6 +269,8 @@ def _spread(count: int, height: float) -> tuple[float, ...]:
 
 def _choose_layers(boxes: dict[End, Box], joints: Iterable[Joint]) -> None:
     """Inputs first, outputs last, and between them each box right of all that it waits for."""
+    import networkx as nx  # not before something is drawn: a server that nobody looks at does without
+
     joined: nx.DiGraph[End] = nx.DiGraph()
     joined.add_nodes_from(end for end in boxes if end[0] not in ("in", "out"))
     joined.add_edges_from((j.source, j.target) for j in joints if j.source[0] != "in" and j.target[0] != "out")

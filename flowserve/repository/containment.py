@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from flowserve.config.types import ModelConfig
-from flowserve.graph.wiring import written_steps
 
 # Name -> the names of its steps; none for a plain model.
 Steps = Mapping[str, Collection[str]]
@@ -18,7 +17,7 @@ Steps = Mapping[str, Collection[str]]
 
 def steps_of(config: ModelConfig) -> frozenset[str]:
     """The names an ensemble is made of; none for a plain model."""
-    return frozenset(step.model for step in written_steps(config))
+    return frozenset(step.model for step in config.steps)
 
 
 class Containment:

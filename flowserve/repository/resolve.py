@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Problems
-from flowserve.graph.compile import compile_ensemble, compile_model
+from flowserve.graph.plain import compile_model
 from flowserve.graph.types import Graph
-from flowserve.graph.wiring import containment_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,11 @@ def resolve(
     }
     models = tuple(sorted(name for name in available if name in asked and not configs[name].is_ensemble))
     graphs = {name: {version: compile_model(configs[name], version) for version in versions[name]} for name in models}
-    ensembles = []
-    for name in containment_order({name: configs[name] for name in available}):
-        if name not in asked:
-            continue
+    ensembles: list[str] = []
+    for name in _ensembles({name: configs[name] for name in available}, asked):
+        # Not before there is one: the library of graphs takes longer to import than all of this room.
+        from flowserve.graph.compile import compile_ensemble
+
         try:
             graphs[name] = {
                 version: compile_ensemble(configs[name], version, available, reasons) for version in versions[name]
@@ -62,6 +62,15 @@ def resolve(
             failures[name] = problems
             reasons[name] = _reason(problems)
     return Resolution(models, tuple(ensembles), graphs, failures)
+
+
+def _ensembles(configs: Mapping[str, ModelConfig], asked: Collection[str]) -> list[str]:
+    """Those that are asked for, each after those it contains."""
+    if not any(configs[name].is_ensemble for name in asked if name in configs):
+        return []
+    from flowserve.graph.wiring import containment_order
+
+    return [name for name in containment_order(configs) if name in asked]
 
 
 def _reason(error: FlowserveError) -> str:

@@ -17,7 +17,7 @@ import trio
 
 from flowserve.config.types import ModelConfig, WarmupInput, WarmupSample
 from flowserve.errors import FlowserveError, Invalid
-from flowserve.graph.compile import compile_model
+from flowserve.graph.plain import compile_model
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.memory import bytes_codec
 from flowserve.observe.statistics import Statistics

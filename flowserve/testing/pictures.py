@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from flowserve.config.types import ModelConfig
-from flowserve.graph.compile import compile_ensemble, compile_model
+from flowserve.graph.compile import compile_ensemble
+from flowserve.graph.plain import compile_model
 from flowserve.graph.types import Graph
 from flowserve.render.facts import Instances, ModelFacts
 from flowserve.testing.ensembles import Step, available, ensemble, model

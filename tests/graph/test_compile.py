@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from flowserve.config.types import Ensemble, EnsembleStep, ModelConfig
 from flowserve.errors import Problems
-from flowserve.graph.compile import compile_ensemble, compile_model
+from flowserve.graph.compile import compile_ensemble
+from flowserve.graph.plain import compile_model
 from flowserve.graph.plan import NO_SLOT, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey
 from flowserve.testing.ensembles import Drawn, available, ensemble, ensembles, model

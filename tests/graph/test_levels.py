@@ -8,7 +8,8 @@ import pytest
 
 from flowserve.config.types import Ensemble, InstanceGroup, ModelConfig
 from flowserve.errors import Problems
-from flowserve.graph.compile import compile_ensemble, compile_model
+from flowserve.graph.compile import compile_ensemble
+from flowserve.graph.plain import compile_model
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph
 from flowserve.testing.ensembles import Step, available, ensemble, model

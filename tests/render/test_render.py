@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 
 from flowserve.errors import Invalid, Unsupported
-from flowserve.graph.compile import compile_ensemble, compile_model
+from flowserve.graph.compile import compile_ensemble
+from flowserve.graph.plain import compile_model
 from flowserve.graph.types import Graph
 from flowserve.render.dot import render_dot
 from flowserve.render.facts import Facts, ModelFacts

@@ -10,7 +10,7 @@ import pytest
 from flowserve.backends.base import Results
 from flowserve.config.types import ModelConfig, SequenceBatching, SequenceState, SourceMap
 from flowserve.errors import ModelFailed
-from flowserve.graph.compile import compile_model
+from flowserve.graph.plain import compile_model
 from flowserve.graph.plan import make_plan
 from flowserve.memory.assemble import gather, scatter
 from flowserve.memory.pool import HOST
