@@ -17,6 +17,7 @@ from flowserve.backends.base import LoadedModel, RunsInProcess
 from flowserve.backends.device import OnDevice
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
+from flowserve.runtime.alone import Company
 from flowserve.runtime.children import SUPPORTED, Children
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.device_host import DeviceHost
@@ -48,6 +49,7 @@ class Processes:
     def __init__(self, clock: ClockNs) -> None:
         self.children = Children(clock)
         self.readiness = Readiness()
+        self.company = Company()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve them. Ends by cancellation, after `close`."""
@@ -169,7 +171,14 @@ def _in_processes(
         )
     packer = InputPacker(config.inputs)
     return lambda name, group: host(
-        name, config, model.remote(name, group), packer, processes.children, processes.readiness, clock
+        name,
+        config,
+        model.remote(name, group),
+        packer,
+        processes.children,
+        processes.readiness,
+        processes.company,
+        clock,
     )
 
 

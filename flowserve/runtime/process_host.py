@@ -1,9 +1,9 @@
 """Where a batch meets a model in a process of its own.
 
 Decided here: how an instance in a process is opened, given batches and closed. A batch is packed and sent on the loop,
-its answer is read on the loop; there is no thread or task per child. A process that says what cannot be is ended. When
-one has ended, what it was running fails; what else that means is decided in supervisor.py, how things are sent in
-process_link.py.
+its answer is read on the loop, in place where it is taken to be alone (alone.py); there is no thread or task per
+child. A process that says what cannot be is ended. When one has ended, what it was running fails; what else that means
+is decided in supervisor.py, how things are sent in process_link.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from flowserve.backends.child.main import Job
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.memory.arena import Arena
+from flowserve.runtime.alone import WAIT_NS_MAX, Company, Pace
 from flowserve.runtime.children import Child, Children
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome, gather
@@ -41,10 +42,13 @@ ENTRY: Final = "flowserve.backends.child.main:serve"
 EOF_GRACE_S: Final = 1.0
 # A model that is unloaded has this long to finish and to finalize; at the end of the server the exit timeout counts.
 CLOSE_S_MAX: Final = 600.0
+_WAIT_MS: Final = WAIT_NS_MAX // 1_000_000
 
 
 class ProcessHost:
     """One instance in a child process. The scheduling room holds it as an opaque handle."""
+
+    _waits = True  # in place, where that is quick
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class ProcessHost:
         packer: InputPacker,
         children: Children,
         readiness: Readiness,
+        company: Company,
         clock: ClockNs,
     ) -> None:
         self.name = name
@@ -70,6 +75,9 @@ class ProcessHost:
         self._packer = packer
         self._children = children
         self._readiness = readiness
+        self._company = company
+        self._pace = Pace()
+        self._answer = select.poll()  # on which it is waited for in place
         self._clock = clock
         self._completions: Completions | None = None
         self._link: Link | None = None
@@ -122,16 +130,19 @@ class ProcessHost:
             return Unavailable(f"model '{self._model}', instance '{self.name}': its process is not running")
         batch.started_ns = self._clock()
         self.running = batch
+        is_alone = self._company.begins(batch)
         try:
             self._send(link, batch)
         except ConnectionError:
-            pass  # its process has ended, and in a moment we are told how
+            return None  # its process has ended, and in a moment we are told how
         except FlowserveError as error:
-            self.running = None
+            self._is_over()
             return error
         except OSError as error:
-            self.running = None
+            self._is_over()
             return Internal(f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}")
+        if is_alone and self._waits and self._calls is None and self._pace.is_quick:
+            return self._wait(link)
         return None
 
     def close(self) -> None:
@@ -167,12 +178,14 @@ class ProcessHost:
         elif self.child is child and self._link is not None:
             self._link.on_calls = self._begin_calls
             self._readiness.watch(child.socket.fileno(), self._read)
+            self._answer = select.poll()
+            self._answer.register(child.socket, select.POLLIN)
 
     def _over(self, child: Child) -> None:
         """Its process has ended: what ran there fails at once, and is never tried again; nobody knows what it did."""
         self._let_go()
         self.ended = child.ended
-        batch, self.running = self.running, None
+        batch = self._is_over()
         if batch is not None and self._completions is not None:
             self._completions.finished(batch, self._outcome(batch, InstanceDied(child.ended)))
         if self.on_end is not None:
@@ -208,6 +221,24 @@ class ProcessHost:
             self._readiness.forget(self.child.socket.fileno())
             self.child.kill(why=f"what its process said cannot be ({what}); it was killed")
 
+    def _wait(self, link: Link) -> Outcome | None:
+        """The answer where it comes at once; None where it comes later, or the process has ended: `_read` is told."""
+        self._answer.poll(_WAIT_MS)
+        try:
+            while (outcome := link.read()) is True:
+                pass
+        except EOFError:
+            return None
+        except Garbled as error:
+            self._wrong(str(error))
+            return None
+        if outcome is False:
+            return None
+        batch = self._is_over()
+        assert batch is not None, "it was sent a moment ago"
+        self._judge(batch, outcome)
+        return outcome
+
     def _read(self) -> None:
         link, child = self._link, self.child
         if link is None or child is None:
@@ -226,16 +257,29 @@ class ProcessHost:
             self._finish(outcome)
 
     def _finish(self, outcome: Outcome) -> None:
-        batch, self.running = self.running, None
+        batch = self._is_over()
         assert batch is not None, "the link takes no answer that was not asked for"
         assert self._completions is not None
+        self._judge(batch, outcome)
+        self._completions.finished(batch, self._outcome(batch, outcome))
+
+    def _is_over(self) -> Batch | None:
+        """What its process was busy with, which it is no more."""
+        batch, self.running = self.running, None
+        if batch is not None:
+            self._company.ends()
+        return batch
+
+    def _judge(self, batch: Batch, outcome: Outcome) -> None:
+        """What its answer says of time is made possible, and of how quick it is."""
         if isinstance(outcome, Results):
             # Another process's clock is the same clock, and other people's code may have written it.
             now_ns = self._clock()
             if not batch.started_ns <= outcome.gathered_ns <= outcome.computed_ns <= now_ns:
                 outcome.gathered_ns = min(max(outcome.gathered_ns, batch.started_ns), now_ns)
                 outcome.computed_ns = min(max(outcome.computed_ns, outcome.gathered_ns), now_ns)
-        self._completions.finished(batch, self._outcome(batch, outcome))
+            if len(batch.tickets) == 1:
+                self._pace.took(outcome.computed_ns - batch.started_ns)
 
     def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
         return outcome

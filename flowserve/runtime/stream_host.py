@@ -63,6 +63,8 @@ class StreamHost(LocalHost):
 class StreamProcessHost(ProcessHost):
     """The same in a process of its own."""
 
+    _waits = False  # its answers come by themselves
+
     def __init__(self, *arguments: Any, streaming: Streaming) -> None:
         super().__init__(*arguments)
         self._streaming = streaming

@@ -15,8 +15,10 @@ import trio
 from flowserve.backends import registry
 from flowserve.backends.base import Results
 from flowserve.config.types import InstanceGroup
-from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, InstanceDied, Invalid, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.runtime import alone, process_host
+from flowserve.runtime.alone import LOOK_EVERY, STREAK
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
@@ -282,3 +284,54 @@ async def test_a_process_that_says_what_cannot_be_is_ended_and_its_requests_fail
     with trio.fail_after(30):
         with pytest.raises(FlowserveError, match="what its process said cannot be"):
             await served.ask("liar", row(1))
+
+
+def _wait_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models count as quick, however busy the machine is that runs this."""
+    monkeypatch.setattr(alone, "QUICK_NS", 1 << 60)
+    monkeypatch.setattr(process_host, "_WAIT_MS", 5000)
+
+
+class _Turns(trio.abc.Instrument):
+    """How often the loop went to sleep."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.count += 1
+
+
+async def test_a_request_that_is_alone_goes_through_its_processes_in_one_turn_of_the_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _wait_on_any_machine(monkeypatch)
+    for name in ("twice", "again"):
+        await served.add(name, OUT.format("given * 2"))
+    add_chain(served.engine, "chain", ["twice", "again"])
+    for number in range(2 * STREAK):
+        await served.ask("chain", row(number))
+    turns = _Turns()
+    trio.lowlevel.add_instrument(turns)
+    at_once = 0
+    for number in range(2 * LOOK_EVERY):
+        before = turns.count
+        answer = await served.ask("chain", row(number))
+        assert answer.tolist() == row(number * 4).tolist()
+        at_once += turns.count == before
+    # Of 16 executions one is left to the loop, and of 8 requests one waits for the end of its turn.
+    assert at_once >= LOOK_EVERY
+    assert served.lent_bytes() == 0
+
+
+@pytest.mark.fault("R2")
+async def test_a_process_that_dies_while_the_loop_waits_for_it_fails_its_request_by_name(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _wait_on_any_machine(monkeypatch)
+    body = "        if given[0, 0] < 0:\n            os.kill(os.getpid(), 9)\n" + OUT.format("given * 2")
+    await served.add("mortal", body)
+    for number in range(STREAK + 3):
+        await served.ask("mortal", row(number))
+    with trio.fail_after(5), pytest.raises(InstanceDied, match=r"'mortal_0'.*SIGKILL"):
+        await served.ask("mortal", row(-1))

@@ -1,0 +1,66 @@
+"""Whether the loop waits in place for a model's process to answer, instead of sleeping until it is told.
+
+Decided here: it does while requests come one by one, to models that are quick. Then there is nothing else to do
+meanwhile, and to be told costs a turn of the loop for every step, as much as a cheap step itself. That somebody else
+came a loop that waits cannot see; so every now and then it does not. Pure: durations come in as nanoseconds. This file
+knows no process, and nothing of what is answered.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flowserve.scheduling.batch import Batch
+
+# So many batches in a row that were a request alone, and the next is taken to be alone too ...
+STREAK: Final = 64
+# ... but of so many one is not waited for, and whoever comes meanwhile is seen beside it.
+LOOK_EVERY: Final = 16
+# A model is quick whose answers take no longer than this; others would be kept waiting too long.
+QUICK_NS: Final = 300_000
+# The longest wait. One that the kernel made slow counts as this, so that it does not send the model away by itself.
+WAIT_NS_MAX: Final = 1_000_000
+
+
+class Company:
+    """What runs in all processes of a server, as far as it tells whether a request is alone. Touched on the loop."""
+
+    __slots__ = ("_running", "_stamp", "_streak")
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._streak = 0
+        self._stamp = 0  # of the last request: its own steps beside each other are no company
+
+    def begins(self, batch: Batch) -> bool:
+        """A batch is sent to its process. Whether it is taken to be alone."""
+        tickets = batch.tickets
+        stamp = tickets[0].flow.stamp
+        if len(tickets) == 1 and (not self._running or stamp == self._stamp):
+            self._streak += 1
+        else:
+            self._streak = 0
+        self._stamp = stamp
+        self._running += 1
+        return self._streak > STREAK and self._streak % LOOK_EVERY != 0
+
+    def ends(self) -> None:
+        """A batch that began is back, or never will be."""
+        self._running -= 1
+
+
+class Pace:
+    """How long one instance takes to answer: a moving average. What was never measured is not quick."""
+
+    __slots__ = ("_mean_ns",)
+
+    def __init__(self) -> None:
+        self._mean_ns = float(WAIT_NS_MAX)
+
+    @property
+    def is_quick(self) -> bool:
+        return self._mean_ns <= QUICK_NS
+
+    def took(self, duration_ns: int) -> None:
+        """A request alone took that long, from when it was sent until it was computed."""
+        self._mean_ns += (min(duration_ns, WAIT_NS_MAX) - self._mean_ns) / 8

@@ -1,0 +1,73 @@
+"""When the loop waits for a model's process in place: for requests that come one by one, and for nothing that would
+keep others waiting.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowserve.runtime.alone import LOOK_EVERY, QUICK_NS, STREAK, WAIT_NS_MAX, Company, Pace
+
+
+def batch(stamp: int, members: int = 1) -> Any:
+    return SimpleNamespace(tickets=[SimpleNamespace(flow=SimpleNamespace(stamp=stamp))] * members)
+
+
+def lone(company: Company, count: int) -> list[bool]:
+    found = []
+    for stamp in range(1, count + 1):
+        found.append(company.begins(batch(stamp)))
+        company.ends()
+    return found
+
+
+def test_a_request_is_taken_to_be_alone_when_many_before_it_were() -> None:
+    found = lone(Company(), STREAK + 1)
+    assert found == [False] * STREAK + [True]
+
+
+def test_every_now_and_then_one_is_not_waited_for_so_that_company_is_seen() -> None:
+    found = lone(Company(), STREAK + 10 * LOOK_EVERY)[STREAK:]
+    assert found.count(False) == 10
+    assert found[LOOK_EVERY - 1 :: LOOK_EVERY] == [False] * 10
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_whoever_comes_beside_another_ends_it_for_a_while(members: int) -> None:
+    company = Company()
+    lone(company, STREAK + 2)
+    company.begins(batch(1000))
+    assert not company.begins(batch(1001, members))
+    company.ends()
+    company.ends()
+    assert lone(company, STREAK) == [False] * STREAK
+
+
+def test_two_requests_in_one_batch_are_company() -> None:
+    company = Company()
+    lone(company, STREAK + 2)
+    assert not company.begins(batch(1000, 2))
+
+
+def test_steps_of_one_request_beside_each_other_are_no_company() -> None:
+    company = Company()
+    lone(company, STREAK + 2)
+    assert company.begins(batch(1000))
+    assert company.begins(batch(1000)), "its other branch"
+
+
+def test_a_model_is_quick_once_it_was_measured_to_be_and_as_long_as_it_is() -> None:
+    pace = Pace()
+    assert not pace.is_quick
+    while not pace.is_quick:
+        pace.took(QUICK_NS // 3)
+    for _ in range(30):
+        pace.took(QUICK_NS // 3)
+    pace.took(10**12)
+    assert pace.is_quick, "the kernel may run somebody else once"
+    for _ in range(4):
+        pace.took(WAIT_NS_MAX)
+    assert not pace.is_quick
