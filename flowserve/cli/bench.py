@@ -6,10 +6,11 @@ Decided here: what is shown: a table with a plot in it for people, JSON for prog
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, TextIO, TypeVar
 
 import trio
 from rich.box import SIMPLE
@@ -17,13 +18,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flowserve.cli.client import Address, metadata
+from flowserve.cli.client import Address, describe
 from flowserve.cli.load import Measured, measure_server
+from flowserve.cli.stream_load import StreamsMeasured, measure_streams
 from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
-from flowserve.cli.tensors import infer_body, made_up, read_inputs
+from flowserve.cli.tensors import flat_body, infer_body, made_up, read_inputs
 from flowserve.cli.terminal import output
 from flowserve.config.write import text_of
 from flowserve.errors import FlowserveError
+
+T = TypeVar("T")
 
 INTERRUPTED: Final = 130  # as shells say it
 BAR: Final = 24  # characters of the longest bar
@@ -60,26 +64,41 @@ def bench(options: BenchOptions, err: TextIO) -> int:
 
 def _bench(options: BenchOptions, err: TextIO) -> int:
     address = Address.of(options.url)
-    described = metadata(address, options.model)
+    described, is_decoupled = describe(address, options.model)
     inputs = read_inputs(options.inputs, described) if options.inputs else made_up(described)
-    body, headers = infer_body(inputs, ())
-    path = address.path(options.model, "", "/infer")
-    measured: list[Measured] = []
-    with _progress(err) as progress:
-        task = progress.add_task("measuring", total=len(options.concurrency))
-        for level in options.concurrency:
-            progress.update(task, description=f"{level} at a time")
-            measured.append(trio.run(measure_server, address, path, body, headers, level, options.seconds))
-            progress.advance(task)
+    measured: Sequence[Measured | StreamsMeasured]
+    if is_decoupled:
+        path, body = address.path(options.model, "", "/generate_stream"), flat_body(inputs, described)
+        measured = streams = _each_level(options, err, partial(measure_streams, address, path, body))
+        table = _streams(streams)
+    else:
+        path = address.path(options.model, "", "/infer")
+        measured = levels = _each_level(options, err, partial(measure_server, address, path, *infer_body(inputs, ())))
+        table = _levels(levels)
     if options.as_json:
         print(json.dumps({"model": options.model, "levels": [asdict(one) for one in measured]}))
     else:
-        output().print(_levels(measured))
+        output().print(table)
+    unfinished = next((one for one in measured if not one.requests_per_s), None)
+    if unfinished is not None:
+        at = f"at {unfinished.concurrency} at a time"
+        print(f"flowserve: no request ended within {options.seconds:g} s {at}; give it more --seconds", file=err)
     failed = next((one for one in measured if one.failed), None)
     if failed is None:
         return 0
     print(f"flowserve: {failed.failed} requests failed at {failed.concurrency} at a time: {failed.why}", file=err)
     return 1
+
+
+def _each_level(options: BenchOptions, err: TextIO, measure: Callable[[int, float], Awaitable[T]]) -> list[T]:
+    measured = []
+    with _progress(err) as progress:
+        task = progress.add_task("measuring", total=len(options.concurrency))
+        for level in options.concurrency:
+            progress.update(task, description=f"{level} at a time")
+            measured.append(trio.run(measure, level, options.seconds))
+            progress.advance(task)
+    return measured
 
 
 def _sweep(options: BenchOptions, err: TextIO) -> int:
@@ -121,6 +140,18 @@ def _levels(measured: Sequence[Measured]) -> Table:
     return table
 
 
+def _streams(measured: Sequence[StreamsMeasured]) -> Table:
+    columns = ("first p50 ms", "p99 ms", "between p50 ms", "p99 ms")
+    table = Table("at a time", "requests/s", "responses/s", "", *columns, "failed", box=SIMPLE)
+    most = max(one.responses_per_s for one in measured)
+    for one in measured:
+        times = (one.first_p50_ms, one.first_p99_ms, one.between_p50_ms, one.between_p99_ms)
+        rates = (f"{one.requests_per_s:.1f}", f"{one.responses_per_s:.0f}", _bar(one.responses_per_s, most, BAR // 2))
+        shown = ("-" if ms is None else f"{ms:.2f}" for ms in times)
+        table.add_row(str(one.concurrency), *rates, *shown, str(one.failed))
+    return table
+
+
 def _variants(tried: Sequence[Tried], best: Tried | None) -> Table:
     table = Table("", "configuration", "requests/s", "", "p50 ms", "p90 ms", "p99 ms", "failed", box=SIMPLE)
     most = max(one.measured.requests_per_s for one in tried)
@@ -130,6 +161,9 @@ def _variants(tried: Sequence[Tried], best: Tried | None) -> Table:
 
 
 def _figures(one: Measured, most: float) -> list[str]:
-    bar = "█" * max(1, round(BAR * one.requests_per_s / most))
     latencies = [f"{ms:.2f}" for ms in (one.p50_ms, one.p90_ms, one.p99_ms)]
-    return [f"{one.requests_per_s:.0f}", bar, *latencies, str(one.failed)]
+    return [f"{one.requests_per_s:.0f}", _bar(one.requests_per_s, most), *latencies, str(one.failed)]
+
+
+def _bar(rate: float, most: float, longest: int = BAR) -> str:
+    return "█" * max(1, round(longest * rate / most)) if most else ""

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 from flowserve.errors import FlowserveError, Invalid, Unavailable
 
 PATIENCE_S: Final = 300.0
-_EVENT: Final = b"data: "
+EVENT: Final = b"data: "  # before each server-sent event
 Headers = Mapping[str, str]
 NO_HEADERS: Final[Headers] = {}
 
@@ -73,8 +73,8 @@ def events(address: Address, path: str, body: bytes) -> Iterator[dict[str, Any]]
     """
     with _answered(address, "POST", path, body, {}) as answer:
         for line in answer:
-            if line.startswith(_EVENT):
-                event = json.loads(line[len(_EVENT) :])
+            if line.startswith(EVENT):
+                event = json.loads(line[len(EVENT) :])
                 if event.keys() == {"error"}:
                     raise Invalid(f"{address} answered: {event['error']}")
                 yield event
@@ -121,8 +121,18 @@ def metadata(address: Address, model: str, version: str = "") -> dict[str, Any]:
     return found
 
 
-def configuration(address: Address, model: str, version: str = "") -> dict[str, Any]:
-    """How a model is configured, as far as the server tells: that is an extension of the protocol, and {} otherwise."""
+def describe(address: Address, model: str, version: str = "") -> tuple[dict[str, Any], bool]:
+    """The same with `optional` said of each input, and whether it answers any number of times; as far as the server
+    tells how it is configured. Raises FlowserveError.
+    """
+    found, config = metadata(address, model, version), _configuration(address, model, version)
+    optional = {tensor.get("name") for tensor in config.get("input", ()) if tensor.get("optional")}
+    found["inputs"] = [{**tensor, "optional": tensor["name"] in optional} for tensor in found["inputs"]]
+    return found, bool(config.get("model_transaction_policy", {}).get("decoupled"))
+
+
+def _configuration(address: Address, model: str, version: str) -> dict[str, Any]:
+    """{} where there is no such extension of the protocol."""
     try:
         found = json.loads(ask(address, "GET", address.path(model, version, "/config"))[1])
     except (Invalid, ValueError):

@@ -28,6 +28,7 @@ BENCH_EXAMPLES: Final = """\
 examples:
   flowserve bench localhost:8000 digit                       1, 2, 4 ... 32 requests at a time
   flowserve bench localhost:8000 digit --concurrency 1,8     other levels
+  flowserve bench localhost:8000 chat --input TEXT=hello     one that streams: when its responses come
   flowserve bench --sweep graphs/ digit --p99-ms 20          which instances, batches and delays are best
   flowserve bench --sweep graphs/ digit --json               for a program
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from flowserve.cli.client import Address, ask, configuration, events, metadata
+from flowserve.cli.client import Address, ask, describe, events
 from flowserve.cli.tensors import (
     dtype_of,
     flat_body,
@@ -51,12 +51,9 @@ def infer(options: InferOptions, out: TextIO, err: TextIO) -> int:
 
 def _infer(options: InferOptions, out: TextIO) -> None:
     address = Address.of(options.url)
-    described = metadata(address, options.model, options.version)
-    config = configuration(address, options.model, options.version)
-    optional = {tensor.get("name") for tensor in config.get("input", ()) if tensor.get("optional")}
-    described["inputs"] = [{**tensor, "optional": tensor["name"] in optional} for tensor in described["inputs"]]
+    described, is_decoupled = describe(address, options.model, options.version)
     inputs = read_inputs(options.inputs, described)
-    if config.get("model_transaction_policy", {}).get("decoupled"):
+    if is_decoupled:
         _stream(options, address, described, inputs, out)
         return
     files = {name: Path(file) for name, equals, file in (word.partition("=") for word in options.outputs) if equals}

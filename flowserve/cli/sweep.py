@@ -70,6 +70,7 @@ class Subject:
             raise NotFound(f"no deployment '{name}' in {repository} ({did_you_mean(name, known) or ', '.join(known)})")
         graph = versions[max(versions)]
         self.name = name
+        self.is_decoupled = graph.is_decoupled
         self.models = sorted({node.model.name for node in graph.nodes})
         self.inputs = made_up({"inputs": [*_described(graph)]})
         self._limits = {model: reading.configs[model].max_batch_size for model in self.models}
@@ -137,10 +138,15 @@ def recommended(tried: list[Tried], p99_ms: float | None) -> Tried | None:
 
 
 async def _ask(engine: AsyncEngine, subject: Subject) -> None:
-    await engine.infer(subject.name, subject.inputs)
+    if subject.is_decoupled:
+        async with engine.stream(subject.name, subject.inputs) as answers:
+            async for _ in answers:
+                pass
+    else:
+        await engine.infer(subject.name, subject.inputs)
 
 
 def _described(graph: Graph) -> Iterator[Mapping[str, Any]]:
     batch = [-1] if graph.max_batch_size else []
     for spec in graph.inputs:
-        yield {"name": spec.name, "datatype": spec.dtype.wire, "shape": [*batch, *spec.dims]}
+        yield {"name": spec.name, "datatype": spec.dtype.wire, "shape": [*batch, *spec.dims], "optional": spec.optional}

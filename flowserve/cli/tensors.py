@@ -43,10 +43,14 @@ def read_inputs(words: Sequence[str], metadata: Mapping[str, Any]) -> dict[str, 
 
 
 def made_up(metadata: Mapping[str, Any]) -> dict[str, Array]:
-    """Inputs that fit, for whoever only measures: small numbers, dims that vary are 1. The same each time."""
+    """Inputs that fit, for whoever only measures: small numbers, dims that vary are 1, optional ones left out. The same
+    each time.
+    """
     generator = np.random.default_rng(1)
     inputs: dict[str, Array] = {}
     for tensor in metadata["inputs"]:
+        if tensor.get("optional"):
+            continue
         shape, dtype = [max(dim, 1) for dim in tensor["shape"]], BY_WIRE[tensor["datatype"]]
         if dtype is DType.BYTES:
             inputs[tensor["name"]] = np.full(shape, b"flowserve", np.object_)

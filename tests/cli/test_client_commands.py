@@ -9,20 +9,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import trio
 
 from flowserve.cli.client import Address
 from flowserve.cli.commands import levels
 from flowserve.cli.load import Measured
 from flowserve.cli.main import main
 from flowserve.cli.new import new
-from flowserve.cli.sweep import Subject, Tried, Variant, recommended
-from flowserve.cli.tensors import infer_body, plain, read_answer, read_inputs
+from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
+from flowserve.cli.tensors import infer_body, made_up, plain, read_answer, read_inputs
+from flowserve.cli.wire import Wire
 from flowserve.errors import Invalid
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
@@ -56,12 +59,18 @@ def function(text, table):
 
 
 @pytest.fixture(scope="module")
-def served(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The new repository, and beside it a model that answers many times."""
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository of a model that answers many times."""
     others = tmp_path_factory.mktemp("others")
     (others / "words" / "1").mkdir(parents=True)
     (others / "words" / "config.pbtxt").write_text('backend: "callable"\n')
     (others / "words" / "1" / "model.py").write_text(WORDS)
+    return others
+
+
+@pytest.fixture(scope="module")
+def served(songs: Path, others: Path) -> Iterator[Served]:
+    """The new repository, and that one beside it."""
     with serving(songs, str(others), "--python-execution", "thread") as server:
         yield server
 
@@ -122,6 +131,11 @@ def _as_answer(body: bytes, headers: dict[str, str]) -> bytes:
     length = int(headers["Inference-Header-Content-Length"])
     text = json.dumps({"model_name": "m", "outputs": json.loads(body[:length])["inputs"]}).encode()
     return text.ljust(length) + body[length:]
+
+
+def test_optional_inputs_are_not_made_up() -> None:
+    text, number = TENSORS["inputs"]
+    assert made_up({"inputs": [text, {**number, "optional": True}]}).keys() == {"TEXT"}
 
 
 def test_levels_double_or_are_listed() -> None:
@@ -256,6 +270,64 @@ def test_bench_says_why_nothing_is_answered(served: Served, capsys: pytest.Captu
 
 
 @pytest.mark.server
+def test_bench_of_a_model_with_many_answers_says_when_they_come(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = ["bench", served.address, "words", "--concurrency", "1,2", "--seconds", "0.2", "--input"]
+    assert main([*ask, "TEXT=to be or not", "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out)["levels"]:
+        assert row["failed"] == 0
+        assert 3 < row["responses_per_s"] / row["requests_per_s"] < 5
+        assert 0 < row["first_p50_ms"] <= row["first_p90_ms"] <= row["first_p99_ms"] <= row["p99_ms"]
+        assert 0 <= row["between_p50_ms"] <= row["between_p99_ms"]
+    assert main([*ask, "TEXT=to be"]) == 0
+    assert "responses/s" in capsys.readouterr().out
+
+
+@pytest.mark.server
+def test_bench_says_that_streams_failed_or_are_longer_than_it_measured(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = ["bench", served.address, "words", "--concurrency", "1", "--seconds", "0.1", "--json", "--input"]
+    assert main([*ask, "TEXT=to stop"]) == 1
+    printed = capsys.readouterr()
+    (row,) = json.loads(printed.out)["levels"]
+    assert (row["requests_per_s"], row["between_p50_ms"]) == (0, None)
+    assert row["first_p50_ms"] > 0
+    assert "the server answered: model 'words' failed: ValueError: no more" in printed.err
+    assert main([*ask, "TEXT=" + "long " * 50_000]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["levels"][0]["responses_per_s"] > 0
+    assert "no request ended within 0.1 s at 1 at a time" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab\r\nc", b"ab\r\nc"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;x\r\nab\r\n\r\n1\r\nc\r\n0\r\n\r\n", b"ab\r\nc"),
+        (b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_an_answer_is_the_same_in_whatever_pieces_it_comes(answer: bytes, body: bytes, size: int) -> None:
+    async def serve(stream: trio.SocketStream) -> None:
+        for _ in range(2):
+            await stream.receive_some()
+            for start in range(0, len(answer), size):
+                await stream.send_all(answer[start : start + size])
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        address = Address("127.0.0.1", listener.socket.getsockname()[1])
+        async with Wire(address, "/", b"?", {}) as wire:
+            for _ in range(2):
+                assert await wire.begin() == int(answer[9:12])
+                assert await wire.rest() == body
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.server
 def test_ctrl_c_ends_a_measurement_without_a_traceback(served: Served) -> None:
     statistics = f"{served.base_url}/v2/models/songs_judge/stats"
 
@@ -289,6 +361,14 @@ def test_a_sweep_tries_instances_batch_sizes_and_delays_the_plainest_first(songs
         "2 instances, no dynamic batching",
     ]
     assert len(set(variants)) == 3 + 3 * 2 * 3
+
+
+def test_a_sweep_asks_a_model_with_many_answers_for_all_of_them(others: Path) -> None:
+    subject = Subject(others, "words")
+    subject.variants = lambda: [Variant(1, 0, 0)]  # type: ignore[method-assign]
+    (tried,) = trio.run(sweep, subject, 2, 0.05, lambda *_: None)
+    assert tried.measured.failed == 0
+    assert tried.measured.requests_per_s > 0
 
 
 @pytest.mark.slow
