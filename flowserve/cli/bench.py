@@ -19,17 +19,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from flowserve.cli.client import Address, describe
+from flowserve.cli.inputs import made_up, read_inputs
 from flowserve.cli.load import Measured, measure_server
 from flowserve.cli.stream_load import StreamsMeasured, measure_streams
 from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
-from flowserve.cli.tensors import flat_body, infer_body, made_up, read_inputs
+from flowserve.cli.tensors import flat_body, infer_body
 from flowserve.cli.terminal import output
 from flowserve.config.write import text_of
 from flowserve.errors import FlowserveError
 
 T = TypeVar("T")
 
-INTERRUPTED: Final = 130  # as shells say it
 BAR: Final = 24  # characters of the longest bar
 
 
@@ -48,18 +48,12 @@ class BenchOptions:
 
 
 def bench(options: BenchOptions, err: TextIO) -> int:
-    """Measure and print. Returns the exit status: 0, 1 with a sentence on `err` (also where requests failed), or 130
-    after Ctrl-C.
-    """
+    """Measure and print. Returns the exit status: 0, or 1 with a sentence on `err` (also where requests failed)."""
     try:
         return _sweep(options, err) if options.sweep is not None else _bench(options, err)
     except FlowserveError as error:
         print(f"flowserve: {error}", file=err)
         return 1
-    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # which trio puts into a group
-        if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
-            raise
-        return INTERRUPTED
 
 
 def _bench(options: BenchOptions, err: TextIO) -> int:

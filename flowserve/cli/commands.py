@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from flowserve.cli.option_values import whole_number
+
 LEVELS_MAX: Final = 1024
 
 INFER_EXAMPLES: Final = """\
@@ -51,7 +53,7 @@ def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> dict
     )
     infer.add_argument("url", metavar="URL", help="http://host:port, or host:port")
     infer.add_argument("model", metavar="MODEL")
-    infer.add_argument("--model-version", metavar="N", default="", help="default: the latest")
+    infer.add_argument("--model-version", metavar="N", type=whole_number(1), help="default: the latest")
     infer.add_argument("--input", metavar="NAME=VALUE", action="append", default=[], help="once for each input")
     infer.add_argument(
         "--output", metavar="NAME[=FILE]", action="append", default=[], help="only these; FILE: .npy, .json, or bytes"
@@ -88,8 +90,6 @@ def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> dict
 
 
 def _add_build_plan(commands: Any, same: dict[str, Any]) -> argparse.ArgumentParser:
-    from flowserve.cli.option_values import whole_number
-
     plan: argparse.ArgumentParser = commands.add_parser(
         "build-plan",
         help="compile an ONNX file for this machine's GPU, with TensorRT",
@@ -126,7 +126,7 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
             from flowserve.cli.infer import InferOptions, infer
 
             options = InferOptions(
-                parsed.url, parsed.model, parsed.model_version, parsed.input, parsed.output, parsed.json
+                parsed.url, parsed.model, str(parsed.model_version or ""), parsed.input, parsed.output, parsed.json
             )
             return infer(options, sys.stdout, sys.stderr)
         case "bench":

@@ -85,8 +85,8 @@ def _draw(reading: Reading, model: str, picture: str) -> bytes:
 def _latest(reading: Reading, model: str) -> Graph:
     graphs = reading.resolution.graphs
     if model not in graphs:
-        hint = did_you_mean(model, graphs)
-        raise NotFound(f"no deployment is called '{model}'" + (f"; {hint}" if hint else ""))
+        hint = did_you_mean(model, graphs) or f"there is {', '.join(sorted(graphs)) or 'none'}"
+        raise NotFound(f"no deployment is called '{model}' ({hint})")
     return graphs[model][max(graphs[model])]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flowserve.cli.client import Address, ask, describe, events
+from flowserve.cli.inputs import read_inputs
 from flowserve.cli.tensors import (
     dtype_of,
     flat_body,
@@ -20,7 +21,6 @@ from flowserve.cli.tensors import (
     plain,
     read_answer,
     read_flat_answer,
-    read_inputs,
     write_output,
 )
 from flowserve.errors import FlowserveError, Invalid

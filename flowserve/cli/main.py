@@ -21,6 +21,7 @@ from flowserve.errors import FlowserveError
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
+INTERRUPTED: Final = 130  # as shells say it
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
 
 DESCRIPTION: Final = """\
@@ -149,13 +150,19 @@ def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 1 for a failure, 2 for a misuse (raised as SystemExit)."""
+    """Run one command. Returns the exit status: 0, 1 for a failure, 2 for a misuse (raised as SystemExit), 130
+    after Ctrl-C.
+    """
     try:
         status = _main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads it has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
         return 1
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # which trio puts into a group
+        if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
+            raise
+        return INTERRUPTED
     return status
 
 

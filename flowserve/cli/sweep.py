@@ -14,8 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+from flowserve.cli.inputs import made_up
 from flowserve.cli.load import Measured, measure
-from flowserve.cli.tensors import made_up
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.write import fields_of
@@ -67,7 +67,10 @@ class Subject:
         versions = reading.resolution.graphs.get(name)
         if not versions:
             known = reading.resolution.graphs
-            raise NotFound(f"no deployment '{name}' in {repository} ({did_you_mean(name, known) or ', '.join(known)})")
+            hint = did_you_mean(name, known) or f"it has {', '.join(known)}"
+            if not known:
+                hint = "; ".join(warning.message for _, warning in reading.warnings) or "it is empty"
+            raise NotFound(f"no deployment '{name}' in {repository} ({hint})")
         graph = versions[max(versions)]
         self.name = name
         self.is_decoupled = graph.is_decoupled

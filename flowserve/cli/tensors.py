@@ -1,7 +1,6 @@
-"""Tensors as the command line writes them: `NAME=VALUE`, `NAME=@FILE`; as bodies of requests; and answers as text.
+"""Tensors as bodies of requests, and out of answers, for the commands that talk to a server; and as files.
 
-Decided here: what a value or a file means, given the tensor that the model wants. The server's metadata says data type
-and dims; a batch dimension that is left out is added.
+Decided here: how they travel, and which file holds what. What a user writes for one is inputs.py's.
 """
 
 from __future__ import annotations
@@ -14,49 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from flowserve.config.suggest import did_you_mean
-from flowserve.errors import FlowserveError, Invalid, Unsupported
+from flowserve.errors import FlowserveError, Invalid
 from flowserve.memory import bytes_codec
 from flowserve.values import BY_WIRE, Array, DType
 
 HEADER_LENGTH: Final = "inference-header-content-length"
-TENSOR_FILES: Final = (".npy", ".json")
-
-
-def read_inputs(words: Sequence[str], metadata: Mapping[str, Any]) -> dict[str, Array]:
-    """Every `NAME=VALUE` as the array that the model wants. Blocks. Raises Invalid."""
-    wanted = {tensor["name"]: tensor for tensor in metadata["inputs"]}
-    inputs: dict[str, Array] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise Invalid(f"--input {word!r}: expected NAME=VALUE or NAME=@FILE")
-        if name not in wanted:
-            hint = did_you_mean(name, wanted) or f"it has {', '.join(wanted)}"
-            raise Invalid(f"--input: the model has no input '{name}' ({hint})")
-        dtype = BY_WIRE[wanted[name]["datatype"]]
-        inputs[name] = _fitted(_read(name, value, dtype), wanted[name]["shape"])
-    missing = [name for name, tensor in wanted.items() if name not in inputs and not tensor.get("optional")]
-    if missing:
-        raise Invalid(f"--input {missing[0]}=... is missing; the model wants {_described(metadata['inputs'])}")
-    return inputs
-
-
-def made_up(metadata: Mapping[str, Any]) -> dict[str, Array]:
-    """Inputs that fit, for whoever only measures: small numbers, dims that vary are 1, optional ones left out. The same
-    each time.
-    """
-    generator = np.random.default_rng(1)
-    inputs: dict[str, Array] = {}
-    for tensor in metadata["inputs"]:
-        if tensor.get("optional"):
-            continue
-        shape, dtype = [max(dim, 1) for dim in tensor["shape"]], BY_WIRE[tensor["datatype"]]
-        if dtype is DType.BYTES:
-            inputs[tensor["name"]] = np.full(shape, b"flowserve", np.object_)
-        else:
-            inputs[tensor["name"]] = generator.integers(0, 2, shape).astype(dtype.numpy)
-    return inputs
 
 
 def infer_body(inputs: Mapping[str, Array], outputs: Sequence[str]) -> tuple[bytes, dict[str, str]]:
@@ -150,16 +111,20 @@ def _shape_of(dims: Sequence[int], count: int) -> tuple[int, ...] | None:
 
 def write_output(array: Array, path: Path) -> None:
     """Into a .npy or .json file; into any other, the bytes of the one BYTES element. Blocks. Raises Invalid."""
-    if path.suffix == ".npy":
-        np.save(path, array, allow_pickle=False) if array.dtype != object else np.save(path, array.astype(bytes))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(plain(array)) + "\n", encoding="utf-8")
-    elif array.dtype == object and array.size == 1:
-        path.write_bytes(array.item())
-    else:
-        raise Invalid(
-            f"--output {path}: a {path.suffix or 'plain'} file holds one BYTES element; .npy holds any tensor"
-        )
+    is_bytes = array.dtype == object
+    try:
+        if path.suffix == ".npy":
+            np.save(path, array.astype(bytes) if is_bytes else array, allow_pickle=False)
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(plain(array)) + "\n", encoding="utf-8")
+        elif is_bytes and array.size == 1:
+            path.write_bytes(array.item())
+        else:
+            raise Invalid(
+                f"--output {path}: a {path.suffix or 'plain'} file holds one BYTES element; .npy holds any tensor"
+            )
+    except OSError as error:
+        raise Invalid(f"--output {path}: it cannot be written: {error.strerror}") from None
 
 
 def plain(array: Array) -> Any:
@@ -174,65 +139,13 @@ def dtype_of(array: Array) -> DType:
     return next(dtype for dtype in DType if dtype.numpy == array.dtype)
 
 
-def _read(name: str, value: str, dtype: DType) -> Array:
-    if value.startswith("@"):
-        return _from_file(name, Path(value[1:]), dtype)
-    try:
-        return _from_lists(json.loads(value), dtype)
-    except ValueError as error:
-        if dtype is DType.BYTES and value[:1] not in ("[", '"'):
-            return _from_lists(value, dtype)  # a text that needs no quotes
-        raise Invalid(f"--input {name}: {value!r} is no JSON for a {dtype} tensor: {error}") from None
-
-
-def _from_file(name: str, path: Path, dtype: DType) -> Array:
-    try:
-        if path.suffix == ".npy":
-            array = np.load(path, allow_pickle=False)
-            return _from_lists(array.tolist(), dtype) if dtype is DType.BYTES else _as(array, dtype, name)
-        if path.suffix == ".json":
-            return _from_lists(json.loads(path.read_text(encoding="utf-8")), dtype)
-        if dtype is DType.BYTES:
-            return np.array([path.read_bytes()], np.object_).reshape(())
-    except OSError as error:
-        raise Invalid(f"--input {name}: {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise Invalid(f"--input {name}: {path} is no {dtype} tensor: {error}") from None
-    return _as(_picture(name, path), dtype, name)
-
-
-def _picture(name: str, path: Path) -> Array:
-    """UINT8 [height, width, 3]."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise Unsupported(f"--input {name}: reading {path} needs Pillow: pip install 'flowserve[pictures]'") from None
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
-    except OSError as error:
-        raise Invalid(f"--input {name}: {path} is neither .npy, .json nor a picture: {error}") from None
-
-
-def _as(array: Array, dtype: DType, name: str) -> Array:
-    if array.dtype != dtype.numpy and not np.can_cast(array.dtype, dtype.numpy, "same_kind"):
-        raise Invalid(f"--input {name}: the file holds {array.dtype} and the model wants {dtype}")
-    return array.astype(dtype.numpy, copy=False)
-
-
 def _from_lists(value: Any, dtype: DType) -> Array:
     """Raises ValueError."""
-    if dtype is not DType.BYTES:
-        return np.array(value, dtype.numpy)
+    return strings(value) if dtype is DType.BYTES else np.array(value, dtype.numpy)
+
+
+def strings(value: Any) -> Array:
+    """A BYTES tensor of what JSON has for it: texts, in lists of any depth."""
     array = np.array(value, np.object_)
     flat = [bytes_codec.to_bytes(one) for one in array.ravel().tolist()]
     return np.array([*flat, None], np.object_)[:-1].reshape(array.shape)
-
-
-def _fitted(array: Array, shape: Sequence[int]) -> Array:
-    """With the dimensions of size 1 in front that were not written."""
-    return array.reshape([1] * (len(shape) - array.ndim) + [*array.shape]) if array.ndim < len(shape) else array
-
-
-def _described(tensors: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{one['name']} {one['datatype']}{json.dumps(one['shape'])}".replace(" [", "[") for one in tensors)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -274,3 +276,18 @@ def test_for_a_program_everything_is_one_line_of_json(repository: Path, capsys: 
     assert main(["check", str(repository / "nowhere"), "--json"]) == 1
     (missing,) = json.loads(capsys.readouterr().out)["problems"]
     assert (missing["severity"], missing["file"]) == ("error", None)
+
+
+def test_ctrl_c_ends_a_check_that_waits_for_a_models_code(repository: Path, tmp_path: Path) -> None:
+    (repository / "waits/1").mkdir(parents=True)
+    (repository / "waits/1/model.py").write_text(
+        "import pathlib, time\n\nclass TritonPythonModel:\n    @staticmethod\n    def auto_complete_config(config):\n"
+        f"        pathlib.Path({str(tmp_path / 'began')!r}).touch()\n        time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "flowserve", "check", str(repository)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as checking:
+        while checking.poll() is None and not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        checking.send_signal(signal.SIGINT)
+        assert checking.communicate(timeout=60) == ("", "")
+    assert checking.returncode == 130

@@ -20,11 +20,12 @@ import trio
 
 from flowserve.cli.client import Address
 from flowserve.cli.commands import levels
+from flowserve.cli.inputs import made_up, read_inputs
 from flowserve.cli.load import Measured
 from flowserve.cli.main import main
 from flowserve.cli.new import new
 from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
-from flowserve.cli.tensors import infer_body, made_up, plain, read_answer, read_inputs
+from flowserve.cli.tensors import infer_body, plain, read_answer
 from flowserve.cli.wire import Wire
 from flowserve.errors import Invalid
 from flowserve.testing.serve import Served, serving
@@ -105,14 +106,43 @@ def test_files_hold_tensors_bytes_or_pictures(tmp_path: Path) -> None:
         (["TEXT"], "expected NAME=VALUE"),
         (["TXET=a"], 'did you mean "TEXT"'),
         (["TEXT=a"], r"X=\.\.\. is missing; the model wants TEXT BYTES\[-1, 1\]"),
-        (["TEXT=a", "X=[1,"], "is no JSON for a FP32 tensor"),
+        (["TEXT=a", "X=[1,"], "is no JSON for a tensor of FP32"),
+        (["TEXT=a", "X={}"], "it holds what is no number"),
+        (["TEXT=a", "X=null"], "it holds what is no number"),
+        (["TEXT=a", 'X=["1"]'], "it holds text"),
+        (["TEXT=a", "TEXT=b"], "--input TEXT: it is given twice"),
         (["TEXT=a", "X=@nowhere.npy"], "nowhere.npy cannot be read: No such file"),
-        (["TEXT=a", "X=[[1],[2,3]]"], "is no JSON for a FP32 tensor"),
+        (["TEXT=a", "X=[[1],[2,3]]"], "is no JSON for a tensor of FP32: its lists are of different lengths"),
     ],
 )
 def test_a_wrong_input_says_what_was_wanted(words: list[str], text: str) -> None:
     with pytest.raises(Invalid, match=text):
         read_inputs(words, TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "text"),
+    [
+        ("INT8", "[1, 200]", r"it holds 200, and the least and most are \(-128, 127\)"),
+        ("UINT64", "-1", "it holds -1"),
+        ("INT32", "1.5", "it holds numbers with fractions"),
+        ("BOOL", "[0, 2]", "it holds 2"),
+        ("INT64", "[18446744073709551616]", "no number, or has more than 64 bits"),
+    ],
+)
+def test_no_value_becomes_another_without_a_word(dtype: str, value: str, text: str, tmp_path: Path) -> None:
+    wanted = {"inputs": [{"name": "N", "datatype": dtype, "shape": [-1]}]}
+    with pytest.raises(Invalid, match=text):
+        read_inputs([f"N={value}"], wanted)
+    (tmp_path / "n.json").write_text(value)
+    with pytest.raises(Invalid, match=rf"n\.json is no tensor of {dtype}: .*{text}"):
+        read_inputs([f"N=@{tmp_path}/n.json"], wanted)
+
+
+@pytest.mark.parametrize(("dtype", "value", "same"), [("FP16", "[1, 2]", [1, 2]), ("BOOL", "[1, 0]", [True, False])])
+def test_a_value_of_another_type_that_stays_the_same_will_do(dtype: str, value: str, same: list[object]) -> None:
+    wanted = {"inputs": [{"name": "N", "datatype": dtype, "shape": [-1]}]}
+    assert read_inputs([f"N={value}"], wanted)["N"].tolist() == same
 
 
 @pytest.mark.parametrize("dtype", list(DType))
@@ -228,6 +258,7 @@ def test_each_answer_is_printed_when_it_is_there_and_whoever_reads_may_go(served
         (["sings", "--input", "TEXT=a"], "answered 404"),
         (["songs", "--input", 'TEXT=[[["deep"]]]'], "answered 400"),
         (["songs", "--input", "TEXT=a", "--output", "WORT"], "answered 400"),
+        (["songs", "--input", "TEXT=a", "--output", "WORD=/proc/x.npy"], "/proc/x.npy: it cannot be written: No such"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence_and_status_1(

@@ -100,7 +100,7 @@ def test_json_goes_to_standard_output_for_other_programs(repository: Path) -> No
 def test_what_cannot_be_drawn_is_said_in_one_line(drawn: Drawn, repository: Path) -> None:
     for arguments, said in {
         (repository, "--format", "svg"): "which deployment shall be drawn? Name one of: inner, outer, same",
-        (repository, "uter"): "no deployment is called 'uter'; did you mean \"outer\"?",
+        (repository, "uter"): "no deployment is called 'uter' (did you mean \"outer\"?)",
         (repository / "outer", "same"): "is the folder of deployment 'outer'; it does not hold 'same'",
         (repository, "-o", "outer.jpeg"): "'outer.jpeg' does not say which picture it should hold",
         (repository, "outer", "-o", repository / "no" / "g.svg"): "cannot be written: No such file or directory",

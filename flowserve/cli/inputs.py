@@ -1,0 +1,143 @@
+"""Inputs as the command line writes them: `NAME=VALUE`, `NAME=@FILE`; or made up, where only measured is.
+
+Decided here: what a value or a file means, given the tensor that the model wants, and that no value becomes another
+without a word. The server's metadata says data type and dims; a batch dimension that is left out is added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from flowserve.cli.tensors import strings
+from flowserve.config.suggest import did_you_mean
+from flowserve.errors import Invalid, Unsupported
+from flowserve.values import BY_WIRE, Array, DType
+
+SHOWN: Final = 60  # characters of a value that a message repeats
+# What numpy's kinds of arrays are called in messages.
+_KINDS: Final = {"f": "numbers with fractions", "c": "complex numbers", "U": "text", "S": "text", "b": "true and false"}
+_NO_NUMBERS: Final = "what is no number, or has more than 64 bits"
+_WHOLE: Final = "iu"
+
+
+def read_inputs(words: Sequence[str], metadata: Mapping[str, Any]) -> dict[str, Array]:
+    """Every `NAME=VALUE` as the array that the model wants. Blocks. Raises Invalid."""
+    wanted = {tensor["name"]: tensor for tensor in metadata["inputs"]}
+    inputs: dict[str, Array] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise Invalid(f"--input {word!r}: expected NAME=VALUE or NAME=@FILE")
+        if name not in wanted:
+            hint = did_you_mean(name, wanted) or f"it has {', '.join(wanted)}"
+            raise Invalid(f"--input: the model has no input '{name}' ({hint})")
+        if name in inputs:
+            raise Invalid(f"--input {name}: it is given twice")
+        dtype = BY_WIRE[wanted[name]["datatype"]]
+        inputs[name] = _fitted(_read(name, value, dtype), wanted[name]["shape"])
+    missing = [name for name, tensor in wanted.items() if name not in inputs and not tensor.get("optional")]
+    if missing:
+        raise Invalid(f"--input {missing[0]}=... is missing; the model wants {_described(metadata['inputs'])}")
+    return inputs
+
+
+def made_up(metadata: Mapping[str, Any]) -> dict[str, Array]:
+    """Inputs that fit, for whoever only measures: small numbers, dims that vary are 1, optional ones left out. The same
+    each time.
+    """
+    generator = np.random.default_rng(1)
+    inputs: dict[str, Array] = {}
+    for tensor in metadata["inputs"]:
+        if tensor.get("optional"):
+            continue
+        shape, dtype = [max(dim, 1) for dim in tensor["shape"]], BY_WIRE[tensor["datatype"]]
+        if dtype is DType.BYTES:
+            inputs[tensor["name"]] = np.full(shape, b"flowserve", np.object_)
+        else:
+            inputs[tensor["name"]] = generator.integers(0, 2, shape).astype(dtype.numpy)
+    return inputs
+
+
+def _read(name: str, value: str, dtype: DType) -> Array:
+    if value.startswith("@"):
+        return _from_file(name, Path(value[1:]), dtype)
+    try:
+        return _from_json(json.loads(value), dtype)
+    except ValueError as error:
+        if dtype is DType.BYTES and value[:1] not in ("[", '"'):
+            return strings(value)  # a text that needs no quotes
+        shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
+        raise Invalid(f"--input {name}: {shown!r} is no JSON for a tensor of {dtype}: {error}") from None
+
+
+def _from_file(name: str, path: Path, dtype: DType) -> Array:
+    try:
+        if path.suffix == ".npy":
+            array = np.load(path, allow_pickle=False)
+            return strings(array.tolist()) if dtype is DType.BYTES else _cast(array, dtype)
+        if path.suffix == ".json":
+            return _from_json(json.loads(path.read_text(encoding="utf-8")), dtype)
+        if dtype is DType.BYTES:
+            return np.array([path.read_bytes()], np.object_).reshape(())
+        return _cast(_picture(name, path), dtype)
+    except OSError as error:
+        raise Invalid(f"--input {name}: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Invalid(f"--input {name}: {path} is no tensor of {dtype}: {error}") from None
+
+
+def _picture(name: str, path: Path) -> Array:
+    """UINT8 [height, width, 3]."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise Unsupported(f"--input {name}: reading {path} needs Pillow: pip install 'flowserve[pictures]'") from None
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
+    except UnidentifiedImageError:
+        raise Invalid(f"--input {name}: {path} is neither .npy, .json nor a picture") from None
+
+
+def _from_json(value: Any, dtype: DType) -> Array:
+    """Raises ValueError."""
+    if dtype is DType.BYTES:
+        return strings(value)
+    try:
+        array = np.array(value)
+    except ValueError:
+        raise ValueError("its lists are of different lengths") from None
+    return _cast(array, dtype)
+
+
+def _cast(array: Array, dtype: DType) -> Array:
+    """The same values as the model wants them. Raises ValueError where they would become others."""
+    wanted = np.dtype(dtype.numpy)
+    kind = array.dtype.kind
+    if array.dtype == wanted or not array.size:
+        return array.astype(wanted, copy=False)
+    if kind not in (_WHOLE if wanted.kind in "iub" else f"f{_WHOLE}"):
+        raise ValueError(f"it holds {_KINDS.get(kind, _NO_NUMBERS)}")
+    if wanted.kind in "iub":
+        bounds = (0, 1) if dtype is DType.BOOL else (np.iinfo(wanted).min, np.iinfo(wanted).max)
+        least, most = int(array.min()), int(array.max())
+        if least < bounds[0] or most > bounds[1]:
+            raise ValueError(f"it holds {least if least < bounds[0] else most}, and the least and most are {bounds}")
+    return array.astype(wanted)
+
+
+def _fitted(array: Array, shape: Sequence[int]) -> Array:
+    """With the dimensions of size 1 in front that were not written."""
+    return array.reshape([1] * (len(shape) - array.ndim) + [*array.shape]) if array.ndim < len(shape) else array
+
+
+def _described(tensors: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(
+        f"{one['name']} {one['datatype']}{json.dumps(one['shape'])}{' (optional)' if one.get('optional') else ''}"
+        for one in tensors
+    )
