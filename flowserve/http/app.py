@@ -19,13 +19,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, TooLarge, Unavailable
+from flowserve.http.asked import PREFIX, SUFFIX, asked, is_version
 from flowserve.http.compression import UnknownEncoding, expand, is_compressed
 from flowserve.http.connection import Connection
 from flowserve.http.documents import json_response
 from flowserve.http.errors import error_body, status_of
 from flowserve.http.forwarding import ForwardingInferRoute
 from flowserve.http.generate import GenerateRoutes
-from flowserve.http.infer import PREFIX, SUFFIX, InferRoute, is_version, target
+from flowserve.http.infer import InferRoute
 from flowserve.http.limits import MAX_BODY_BYTES, body_too_large
 from flowserve.http.live import LiveRoutes
 from flowserve.http.model_control import ModelControlRoutes
@@ -90,29 +91,23 @@ class _App:
         engine.traces.listen(trace)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            found = target(scope["path"])
-            if found is not None:
-                await self._infer(scope, receive, send, *found)
-                return
-        await self._rest(scope, receive, send)
+        found = asked(scope)
+        await (self._rest(scope, receive, send) if found is None else self._infer(scope, receive, send, found))
 
     def begin(self, scope: Scope, exchange: Connection) -> bool:
         """What our own server asks first: answer, or promise to, without waiting. False where that cannot be."""
-        if scope["method"] != "POST":
-            return False
-        found = target(scope["path"])
-        return found is not None and self._infer.begin(scope["headers"], exchange, *found)
+        found = asked(scope)
+        return found is not None and self._infer.begin(found, exchange)
 
     def room(self, scope: Scope, nbytes: int) -> Array | None:
         """Where our own server may receive a large body, as bytes: in the memory of the process that will read it.
         None: anywhere.
         """
-        found = target(scope["path"])
+        found = asked(scope)
         if found is None:
             return None
         try:
-            arena = self._engine.find(*found).arena
+            arena = self._engine.find(found.name, found.version).arena
         except FlowserveError:
             return None  # it is said when the body is there
         if arena is None or arena.lent_bytes + nbytes > _ROOM_BYTES_MAX:

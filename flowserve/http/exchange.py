@@ -24,13 +24,16 @@ from flowserve.http.line import Line, Phase
 if TYPE_CHECKING:
     from flowserve.http.server import Server
 
+# Heads of whole answers on connections that are kept, by what they say. Bounded, and emptied when full.
+_STARTS: Final[dict[tuple[int, tuple[tuple[bytes, bytes], ...], int], bytes]] = {}
+_KEPT_STARTS: Final = 256
 _BODILESS: Final = frozenset({204, 304})
 _CONNECTION_CLOSE: Final = b"connection: close\r\n"
 _CONNECTION_KEEP_ALIVE: Final = b"connection: keep-alive\r\n"  # HTTP/1.0 clients want to be told
-
 _log = logging.getLogger("flowserve.http")
 
 Buffer = bytes | bytearray | memoryview
+Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class Promise(Protocol):
@@ -63,7 +66,7 @@ class Exchange(Line):
         self._body: Buffer | None = None  # None once the app took it
         # ... and its answer so far. `_status` 0: not begun. `_left`: announced bytes to come, None if unknown.
         self._status = 0
-        self._headers: Sequence[tuple[bytes, bytes]] = ()
+        self._headers: Headers = ()
         self._is_started = False
         self._left: int | None = 0
         self._keeps_alive = False
@@ -97,7 +100,7 @@ class Exchange(Line):
         self._promise = promise
         self._body = None
 
-    def keep_promise(self, status: int, headers: Sequence[tuple[bytes, bytes]], parts: list[Any]) -> None:
+    def keep_promise(self, status: int, headers: Headers, parts: list[Any]) -> None:
         """The answer that was promised. Never waits: it is called from the middle of the engine's work."""
         if self._promise is None:
             return  # the client left
@@ -108,7 +111,7 @@ class Exchange(Line):
             self._task = None
             reschedule(task)
 
-    def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], parts: list[Any]) -> None:
+    def reply(self, status: int, headers: Headers, parts: list[Any]) -> None:
         """The whole answer: `parts` are buffers, sent in turn without being joined. Never waits."""
         head = self._head
         if head is None or self._status:
@@ -137,11 +140,26 @@ class Exchange(Line):
         body, self._body = self._body, None
         return b"" if body is None else body
 
-    def _whole(self, head: Head, status: int, headers: Sequence[tuple[bytes, bytes]], parts: list[Any]) -> list[Any]:
+    def _whole(self, head: Head, status: int, headers: Headers, parts: list[Any]) -> list[Any]:
         """The buffers of a whole answer."""
-        self._status = status
-        self._headers = headers
         size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        self._status = status
+        if not head.is_plain or self.server.is_draining:
+            return self._whole_by_itself(head, headers, size, parts)
+        key = status, headers, size
+        start = _STARTS.get(key)
+        if start is None:
+            (start,) = self._whole_by_itself(head, headers, size, ())
+            if len(_STARTS) >= _KEPT_STARTS:
+                _STARTS.clear()
+            _STARTS[key] = start
+        else:
+            self._is_started = self._keeps_alive = True
+            self._head = None
+        return [start, *parts]
+
+    def _whole_by_itself(self, head: Head, headers: Headers, size: int, parts: Sequence[Any]) -> list[Any]:
+        self._headers = headers
         start = self._start(head, size, more=False)
         self._left = 0
         self._finish(head)

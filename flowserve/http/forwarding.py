@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowserve.http.asked import Asked
 from flowserve.http.compression import Headers
 from flowserve.http.decode import Body
 from flowserve.http.infer import Decoded, InferRoute
@@ -23,10 +24,9 @@ class ForwardingInferRoute(InferRoute):
         super().__init__(*route)
         self._forwarding = forwarding
 
-    def decode(self, headers: Headers, body: Body, deployment: Deployment) -> Decoded | None:
-        decoded = super().decode(headers, body, deployment)
-        if decoded is not None:
-            forward(self._forwarding, headers, decoded[0])
+    def read(self, asked: Asked, length: int | None, body: Body, deployment: Deployment) -> Decoded:
+        decoded = super().read(asked, length, body, deployment)
+        forward(self._forwarding, asked.headers, decoded[0])
         return decoded
 
 

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, Internal, Invalid
+from flowserve.http.asked import PREFIX, is_timed, is_version
 from flowserve.http.compression import is_compressed
 from flowserve.http.decode import json_array
 from flowserve.http.documents import ReadBody
@@ -27,7 +28,6 @@ from flowserve.http.encode import json_data
 from flowserve.http.errors import error_body
 from flowserve.http.events import Say, send_events
 from flowserve.http.forwarding import forward
-from flowserve.http.infer import PREFIX, is_timed, is_version
 from flowserve.http.infer_header import InputHeader, load_json
 from flowserve.http.traced import context_of
 from flowserve.observe.server_timing import server_timing

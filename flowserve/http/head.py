@@ -38,7 +38,7 @@ class Head:
 
     `scope` is the ASGI scope but for what depends on the connection. `content_length` is 0 for no body, and
     meaningless when `is_chunked`. `anchor` is the offset in the body that should be aligned in memory: where the
-    first binary tensor starts.
+    first binary tensor starts. `is_plain`: its answer has a body, and nothing is said of the connection in it.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Head:
         "is_chunked",
         "is_head",
         "is_http_1_0",
+        "is_plain",
         "keep_alive",
         "scope",
     )
@@ -57,6 +58,7 @@ class Head:
         self.keep_alive = keep_alive
         self.is_head = scope["method"] == "HEAD"
         self.is_http_1_0 = scope["http_version"] == "1.0"
+        self.is_plain = keep_alive and not self.is_head and not self.is_http_1_0
         self.content_length = 0
         self.is_chunked = False
         self.expects_continue = False

@@ -1,35 +1,24 @@
 """POST /v2/models/{name}/infer as a bare ASGI callable: the hot path's first and last hop.
 
-Decided here: what the route's URL looks like, which headers matter, and the order of a request's way: deployment,
-body, engine, answer. It stands in front of Starlette's router, because Request, Response and routing objects
-together cost more than everything else a small request needs (reference figures: half the throughput). What bodies
-mean is decided in decode.py and encode.py.
+Decided here: the order of a request's way: deployment, body, engine, answer. It stands in front of Starlette's router,
+because Request, Response and routing objects together cost more than everything else a small request needs (reference
+figures: half the throughput). What a request's head asks for is worked out in asked.py, what bodies mean in decode.py
+and encode.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
 from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, Invalid, TooLarge
-from flowserve.http.compression import (
-    CODINGS,
-    CONTENT_ENCODING,
-    Headers,
-    UnknownEncoding,
-    compress,
-    expand,
-    is_compressed,
-    matters,
-    wanted,
-)
+from flowserve.http.asked import Asked, goes_elsewhere, header_length, is_timed
+from flowserve.http.compression import CONTENT_ENCODING, UnknownEncoding, compress, expand, is_compressed, wanted
 from flowserve.http.decode import Body, Decoder, decode_raw
-from flowserve.http.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
+from flowserve.http.encode import JSON_HEADERS, Encoder
 from flowserve.http.errors import error_body, status_of
 from flowserve.http.infer_header import AnswerForm
 from flowserve.http.limits import body_too_large
@@ -48,14 +37,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flowserve.http")
 
 # Status, headers, and the body's parts.
-Answer = tuple[int, Sequence[tuple[bytes, bytes]], list[Any]]
+Answer = tuple[int, tuple[tuple[bytes, bytes], ...], list[Any]]
 Decoded = tuple[Request, AnswerForm]
 
-PREFIX: Final = "/v2/models/"
-SUFFIX: Final = "/infer"
-TIMING: Final = b"flowserve-timing"  # a request with this header wants to know what became of it
 SERVER_TIMING: Final = b"server-timing"
-_ELSEWHERE: Final = CODINGS | {TIMING}  # headers that may send a request another way than the common one
 _COMPRESSING_AT_ONCE: Final = 4  # each may hold a whole expanded body
 _INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would keep the loop from turning
 
@@ -70,18 +55,18 @@ class InferRoute:
         self._encoder = Encoder()
         self._threads = trio.CapacityLimiter(_COMPRESSING_AT_ONCE)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, name: str, version: str) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, asked: Asked) -> None:
         """Run one request and answer it, whatever comes of it."""
         # Our own server's connection takes whole bodies and gives whole answers; every other server speaks ASGI.
         exchange: Connection | None = scope.get("flowserve.exchange")
-        if exchange is not None and self.begin(scope["headers"], exchange, name, version):
+        if exchange is not None and self.begin(asked, exchange):
             return
         try:
-            deployment = self.engine.find(name, version)
+            deployment = self.engine.find(asked.name, asked.version)
             body = await self.collect(receive) if exchange is None else exchange.take_body()
-            decoded = self.decode(scope["headers"], body, deployment)
+            decoded = self.decode(asked, body, deployment)
             if decoded is None:
-                answer = await self._otherwise(scope["headers"], body, deployment)
+                answer = await self._otherwise(asked, body, deployment)
             else:
                 answer = await self._infer(decoded, deployment)
         except (FlowserveError, UnknownEncoding) as error:
@@ -91,12 +76,12 @@ class InferRoute:
             return
         await say(send, answer)
 
-    def begin(self, headers: Headers, exchange: Connection, name: str, version: str) -> bool:
+    def begin(self, asked: Asked, exchange: Connection) -> bool:
         """Answer, or promise to, without waiting. False where that cannot be; then nothing has happened."""
         try:
             engine = self.engine
-            deployment = engine.find(name, version)
-            decoded = self.decode(headers, exchange.body, deployment)
+            deployment = engine.find(asked.name, asked.version)
+            decoded = self.decode(asked, exchange.body, deployment)
             if decoded is None:
                 return False
             request, form = decoded
@@ -129,34 +114,32 @@ class InferRoute:
         make = None if watch is None else watch.make(deployment.make_flow)
         return self.encode(await self.engine.infer(deployment, request, make), form, deployment)
 
-    async def _otherwise(self, headers: Headers, body: Body, deployment: Deployment) -> Answer:
+    async def _otherwise(self, asked: Asked, body: Body, deployment: Deployment) -> Answer:
         """The way of a request that asks for its timing, or one of whose two bodies is compressed."""
-        if is_timed(headers):
-            return await self.watched(headers, body, deployment, self.engine.tracing.watch())
-        return await self._compressed(headers, body, deployment)
+        if is_timed(asked.headers):
+            return await self.watched(asked, body, deployment, self.engine.tracing.watch())
+        return await self._compressed(asked, body, deployment)
 
-    async def watched(self, headers: Headers, body: Body, deployment: Deployment, watch: Watch) -> Answer:
+    async def watched(self, asked: Asked, body: Body, deployment: Deployment, watch: Watch) -> Answer:
         """The way of a request that is traced."""
         try:
-            status, said, parts = await self._compressed(headers, body, deployment, watch)
+            status, said, parts = await self._compressed(asked, body, deployment, watch)
         except FlowserveError as error:
             status, said, parts = refusal_of(error)
         finally:
             watch.settle()
-        if watch.trace is not None and is_timed(headers):
+        if watch.trace is not None and is_timed(asked.headers):
             said = (*said, (SERVER_TIMING, server_timing(watch.trace).encode()))
         return status, said, parts
 
-    async def _compressed(
-        self, headers: Headers, body: Body, deployment: Deployment, watch: Watch | None = None
-    ) -> Answer:
+    async def _compressed(self, asked: Asked, body: Body, deployment: Deployment, watch: Watch | None = None) -> Answer:
         """The way of a request one of whose two bodies is compressed: large ones are work for a thread."""
+        headers = asked.headers
         if is_compressed(headers):
             limit = self._max_body_bytes
             body = await trio.to_thread.run_sync(expand, body, limit, abandon_on_cancel=True, limiter=self._threads)
         encoding = wanted(headers)
-        decoded = self.decode([one for one in headers if one[0] not in _ELSEWHERE], body, deployment)
-        assert decoded is not None  # nothing in these headers says that it is compressed
+        decoded = self.read(asked, header_length(headers), body, deployment)
         if watch is not None:
             watch.mark("HTTP_RECV_END")
         status, said, parts = await self._infer(decoded, deployment, watch)
@@ -177,17 +160,19 @@ class InferRoute:
         parts, headers = self._encoder.encode(response, form)
         return 200, headers, parts
 
-    def decode(self, headers: Headers, body: Body, deployment: Deployment) -> Decoded | None:
-        """None where the body is compressed or the answer is to be, or timing is asked for: that is another way."""
-        header_length: int | None = None
-        for name, value in headers:
-            if name == HEADER_LENGTH:
-                header_length = _header_length(value)
-            elif name in _ELSEWHERE and _matters(name, value):
-                return None
-        if header_length == 0:
+    def decode(self, asked: Asked, body: Body, deployment: Deployment) -> Decoded | None:
+        """None where the request cannot go the common way. Raises `Invalid`, `UnknownEncoding`."""
+        if asked.is_common:
+            return self.read(asked, asked.header_length, body, deployment)
+        if goes_elsewhere(asked.headers):
+            return None
+        return self.read(asked, header_length(asked.headers), body, deployment)
+
+    def read(self, asked: Asked, length: int | None, body: Body, deployment: Deployment) -> Decoded:
+        """What a body says whose JSON is so long. Raises as `Decoder.decode` does."""
+        if length == 0:
             return decode_raw(body, deployment.name, deployment.inputs, deployment.graph.max_batch_size)
-        return self._decoder.decode(body, header_length, deployment.name)
+        return self._decoder.decode(body, length, deployment.name)
 
     async def collect(self, receive: Receive) -> bytes:
         """The body from a server that hands it on in pieces, never more of it than is allowed."""
@@ -235,49 +220,6 @@ async def say(send: Send, answer: Answer) -> None:
     await send({"type": "http.response.body", "body": b"".join(parts)})
 
 
-def goes_elsewhere(headers: Headers) -> bool:
-    """Whether the request cannot go the common way. Raises `UnknownEncoding`."""
-    return any(name in _ELSEWHERE and _matters(name, value) for name, value in headers)
-
-
-def is_timed(headers: Headers) -> bool:
-    """Whether the request asks for its timing."""
-    return any(name == TIMING and _matters(name, value) for name, value in headers)
-
-
 def refusal_of(error: FlowserveError | UnknownEncoding) -> Answer:
     status = 415 if isinstance(error, UnknownEncoding) else status_of(error)
     return status, JSON_HEADERS, [error_body(str(error))]
-
-
-@lru_cache(maxsize=256)
-def _matters(name: bytes, value: bytes) -> bool:
-    """Whether this header, one of `_ELSEWHERE`, says anything. Raises `UnknownEncoding`."""
-    return value != b"0" if name == TIMING else matters(name, value)
-
-
-@lru_cache(maxsize=1024)  # a server is asked for the same few paths again and again
-def target(path: str) -> tuple[str, str] | None:
-    """The model's name and version ("" for none) that an infer URL's path names, or None for any other path."""
-    if not (path.endswith(SUFFIX) and path.startswith(PREFIX)):
-        return None
-    parts = path[len(PREFIX) : -len(SUFFIX)].split("/")
-    if len(parts) == 1:
-        return (parts[0], "") if parts[0] else None
-    if len(parts) == 3 and parts[0] and parts[1] == "versions" and is_version(parts[2]):
-        return parts[0], parts[2]
-    return None
-
-
-def is_version(text: str) -> bool:
-    """Whether `text` can stand for a version in a URL; anything else there is an unknown path."""
-    return text.isascii() and text.isdigit() and len(text) < 20
-
-
-def _header_length(value: bytes) -> int:
-    try:
-        if len(value) < 20:  # int() has its own limit, far beyond any body
-            return int(value)
-    except ValueError:
-        pass
-    raise Invalid(f"Unable to parse inference header size, got: {value[:40].decode('latin-1')}")

@@ -16,8 +16,8 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowserve.errors import Forbidden
+from flowserve.http.asked import TIMING
 from flowserve.http.errors import error_body, status_of
-from flowserve.http.infer import TIMING
 from flowserve.runtime.restriction import Restriction, by_group
 
 _DECODED_TIMES: Final = 3

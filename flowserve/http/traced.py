@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import FlowserveError
+from flowserve.http.asked import Asked
 from flowserve.http.compression import Headers, UnknownEncoding
-from flowserve.http.infer import InferRoute, Promised, goes_elsewhere, refusal_of, say
+from flowserve.http.infer import InferRoute, Promised, refusal_of, say
 from flowserve.http.infer_header import AnswerForm
 from flowserve.runtime.traces import Traces
 from flowserve.runtime.watch import Watch
@@ -32,46 +33,43 @@ class TracedInferRoute:
         self._route = route
         self._traces = traces
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, name: str, version: str) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, asked: Asked) -> None:
         """Run one request and answer it, whatever comes of it."""
         exchange: Connection | None = scope.get("flowserve.exchange")
-        if exchange is not None and self.begin(scope["headers"], exchange, name, version):
+        if exchange is not None and self.begin(asked, exchange):
             return
-        watch = self._traces.sample(name, context_of(scope["headers"]))
+        watch = self._traces.sample(asked.name, context_of(asked.headers))
         if watch is None:
-            await self._route(scope, receive, send, name, version)
+            await self._route(scope, receive, send, asked)
             return
         try:
-            await self._run(scope, receive, send, name, version, watch)
+            await self._run(scope, receive, send, asked, watch)
         finally:
             watch.close()
 
-    def begin(self, headers: Headers, exchange: Connection, name: str, version: str) -> bool:
+    def begin(self, asked: Asked, exchange: Connection) -> bool:
         """As the plain route's: answer, or promise to, without waiting. False where that cannot be."""
-        try:
-            if goes_elsewhere(headers):
-                return False
-        except UnknownEncoding:
+        if not asked.is_common:
             return False
-        watch = self._traces.sample(name, context_of(headers))
+        watch = self._traces.sample(asked.name, context_of(asked.headers))
         if watch is None:
-            return self._route.begin(headers, exchange, name, version)
+            return self._route.begin(asked, exchange)
         try:
-            self._begin(headers, exchange, name, version, watch)
+            self._begin(asked, exchange, watch)
         except BaseException:
             watch.close()
             raise
         return True
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send, name: str, version: str, watch: Watch) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send, asked: Asked, watch: Watch) -> None:
         """As the plain route's call."""
         route = self._route
         exchange: Connection | None = scope.get("flowserve.exchange")
         watch.mark("HTTP_RECV_START")
         try:
-            deployment = route.engine.find(name, version)
+            deployment = route.engine.find(asked.name, asked.version)
             body = await route.collect(receive) if exchange is None else exchange.take_body()
-            answer = await route.watched(scope["headers"], body, deployment, watch)
+            answer = await route.watched(asked, body, deployment, watch)
         except (FlowserveError, UnknownEncoding) as error:
             answer = refusal_of(error)
         watch.mark("HTTP_SEND_START")
@@ -81,16 +79,14 @@ class TracedInferRoute:
             await say(send, answer)
         watch.mark("HTTP_SEND_END")
 
-    def _begin(self, headers: Headers, exchange: Connection, name: str, version: str, watch: Watch) -> None:
+    def _begin(self, asked: Asked, exchange: Connection, watch: Watch) -> None:
         """As the plain route's, for a request that goes the common way. The watch is closed with the answer."""
         route, engine = self._route, self._route.engine
         watch.mark("HTTP_RECV_START")
         try:
-            deployment = engine.find(name, version)
-            decoded = route.decode(headers, exchange.body, deployment)
-            assert decoded is not None  # whoever calls this has looked
+            deployment = engine.find(asked.name, asked.version)
+            request, form = route.read(asked, asked.header_length, exchange.body, deployment)
             watch.mark("HTTP_RECV_END")
-            request, form = decoded
             request.stamp = engine.next_stamp()
             flow = engine.submit(deployment, request, watch.make(deployment.make_flow))
             if not flow.done:

@@ -44,7 +44,7 @@ class App:
             self.promised.append((exchange, body))
             exchange.promise(self)
         else:
-            exchange.reply(200, [], [body])
+            exchange.reply(200, (), [body])
         return True
 
     def withdraw(self) -> None:
@@ -52,13 +52,13 @@ class App:
 
     def keep(self) -> None:
         exchange, body = self.promised.pop(0)
-        exchange.keep_promise(200, [], [body])
+        exchange.keep_promise(200, (), [body])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.called += 1
         exchange = scope["flowserve.exchange"]
         if not self.begin(scope, exchange):
-            exchange.reply(200, [], [b"called"])
+            exchange.reply(200, (), [b"called"])
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -202,7 +202,7 @@ async def test_an_answer_whose_connection_closes_in_the_same_turn_harms_nobody(s
         await until(lambda: len(app.promised) == 1)
         exchange, _ = app.promised.pop()
         exchange.scope.cancel()
-        exchange.keep_promise(200, [], [bytes(12_000_000), b"more"])
+        exchange.keep_promise(200, (), [bytes(12_000_000), b"more"])
         await until(lambda: running.server.statistics().connections == 1)
     assert (await other.ask(post(b"second"))).body == b"second"
 

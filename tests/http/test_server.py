@@ -190,7 +190,7 @@ async def test_a_list_of_buffers_is_sent_as_one_body(start: Start) -> None:
     async def many(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = scope["flowserve.exchange"]
         assert exchange.take_body() == b"question"
-        exchange.reply(200, [(b"x-a", b"b")], parts)
+        exchange.reply(200, ((b"x-a", b"b"),), parts)
 
     client = await (await start(many)).connect()
     for _ in range(2):
@@ -587,7 +587,7 @@ async def both_at_once(scope: Scope, receive: Receive, send: Send) -> None:
     exchange = scope["flowserve.exchange"]
     body = exchange.take_body()
     await trio.sleep(0.02)
-    exchange.reply(200, [], [body])
+    exchange.reply(200, (), [body])
 
 
 async def test_answers_sent_in_one_burst_reach_their_own_clients(start: Start) -> None:
@@ -610,7 +610,7 @@ async def test_answers_sent_in_one_burst_reach_their_own_clients(start: Start) -
 async def test_a_client_that_half_closes_still_gets_an_answer_that_leaves_in_a_burst(start: Start) -> None:
     async def quick(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = scope["flowserve.exchange"]
-        exchange.reply(200, [], [exchange.take_body()])
+        exchange.reply(200, (), [exchange.take_body()])
 
     running = await start(quick)
     running.server.running += 1  # as if another request were under way: answers wait for the burst
@@ -626,7 +626,7 @@ async def test_a_client_that_leaves_within_its_next_request_still_gets_an_answer
 ) -> None:
     async def quick(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = scope["flowserve.exchange"]
-        exchange.reply(200, [], [exchange.take_body()])
+        exchange.reply(200, (), [exchange.take_body()])
 
     running = await start(quick)
     running.server.running += 1  # as if another request were under way: answers wait for the burst
@@ -643,7 +643,7 @@ async def test_an_answer_that_a_client_reads_late_is_not_interrupted_by_a_refusa
 ) -> None:
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = scope["flowserve.exchange"]
-        exchange.reply(200, [], [exchange.take_body().ljust(8_000, b".")])
+        exchange.reply(200, (), [exchange.take_body().ljust(8_000, b".")])
 
     running = await start(large, Limits(header_timeout_s=0.2, write_timeout_s=60))
     running.server.running += 1
@@ -661,7 +661,7 @@ async def test_a_client_that_reads_late_gets_every_answer_of_many_bursts_in_orde
 ) -> None:
     async def numbered(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = scope["flowserve.exchange"]
-        exchange.reply(200, [], [exchange.take_body().ljust(8_000, b".")])
+        exchange.reply(200, (), [exchange.take_body().ljust(8_000, b".")])
 
     running = await start(numbered)
     running.server.running += 1
