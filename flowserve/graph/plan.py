@@ -30,6 +30,11 @@ class PlanNode:
     because the producer left open what the consumer fixes. `wanted` are the names of the outputs this node is asked
     for, () where that is the request's to say (a plain model). `converts` are the inputs whose shape changes on the
     way: (slot of the tensor, slot of what this input reads, conversion); such an input's slot is its own.
+
+    What the hot path would otherwise find out for every request: `sole[i]`: only this node reads the slot of input i,
+    and only there. `plain` is the slot of a node's only input where nothing of it is left to check but its rows, else
+    NO_SLOT. `then` is where all that a step makes goes to one node that waits for nothing else: (j, slot, that node's
+    index), else None.
     """
 
     index: int
@@ -44,7 +49,10 @@ class PlanNode:
     optional: bool
     checks: tuple[tuple[int, tuple[int, ...]], ...]
     wanted: tuple[str, ...]
-    converts: tuple[tuple[int, int, Conversion], ...] = ()
+    converts: tuple[tuple[int, int, Conversion], ...]
+    sole: tuple[bool, ...]
+    plain: int
+    then: tuple[int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,11 +123,23 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
         if edge.consumer not in consumers[slot]:
             consumers[slot].append(edge.consumer)
             readers[slot] += 1
+    made_by_nodes = range(len(graph.inputs), len(slot_of))
+    missing = tuple(sum(slot in made_by_nodes for slot in dict.fromkeys(reads[node.index])) for node in graph.nodes)
+    nested = nesting(graph, edges, slot_of)
     nodes = []
     for node in graph.nodes:
         inputs = tuple(fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs)))
         made = [slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs))]
         written = tuple(slot if slot in read else NO_SLOT for slot in made)
+        writes = tuple((j, slot, tuple(consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT)
+        variable = tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged)
+        optional = any(spec.optional for spec in node.inputs)
+        sole = tuple(
+            nested is None and 0 <= slot < len(slot_of) and readers[slot] == inputs.count(slot) == 1 for slot in inputs
+        )
+        is_plain = len(inputs) == 1 and not (
+            variable or optional or checks[node.index] or converts[node.index] or not node.max_batch_size
+        )
         nodes.append(
             PlanNode(
                 index=node.index,
@@ -130,17 +150,18 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
                     dict.fromkeys([*reads[node.index], *(slot for slot in inputs if slot >= len(slot_of))])
                 ),
                 outputs=written,
-                writes=tuple((j, slot, tuple(consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT),
+                writes=writes,
                 max_batch_size=node.max_batch_size,
-                variable=tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged),
-                optional=any(spec.optional for spec in node.inputs),
+                variable=variable,
+                optional=optional,
                 checks=tuple(checks[node.index]),
                 wanted=_names(node, written) if graph.is_ensemble else (),
                 converts=tuple(converts[node.index]),
+                sole=sole,
+                plain=inputs[0] if is_plain else NO_SLOT,
+                then=_then(writes, readers, missing),
             )
         )
-    made_by_nodes = range(len(graph.inputs), len(slot_of))
-    missing = tuple(sum(slot in made_by_nodes for slot in node.distinct_inputs) for node in nodes)
     return Plan(
         graph=graph,
         nodes=tuple(nodes),
@@ -153,8 +174,19 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
         output_slots=tuple(output_slots),
         converted=len(slot_of),
         lacking=tuple(_lacking(graph, edges)),
-        nesting=nesting(graph, edges, slot_of),
+        nesting=nested,
     )
+
+
+def _then(
+    writes: Sequence[tuple[int, int, tuple[int, ...]]], readers: Sequence[int], missing: Sequence[int]
+) -> tuple[int, int, int] | None:
+    if len(writes) != 1:
+        return None
+    ((j, slot, consumers),) = writes
+    if len(consumers) != 1 or readers[slot] != 1 or missing[consumers[0]] != 1:
+        return None
+    return j, slot, consumers[0]
 
 
 def _may_disagree(graph: Graph, edge: Edge) -> bool:

@@ -203,9 +203,9 @@ def gather(tickets: Sequence[Ticket], inputs: Iterable[int], *, may_write: bool 
 
 def _writable(tickets: Sequence[Ticket], i: int) -> list[bool]:
     """A model may write into a tensor that nobody else will read, and that feeds only one of its inputs."""
-    return [
-        (slot := ticket.node.inputs[i]) >= 0
-        and ticket.flow.is_last_reader(slot)
-        and ticket.node.inputs.count(slot) == 1
-        for ticket in tickets
-    ]
+    return [ticket.node.sole[i] or _is_last_reader(ticket, i) for ticket in tickets]
+
+
+def _is_last_reader(ticket: Ticket, i: int) -> bool:
+    slot = ticket.node.inputs[i]
+    return slot >= 0 and ticket.flow.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1

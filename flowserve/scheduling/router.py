@@ -146,8 +146,21 @@ class Flow:
         answer, and of the optional inputs it feeds. Raises a FlowserveError where the flow cannot go on.
         """
         tensors = self.tensors
-        missing = self.missing
         readers = self.readers
+        then = node.then
+        if then is not None:
+            j, slot, consumer = then
+            handle = outputs[j][m]
+            if handle is not None:
+                tensors[slot] = handle
+                self.missing[consumer] = 0
+                ticket = self._ticket(self.plan.nodes[consumer])
+                for slot in node.distinct_inputs:
+                    readers[slot] -= 1
+                    if not readers[slot]:
+                        tensors[slot] = None
+                return [ticket]
+        missing = self.missing
         tickets: list[Ticket] = []
         for j, slot, consumers in node.writes:
             handle = outputs[j][m]
@@ -192,6 +205,12 @@ class Flow:
 
     def _ticket(self, node: PlanNode) -> Ticket:
         tensors = self.tensors
+        if node.plain >= 0:
+            handle = tensors[node.plain]
+            if handle is not None:
+                rows = handle.stop - handle.start
+                if 0 <= rows <= node.max_batch_size:
+                    return Ticket(self, node, rows, None)
         if node.converts:
             self._convert(node)
         rows = 1
