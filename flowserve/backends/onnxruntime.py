@@ -78,9 +78,13 @@ class OnnxRuntime:
         return OnnxModel(config, session if on_cpu else None, signature, opening)
 
     def verify(self, config: ModelConfig, files: ModelFiles) -> None:
-        """Whether the file is one that onnxruntime opens, and what the configuration says it is."""
+        """Whether the file is one that onnxruntime opens, and what the configuration says it is; and whether the words
+        for its settings, and for a GPU's, are ones that onnxruntime knows.
+        """
         path = self._path(config, files)
         settings(config, {})
+        if any(group.kind == KIND_GPU for group in config.instance_groups):
+            gpu_providers(config, 0)
         _judged(config, open_session(config, path, files, to_be_asked_only), relative(path, files))
 
     def _path(self, config: ModelConfig, files: ModelFiles) -> Path:

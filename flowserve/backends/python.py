@@ -73,8 +73,11 @@ class PythonBackend:
         return Completion() if written is None else _completion(config, written)
 
     def verify(self, config: ModelConfig, files: ModelFiles) -> None:
-        """Whether the file is Python; it is not imported."""
-        Source(config, files).text()
+        """Whether the file is Python and speaks of the class; it is not imported."""
+        source = Source(config, files)
+        text = source.text()
+        if CLASS not in text and "import *" not in text:
+            raise source.no_class()
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Of `options`, `execution` says whether instances may run on the loop: only where somebody asked for it."""
@@ -320,8 +323,11 @@ class Source:
     def model_class(self, module: ModuleType) -> Any:
         found = getattr(module, CLASS, None)
         if found is None:
-            raise Invalid(f"{self.shown}: model '{self.config.name}' has no class {CLASS}")
+            raise self.no_class()
         return found
+
+    def no_class(self) -> Problems:
+        return Problems([Problem(f"model '{self.config.name}' has no class {CLASS}", Place(self.shown))])
 
     def arguments(self, instance: str, group: InstanceGroup) -> dict[str, str]:
         """What `initialize` gets, all strings, as on Triton."""

@@ -238,14 +238,16 @@ def test_every_version_and_every_file_beside_it_is_looked_at_and_nothing_is_run(
         "config.pbtxt": MODEL_PY,
         "warmup/x": "short",
         "1/model.py": "def broken(:\n",
-        "2/model.py": "raise RuntimeError",
+        "2/model.py": "class TritonPythonModel: ...\nraise RuntimeError",
+        "3/model.py": "class TritonPythonMode: ...",
     }.items():
         (repository / "own" / path).parent.mkdir(parents=True, exist_ok=True)
         (repository / "own" / path).write_text(text)
     status, _, err = checked()
     assert status == 1
     assert "own/config.pbtxt:4:1: error: warmup sample 'one' of model 'own': input 'X' needs 16 bytes" in err
-    assert "own/1/model.py:1:12: error: model 'own' is not valid Python: invalid syntax\n2 problems" in err
+    assert "own/1/model.py:1:12: error: model 'own' is not valid Python: invalid syntax\n" in err
+    assert "own/3/model.py: error: model 'own' has no class TritonPythonModel\n3 problems" in err
 
 
 def test_for_a_program_everything_is_one_line_of_json(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,6 +284,13 @@ def test_rule_M18_a_time_that_can_be_kept_is_right(said: Said, value: str) -> No
     assert said("M18", f'parameters {{ key: "execution_timeout" value {{ string_value: "{value}" }} }}') == []
 
 
+def test_rule_M49_only_backends_that_can_run_in_processes_do(said: Said) -> None:
+    process = 'parameters { key: "execution" value { string_value: "process" } }'
+    assert said("M49", f'{process} backend: "python"') == said("M49", f'{process} backend: "of_a_plug_in"') == []
+    (problem,) = said("M49", f'{process} backend: "onnxruntime"')
+    assert problem.startswith("1:14: model 'm': its backend 'onnxruntime' does not run in processes")
+
+
 def test_rule_M48_a_decoupled_model_does_not_run_on_the_loop_that_would_take_its_answers(said: Said) -> None:
     decoupled = "model_transaction_policy { decoupled: true }"
     inline = 'parameters { key: "execution" value { string_value: "inline" } }'

@@ -63,6 +63,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "M46": gpus.gpu_groups_are_for_backends_that_use_gpus,
     "M47": gpus.inputs_are_forced_to_the_cpu_or_not,
     "M48": model.somebody_reads_what_decoupled_models_send,
+    "M49": model.processes_are_for_python,
     "M50": batching.preferred_sizes_fit,
     "M51": batching.default_priority_exists,
     "M52": batching.policies_have_a_priority,

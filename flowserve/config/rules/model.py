@@ -18,6 +18,7 @@ from flowserve.errors import Problem
 INSTANCES_MAX: Final = 1024
 NAME_MAX_BYTES: Final = 255
 EXECUTIONS: Final = ("auto", "inline", "thread", "process", "ray")
+NEVER_IN_PROCESSES: Final = frozenset({"callable", "onnxruntime", "tensorrt"})
 EXECUTION_SECONDS_MAX: Final = 1_000_000
 _DECIMAL: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
@@ -143,6 +144,14 @@ def execution_is_known(s: Subject) -> Iterator[Problem]:
         text = f"parameter 'execution' of model '{s.message.name}' is \"{value}\""
         hint = did_you_mean(value, EXECUTIONS) or f"it is one of {', '.join(EXECUTIONS)}"
         yield s.problem("parameters[execution]", text, hint)
+
+
+def processes_are_for_python(s: Subject) -> Iterator[Problem]:
+    """Of the backends that are part of this package; others know for themselves."""
+    execution = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
+    if execution == "process" and s.message.backend in NEVER_IN_PROCESSES:
+        text = f"model '{s.message.name}': its backend '{s.message.backend}' does not run in processes"
+        yield s.problem("parameters[execution]", text, 'use "thread", "inline" or "auto"')
 
 
 def somebody_reads_what_decoupled_models_send(s: Subject) -> Iterator[Problem]:
