@@ -29,7 +29,7 @@ from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_calls import ModelCalls
 from flowserve.backends.python_code import NO_CODE, Code, code_in
 from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model, raised_at
-from flowserve.backends.python_requests import GivenRequest, ModelFacts
+from flowserve.backends.python_requests import GivenRequest, ModelFacts, hand_out
 from flowserve.backends.python_sender import (
     ResponseSender,
     SentRequest,
@@ -213,6 +213,7 @@ class PythonInstance:
             if count == 1 and work.senders is None
             else [*map(self._request_class(work), repeat(about), repeat(work), range(count))]
         )
+        hand_out(requests, work, about.inputs)
         gathered_ns = clock()
         with self._working:
             try:

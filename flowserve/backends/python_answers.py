@@ -36,6 +36,7 @@ from flowserve.errors import (
 from flowserve.graph.conversion import reshaped
 from flowserve.memory.assemble import scatter
 from flowserve.memory.bytes_codec import to_bytes
+from flowserve.memory.columns import Apart
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
@@ -145,7 +146,7 @@ class AnswerReader:
         return self._alike(taken, work)
 
     def _alike(self, taken: list[list[Array] | None], work: Work) -> Results:
-        outputs: list[list[Tensor | None]] = []
+        outputs: list[Any] = []  # what is no list is read as one
         placed = []
         for arrays in taken:
             if arrays is None:
@@ -156,7 +157,7 @@ class AnswerReader:
                 outputs.append([*scatter(block, work.rows)] if self._batches else [Tensor(block)])
                 placed.append(block.nbytes)
             else:
-                outputs.append([Tensor(array, 0, 1) for array in arrays] if self._batches else [Tensor(arrays[0])])
+                outputs.append(Apart(arrays) if self._batches else [Tensor(arrays[0])])
                 placed.append(0)
         return Results(outputs, _NONE, placed=placed, parameters=_NONE)
 

@@ -7,7 +7,7 @@ python_sender.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowserve.backends.base import Work
@@ -18,7 +18,8 @@ from flowserve.backends.triton_objects import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     InferenceRequest,
 )
-from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input
+from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input, inner_shape
+from flowserve.memory.columns import Together
 from flowserve.values import TensorSpec
 
 
@@ -100,6 +101,27 @@ class GivenRequest(InferenceRequest):
             "priority": request.priority,
             "parameters": dict(request.parameters),
         }
+
+
+def hand_out(requests: Sequence[GivenRequest], work: Work, specs: Sequence[TensorSpec]) -> None:
+    """Give each request its tensors now, where they lie as one array: that costs less than when each is asked for. Only
+    a process of the model's own has its inputs so, and there it may write into all of them.
+    """
+    for i, spec in enumerate(specs):
+        column: object = work.inputs[i]
+        if type(column) is not Together:
+            if i:
+                for request in requests:
+                    request._inputs = None  # all or none: they stand in the configuration's order
+            return
+        if spec.reshape is not None:
+            column = Together(column.array.reshape(inner_shape(column.array.shape, spec)), column.rows)
+        name = spec.name
+        for request, array in zip(requests, column.arrays(), strict=True):
+            if i:
+                request._inputs.append(Tensor(name, array))  # type: ignore[union-attr]  # it got its first just now
+            else:
+                request._inputs = [Tensor(name, array)]
 
 
 class ModelFacts:

@@ -27,6 +27,7 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END: Final = 2
 TRITONSERVER_RESPONSE_COMPLETE_FINAL: Final = 1
 TRITONSERVER_REQUEST_RELEASE_ALL: Final = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: Final = 2
+_NO_PARAMETERS: Final[Mapping[str, Any]] = {}  # of nearly every response; nobody writes into it
 
 
 class TritonError:
@@ -179,7 +180,7 @@ class InferenceResponse:
         error: object = None,
         parameters: Mapping[str, Any] | str = "",
     ) -> None:
-        self._parameters: Mapping[str, Any] = _parameters(parameters) if parameters else {}
+        self._parameters: Mapping[str, Any] = _parameters(parameters) if parameters else _NO_PARAMETERS
         self._outputs: list[Tensor] = [] if output_tensors is None else list(output_tensors)
         # Models written for old versions of Triton pass a message, or an exception, where an error is wanted.
         self._error = error if error is None or isinstance(error, TritonError) else TritonError(str(error))

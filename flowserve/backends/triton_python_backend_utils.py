@@ -115,7 +115,8 @@ class Logger:
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     """The request's input of that name, None where it has none."""
-    for tensor in inference_request.inputs():
+    inputs = inference_request._inputs
+    for tensor in inference_request.inputs() if inputs is None else inputs:
         if tensor._name == name:
             return tensor
     return None

@@ -22,6 +22,7 @@ from flowserve.memory.segment import PAGE, Lease, Segment
 FIRST_SEGMENT_BYTES: Final = 1 << 20
 # Doubling ends here. A larger block gets a segment of its own size, and its pages only for as long as it is lent.
 LARGEST_SEGMENT_BYTES: Final = 1 << 28
+_SPARE_MAX: Final = 8
 
 # A block: the number of its segment, its offset there.
 Place = tuple[int, int]
@@ -42,12 +43,18 @@ class Arena:
         self._next_bytes = first_segment_bytes
         # A lease may end inside the garbage collector, even within `take`: it only lands here (append is atomic).
         self._ended: deque[Place] = deque()
+        self._spare: list[Place] = []  # single pages that came home, at hand: most small batches want just one
 
     def take(self, nbytes: int) -> tuple[Segment, int]:
         """A block of at least `nbytes`: its segment, and its offset there. Comes home by `give_back`."""
         if self._ended:
             self._sort_in()
         size = -(-(nbytes or 1) // PAGE) * PAGE
+        if self._spare:
+            if size == PAGE:
+                number, offset = self._spare.pop()
+                return self._by_number[number].segment, offset
+            self._put_back()
         for space in self._spaces:
             offset = space.take(size)
             if offset >= 0:
@@ -63,23 +70,34 @@ class Arena:
     def give_back(self, place: Place) -> None:
         """The block at `place` is free again. On the arena's own thread."""
         number, offset = place
-        self._by_number[number].give_back(offset)
+        space = self._by_number[number]
+        if space.lent[offset] == PAGE and len(self._spare) < _SPARE_MAX:
+            self._spare.append(place)
+        else:
+            space.give_back(offset)
 
     @property
     def lent_bytes(self) -> int:
         """What is in somebody's hands, in whole pages."""
         self._sort_in()
+        self._put_back()
         return sum(sum(space.lent.values()) for space in self._spaces)
 
     def check(self) -> None:
         """Assert that free and lent blocks tile every segment. For tests."""
         self._sort_in()
+        self._put_back()
         for space in self._spaces:
             space.check()
 
     def _sort_in(self) -> None:
         while self._ended:
             self.give_back(self._ended.popleft())
+
+    def _put_back(self) -> None:
+        while self._spare:
+            number, offset = self._spare.pop()
+            self._by_number[number].give_back(offset)
 
     def _grow(self, size: int) -> _Space:
         space = _Space(Segment.create(max(size, self._next_bytes)))

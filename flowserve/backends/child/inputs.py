@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from flowserve.memory import bytes_codec
-from flowserve.memory.assemble import scatter
+from flowserve.memory.columns import Together
 from flowserve.memory.pages import PageTable
 from flowserve.memory.segment import PAGE, Segment
 from flowserve.memory.tensor import Tensor
@@ -84,7 +84,7 @@ class Inputs:
 
     def take(self, run: Run, columns: Sequence[Any], members: int) -> list[list[Tensor | None]]:
         """`inputs[i][m]` of the batch, in the shapes of the configuration."""
-        inputs: list[list[Tensor | None]] = []
+        inputs: list[Any] = []  # what is no list is read as one
         for spec, column in zip(self._specs, columns, strict=True):
             if column is None:
                 inputs.append([None] * members)
@@ -93,7 +93,7 @@ class Inputs:
             else:
                 segment, offset, nbytes, shape, rows = column
                 array = self._array(run, spec, segment, offset, nbytes, shape)
-                inputs.append([*scatter(array, rows)] if self._batches else [Tensor(array)])
+                inputs.append(Together(array, rows) if self._batches else [Tensor(array)])
         return inputs
 
     def finish(self, run: Run) -> bool:

@@ -18,6 +18,7 @@ from flowserve.backends.child.protocol import APART, NOTHING, TOGETHER
 from flowserve.memory import bytes_codec
 from flowserve.memory.arena import Arena, Place, aligned
 from flowserve.memory.assemble import pieces
+from flowserve.memory.columns import Apart
 from flowserve.memory.segment import Segment
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
@@ -56,6 +57,9 @@ class Outputs:
         writes: list[tuple[int, list[Array]]] = []
         size = 0
         for spec, column in zip(self._specs, columns, strict=True):
+            if type(column) is Apart:
+                size = _alike(column.arrays, size, words, writes)
+                continue
             # Without the test for the usual case every batch pays for a list of its own.
             present: Any = column if None not in column else [tensor for tensor in column if tensor is not None]
             if not present:
@@ -103,6 +107,17 @@ class Outputs:
             size = start + _planned(spec, [array], start, writes)
             words += (1, start, size - start, array.ndim, *array.shape)
         return size
+
+
+def _alike(arrays: list[Array], size: int, words: list[int], writes: list[tuple[int, list[Array]]]) -> int:
+    """Plan an output of which every member has one row, all of one shape. As `_apart`."""
+    first = arrays[0]
+    shape = first.shape
+    nbytes = first.nbytes * len(arrays)
+    start = aligned(size) if size else 0
+    words += (TOGETHER, start, nbytes, 0, len(shape), len(arrays), *shape[1:])
+    writes.append((start, arrays))
+    return start + nbytes
 
 
 def _planned(spec: TensorSpec, arrays: list[Array], start: int, writes: list[tuple[int, list[Array]]]) -> int:
