@@ -200,11 +200,12 @@ class Graph(Declared):
 
     def serve(self, *, http_address: str = "127.0.0.1", http_port: int = 8000) -> int:
         """Serve over HTTP until SIGTERM or Ctrl-C, as `flowserve run` does; returns its status. Raises Problems."""
+        from flowserve.cli.http_options import HttpChoice
         from flowserve.cli.options import RunOptions
         from flowserve.cli.run import run
 
         private = self.write_private()
-        return run(RunOptions((private.path,), http_address=http_address, http_port=http_port))
+        return run(RunOptions((private.path,), HttpChoice(http_address, http_port)))
 
 
 def write_together(graphs: Sequence[Graph]) -> PrivateFolder:

@@ -94,14 +94,14 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
     with Shutdown(options.exit_timeout_s, options.repositories) as shutdown:
         trace = TraceOptions(trace_choice(options.trace), opentelemetry_settings(options.trace))
         try:
-            tls = tls_context(*options.http_certificate) if options.http_certificate else None
-            listeners = listen(options.http_address, options.http_port)
+            tls = tls_context(*options.http.certificate) if options.http.certificate else None
+            listeners = listen(options.http.address, options.http.port)
             metrics_listeners = _metrics_listeners(options)
             grpc_server = open_grpc(options.grpc)
             trace.check()
         except FlowserveError as error:
             return _failed(str(error))
-        where = url(listeners[0], options.http_address, "https" if tls else "http")
+        where = url(listeners[0], options.http.address, "https" if tls else "http")
         engine_options = EngineOptions(
             python_execution=options.python_execution or PYTHON_EXECUTION,
             gpus=_gpus(options.gpu),
@@ -124,7 +124,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
         ):
             app_options = _app_options(options, log_settings)
             app = make_app(engine, app_options, control)
-            server = Server(app, Limits(max_body_bytes=options.http_max_input_size), HOST, tls)
+            server = Server(app, Limits(max_body_bytes=options.http.max_input_size), HOST, tls)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
                 metrics = Server(make_metrics_app(engine, options.metrics.choice)) if metrics_listeners else None
@@ -153,7 +153,7 @@ def _gpus(choice: GpuChoice) -> Gpus:
 def _metrics_listeners(options: RunOptions) -> list[socket.socket]:
     if options.metrics.port is None:
         return []
-    beside = "127.0.0.1" if options.http_address.startswith(UNIX) else options.http_address
+    beside = "127.0.0.1" if options.http.address.startswith(UNIX) else options.http.address
     address = options.metrics.address or beside
     listeners = listen(address, options.metrics.port, "--metrics-port", "--metrics-address")
     print(f"metrics on {url(listeners[0], address)}/metrics", flush=True)
@@ -162,11 +162,11 @@ def _metrics_listeners(options: RunOptions) -> list[socket.socket]:
 
 def _app_options(options: RunOptions, log_settings: LogSettings) -> AppOptions:
     return AppOptions(
-        max_body_bytes=options.http_max_input_size,
+        max_body_bytes=options.http.max_input_size,
         client_memory=ClientMemory(is_allowed=options.allow_client_shm),
-        restrictions=options.http_restrictions,
+        restrictions=options.http.restrictions,
         metrics=options.metrics.choice,
-        forwarding=forwarding_of(options.http_header_forward_pattern, "--http-header-forward-pattern"),
+        forwarding=forwarding_of(options.http.header_forward_pattern, "--http-header-forward-pattern"),
         log=log_settings,
     )
 

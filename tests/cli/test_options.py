@@ -201,8 +201,8 @@ def test_the_defaults_are_safe(tmp_path: Path) -> None:
     from flowserve.cli.options import RunOptions
 
     options = RunOptions((tmp_path,))
-    assert options.http_address == "127.0.0.1"
-    assert options.http_max_input_size == 64 << 20
+    assert options.http.address == "127.0.0.1"
+    assert options.http.max_input_size == 64 << 20
     assert options.exit_on_error
     assert options.strict_readiness
     assert not options.allow_client_shm
