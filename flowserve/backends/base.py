@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError
@@ -179,8 +179,33 @@ class Call:
     is_stream: bool = False
 
 
+# What an instance's code may ask of the server, with these arguments; all that is answered is what JSON can say.
+LOAD: Final = "load"  # model, configuration as JSON or ""; with files
+UNLOAD: Final = "unload"  # model, whether what it is made of goes, too
+IS_READY: Final = "is ready"  # model, version or ""
+OPEN_FAMILY: Final = "open family"  # name, description, "counter", "gauge" or "histogram"; answers the family's number
+METRIC: Final = "metric"  # the family's number, labels, buckets or None
+METRIC_VALUE: Final = "metric value"  # the family's number, labels
+NO_FILES: Final[Mapping[str, bytes]] = {}
+
+
+class Cells(Protocol):
+    """What a metric of a model's own is counted in. A counter: what was counted. A gauge: when it was last set, in
+    nanoseconds of the caller's clock, to what, and what was added since. A histogram: the sum, and how often for each
+    bucket.
+    """
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> float: ...
+    def __setitem__(self, index: int, value: float, /) -> None: ...
+
+
 class Caller(Protocol):
-    """How an instance's code calls other models, while it runs and on threads of its own. On any thread."""
+    """How an instance's code reaches the server: it calls other models, while it runs and on threads of its own; and it
+    asks for models and metrics, also while it is opened. On any thread. `clock` is one for all of a server's.
+    """
+
+    clock: ClockNs
 
     def begin(self, call: Call, answered: Callable[[Answer], None]) -> Callable[[], None]:
         """Send a call. The request's arrays are copied before this returns. `answered` is called for each answer, on
@@ -193,6 +218,30 @@ class Caller(Protocol):
 
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
         """Around waiting on an asyncio loop, on whose thread this is called."""
+
+    def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
+        """Ask the server, and wait for what it says. Raises FlowserveError; Unsupported where nobody may wait."""
+
+    def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
+        """Have a metric shown until its family is dropped. It is counted in what is returned: so many cells, all zero.
+        Raises FlowserveError.
+        """
+
+    def drop(self, family: int) -> None:
+        """A family is not wanted any more. At any moment, never waiting."""
+
+    def close(self) -> None:
+        """The instance is closed: nothing is asked any more, and no metric of its own is shown."""
+
+
+def answer_or_raise(answer: Any) -> Any:
+    """What was asked for; raised, where it is why there is nothing."""
+    if isinstance(answer, FlowserveError):
+        try:
+            raise answer
+        finally:
+            del answer  # or this frame would hold it, and it the frames of a batch: until the collector comes
+    return answer
 
 
 @runtime_checkable

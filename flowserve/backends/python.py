@@ -17,6 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from itertools import repeat
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,7 @@ from flowserve.values import DType, TensorSpec
 log = logging.getLogger("flowserve.python")
 
 CLASS: Final = "TritonPythonModel"
+_WAITS: Final = ("InferenceRequest", "load_model")
 _BY_CONFIG_NAME: Final = {dtype.config_name: dtype for dtype in DType}
 # What a model may raise without ending the thread it runs on: everything. Its sys.exit() and its asyncio.CancelledError
 # are its own failure too, and behind a dead thread requests would wait for ever.
@@ -82,9 +84,9 @@ class PythonBackend:
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Of `options`, `execution` says whether instances may run on the loop: only where somebody asked for it."""
         source = Source(config, files, code_in(files.folder, files.version_folder))
-        # One that makes requests may wait for their answers: by measurement it never comes to wait on the loop for it.
-        makes_requests = "InferenceRequest" in source.text()
-        chosen = ("inline",) if makes_requests else ("inline", "auto")
+        # One that asks for something may wait for it: by measurement it never comes to wait on the loop for it.
+        text = source.text()
+        chosen = ("inline",) if any(name in text for name in _WAITS) else ("inline", "auto")
         return PythonModel(source, may_run_inline=options.get("execution", "") in chosen)
 
 
@@ -179,10 +181,12 @@ class PythonInstance:
         self._clock: ClockNs = lambda: 0  # that of the batch it runs
 
     def call_through(self, caller: Caller) -> None:
-        """Its `execute` may call other models, by this."""
-        owner = self._source.owner
+        """Its `execute` may call other models, by this; all of it may ask for models and metrics."""
+        source = self._source = copy(self._source)
+        owner = source.owner
+        source.owner = Owner(owner.model, owner.folders, None, owner.code, caller)
         calls = ModelCalls(owner.model, caller)
-        self.owner = Owner(owner.model, owner.folders, calls, owner.code)
+        self.owner = Owner(owner.model, owner.folders, calls, owner.code, caller)
         self._working = WorkingFor(self.owner)
 
     def open(self) -> None:
@@ -274,6 +278,8 @@ class PythonInstance:
             self._loop.close()
         if self._module is not None:
             forget_model(self._module)
+        if self.owner.caller is not None:
+            self.owner.caller.close()
 
     def _failed(self, error: BaseException) -> ModelFailed:
         log.error("model '%s', instance '%s' failed", self._about.name, self._name, exc_info=error)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from flowserve.backends.python_code import NO_CODE, Code
 
 if TYPE_CHECKING:
+    from flowserve.backends.base import Caller
     from flowserve.backends.python_calls import ModelCalls
 
 _numbers = count()
@@ -35,18 +36,25 @@ _importing = threading.RLock()
 
 class Owner:
     """The model that a thread works for: its name, the folders that its imports look in, what it calls other models
-    through, where it may, and its files as they were when it was loaded (python_code.py).
+    through, where it may, its files as they were when it was loaded (python_code.py), and how it reaches the server,
+    where it can.
     """
 
-    __slots__ = ("calls", "code", "folders", "model")
+    __slots__ = ("caller", "calls", "code", "folders", "model")
 
     def __init__(
-        self, model: str, folders: Sequence[str], calls: ModelCalls | None = None, code: Code = NO_CODE
+        self,
+        model: str,
+        folders: Sequence[str],
+        calls: ModelCalls | None = None,
+        code: Code = NO_CODE,
+        caller: Caller | None = None,
     ) -> None:
         self.model = model
         self.folders = tuple(folders)
         self.calls = calls
         self.code = code
+        self.caller = caller
 
 
 class _Scope(threading.local):

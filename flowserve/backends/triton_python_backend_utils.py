@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NoReturn
 
 from flowserve.backends.python_import import scope
+from flowserve.backends.triton_metrics import Metric, MetricFamily, MetricKind
 from flowserve.backends.triton_model_config import ModelConfig
+from flowserve.backends.triton_models import is_model_ready, load_model, unload_model
 from flowserve.backends.triton_objects import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
@@ -36,6 +38,9 @@ from flowserve.memory import bytes_codec
 from flowserve.values import BY_NUMBER, Array, DType
 
 __all__ = [
+    "COUNTER",
+    "GAUGE",
+    "HISTOGRAM",
     "TRITONSERVER_MEMORY_CPU",
     "TRITONSERVER_MEMORY_GPU",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
@@ -48,6 +53,9 @@ __all__ = [
     "InferenceResponse",
     "Logger",
     "MemoryType",
+    "Metric",
+    "MetricFamily",
+    "MetricKind",
     "ModelConfig",
     "PreferredMemory",
     "Tensor",
@@ -56,24 +64,27 @@ __all__ = [
     "deserialize_bytes_tensor",
     "get_input_config_by_name",
     "get_input_tensor_by_name",
+    "get_model_dir",
     "get_output_config_by_name",
     "get_output_tensor_by_name",
+    "is_model_ready",
+    "load_model",
     "numpy_to_triton_type",
     "serialize_byte_tensor",
     "triton_string_to_numpy",
     "triton_to_numpy_type",
+    "unload_model",
     "using_decoupled_model_transaction_policy",
 ]
 
 TRITON_STRING_TO_NUMPY: Final = {dtype.config_name: dtype.numpy.type for dtype in DType}
 
+COUNTER: Final = MetricKind.COUNTER
+GAUGE: Final = MetricKind.GAUGE
+HISTOGRAM: Final = MetricKind.HISTOGRAM
+
 _NOT_YET: Final = {
     "InferenceTrace": "traces in models",
-    "Metric": "metrics made by models",
-    "MetricFamily": "metrics made by models",
-    "is_model_ready": "asking after other models",
-    "load_model": "loading models from models",
-    "unload_model": "unloading models from models",
 }
 
 
@@ -138,6 +149,13 @@ def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> dict
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     """The entry of `model_config["output"]` of that name."""
     return next((entry for entry in model_config.get("output", ()) if entry["name"] == name), None)
+
+
+def get_model_dir() -> str:
+    """The folder of the model's version, where its model.py lies."""
+    if scope.owner is None:
+        raise TritonModelException("get_model_dir: no model runs on this thread")
+    return scope.owner.folders[0]
 
 
 def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:

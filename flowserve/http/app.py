@@ -233,7 +233,7 @@ class _Metrics:
 
     async def page(self, request: Request) -> Response:
         # Off the loop: with many deployments the text takes a tenth of a second to write.
-        shown = self._engine.counters(), self._machine, self._choice, self._gpus
+        shown = self._engine.counters(), self._machine, self._choice, self._gpus, self._engine.asks.metrics
         text = await trio.to_thread.run_sync(metrics_text, *shown)
         return Response(text, media_type=CONTENT_TYPE)
 

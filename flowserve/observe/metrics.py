@@ -20,6 +20,7 @@ from flowserve.observe.gpus import GpuMeter, GpuReadings
 from flowserve.observe.histogram import Histogram
 from flowserve.observe.machine import Machine, Readings
 from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
+from flowserve.observe.model_metrics import ModelMetrics
 from flowserve.observe.statistics import REASONS, Statistics
 from flowserve.observe.summary_metrics import summaries
 from flowserve.observe.traffic import EdgeTraffic, NodeTraffic
@@ -115,9 +116,10 @@ def metrics_text(
     machine: Machine | None = None,
     choice: MetricsChoice = EVERYTHING,
     gpus: GpuMeter | None = None,
+    models: ModelMetrics | None = None,
 ) -> bytes:
     """The exposition of every deployment: its statistics, and how many requests wait in its queue now; how busy the
-    machine is; and what the process's GPUs hold.
+    machine is; what the process's GPUs hold; and what models show of their own.
     """
     registry = CollectorRegistry()
     readings = machine.read() if machine is not None else None
@@ -129,7 +131,8 @@ def metrics_text(
     if gpus is not None and (now := gpus.read()):
         registry.register(_Gpus(now))
     # The library insists on a counter's name ending in _total, Triton's end as they are.
-    return _TOTAL.sub(rb"\1\2", generate_latest(registry))
+    ours = _TOTAL.sub(rb"\1\2", generate_latest(registry))
+    return ours if models is None else ours + models.text()
 
 
 class _Processors(Collector):

@@ -4,21 +4,34 @@ Decided here: a call is a request like any other, but made on behalf of those th
 the server drains; at the gate of a deployment, where it might wait for its own caller, it does not wait, but has what
 is remembered there and the deadline; and it is withdrawn when nobody waits for its caller any more, or its caller is no
 more. Which calls could never be answered is decided in scheduling/calls.py. Here are also the calls of models on
-threads; those of processes come in by process_calls.py.
+threads, and how these ask for what else there is (asks.py); those of processes come in by process_calls.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from array import array as cells_of
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import trio
 
-from flowserve.backends.base import Answer, Call
+from flowserve.backends.base import (
+    IS_READY,
+    LOAD,
+    NO_FILES,
+    OPEN_FAMILY,
+    UNLOAD,
+    Answer,
+    Call,
+    Cells,
+    answer_or_raise,
+)
 from flowserve.errors import Cancelled, FlowserveError, Unsupported
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.scheduling.batch import Batch
@@ -28,6 +41,7 @@ from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import Array, Response
 
 if TYPE_CHECKING:
+    from flowserve.runtime.asks import Asks
     from flowserve.runtime.engine import Engine
 
 
@@ -46,7 +60,10 @@ class Pending:
 class Calls:
     """The calls under way in an engine. Everything but `post` is for the loop."""
 
+    asks: Asks  # what else models ask for
+
     def __init__(self, engine: Engine) -> None:
+        self.clock = engine.clock
         self._engine = engine
         self._pending: dict[Flow, Pending] = {}
 
@@ -137,10 +154,12 @@ class ThreadCaller:
 
     def __init__(self, model: str, calls: Calls, running: Callable[[], Batch | None]) -> None:
         """On the loop or not, but before the instance is opened."""
+        self.clock = calls.clock
         self._model = model
         self._calls = calls
         self._running = running
         self._thread: threading.Thread | None = None
+        self._families: list[int] = []  # of metrics, all that it has opened
 
     def serve_here(self) -> None:
         """This is the instance's thread, the only one that may call."""
@@ -156,6 +175,37 @@ class ThreadCaller:
         pending = Pending(self._running(), call, lambda answer: answered(_own(answer)))
         self._calls.post(partial(self._calls.begin, pending))
         return lambda: self._calls.post(partial(self._calls.leave, pending))
+
+    def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
+        asks = self._calls.asks
+        if what not in (LOAD, UNLOAD, IS_READY):
+            answer = asks.answer(what, arguments)
+            if what == OPEN_FAMILY:
+                self._families.append(answer)
+            return answer
+        if trio.lowlevel.in_trio_run():
+            if what == IS_READY:
+                return asks.is_ready(*arguments)
+            raise Unsupported(
+                f"model '{self._model}' cannot wait until model '{arguments[0]}' is loaded or unloaded while it runs "
+                "on the event loop, which does that; use --python-execution process or thread"
+            )
+        answers: SimpleQueue[Any] = SimpleQueue()
+        loads = self._model if self._running() is None else ""
+        self._calls.post(partial(asks.begin, what, arguments, files, loads, answers.put))
+        return answer_or_raise(answers.get())
+
+    def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
+        cells = cells_of("d", bytes(8 * count))
+        self._calls.asks.show((family, labels, buckets), cells)
+        return cells
+
+    def drop(self, family: int) -> None:
+        self._calls.asks.metrics.drop(family)
+
+    def close(self) -> None:
+        for family in self._families:
+            self.drop(family)
 
     def wait(self, is_there: Callable[[], bool]) -> None:
         """Who takes it from a queue waits there."""

@@ -23,13 +23,13 @@ from flowserve.runtime.lifecycle import Generation
 from flowserve.runtime.loader import Loader
 from flowserve.runtime.operations import Operations, not_polled
 from flowserve.runtime.registry import LoadEvent, Registry, Report
+from flowserve.runtime.repository_calls import NOT_ALLOWED
 
 log = logging.getLogger("flowserve.load")
 
 ALL: Final = "*"  # in ControlOptions.load: everything there is
 RESTLESS_S: Final = 0.25  # how soon a folder that just changed is looked at again
 STOPPING: Final = "Server is stopping, models are neither loaded nor unloaded any more"
-NOT_ALLOWED: Final = "explicit model load / unload is not allowed if polling is enabled"
 T = TypeVar("T")
 
 
@@ -53,7 +53,7 @@ async def open_control(engine: Engine, repositories: Sequence[Path], options: Co
             await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
-        control = Control(engine, repositories, options, await nursery.start(work))
+        control = engine.asks.control = Control(engine, repositories, options, await nursery.start(work))
         try:
             yield control
         finally:
@@ -111,19 +111,20 @@ class Control:
         self._engine.loaded()
         return {name: str(error) for name, error in sorted(errors.items())}
 
-    async def load(self, name: str, override: Override | None = None) -> None:
+    async def load(self, name: str, override: Override | None = None, *, loads: str = "") -> None:
         """Load a name, or load it again if its files changed, with the steps it is made of. `override` takes the place
-        of its files. Returns when it serves; whatever served before does so until then.
+        of its files. Returns when it serves; whatever served before does so until then. `loads`: the model that asks
+        for it while it is loaded itself.
 
-        Raises Unavailable where the mode does not allow it, Invalid where it cannot be loaded: then whatever served
-        before goes on.
+        Raises Unavailable where the mode does not allow it or the two would wait for each other, Invalid where it
+        cannot be loaded: then whatever served before goes on.
         """
         self._must_be_explicit()
         check_name(name)
         if override is not None and override.files and not override.config:
             raise Invalid(f"{not_polled(name)}: 'file:' parameters need the parameter 'config' beside them")
         try:
-            errors = await self._to_the_end(lambda: self._operations.bring_up({name: override}))
+            errors = await self._to_the_end(lambda: self._operations.bring_up({name: override}, within=loads))
         except (NotFound, Problems) as error:  # with the path, which is not a client's business
             log.warning("%s", error)
             raise Invalid(f"{not_polled(name)}: it cannot be read any more; what is loaded serves on") from None
@@ -136,10 +137,36 @@ class Control:
         else is made of. Returns when the last request that ran on it is over. An unknown name is no mistake, as on
         Triton. Raises Unavailable where the mode does not allow it.
         """
-        self._must_be_explicit()
-        retired = await self._to_the_end(lambda: self._take_out(name, dependents=dependents))
-        for generation in retired:
+        for generation in await self.retire(name, dependents=dependents):
             await generation.closed.wait()
+
+    async def retire(self, name: str, *, dependents: bool = False, loads: str = "") -> list[Generation]:
+        """The same for somebody who may be what others wait for: returns when the name is served no longer, and what is
+        still to be closed. `loads` as for `load`.
+        """
+        self._must_be_explicit()
+        return await self._to_the_end(lambda: self._take_out(name, dependents=dependents, loads=loads))
+
+    def post(
+        self, operation: Callable[[], Awaitable[object]], answered: Callable[[FlowserveError | None], None]
+    ) -> None:
+        """Carry out what this class offers, and tell `answered` how it ended: None, or why it failed."""
+
+        async def carry_out() -> None:
+            try:
+                await operation()
+            except FlowserveError as error:
+                answered(error.with_traceback(None))
+            except trio.Cancelled:
+                answered(Unavailable(STOPPING))
+                raise
+            else:
+                answered(None)
+
+        if self._nursery.cancel_scope.cancel_called:
+            answered(Unavailable(STOPPING))
+        else:
+            self._nursery.start_soon(carry_out)
 
     async def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
         """Rows of the repository index; in mode explicit, what lies there and was never loaded is only a name."""
@@ -185,8 +212,8 @@ class Control:
             return value
         raise outcome.error
 
-    async def _take_out(self, name: str, *, dependents: bool) -> list[Generation]:
-        retired = await self._operations.take_out(name, dependents=dependents)
+    async def _take_out(self, name: str, *, dependents: bool, loads: str = "") -> list[Generation]:
+        retired = await self._operations.take_out(name, dependents=dependents, within=loads)
         for one, generations in retired.items():
             self._nursery.start_soon(self._registry.unloaded, one, generations)
         return [generation for generations in retired.values() for generation in generations]

@@ -22,6 +22,7 @@ from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
 from flowserve.runtime.accounts import record_batch, record_ensemble
 from flowserve.runtime.answers import Answers
+from flowserve.runtime.asks import Asks
 from flowserve.runtime.calls import Calls
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock, wall_clock_ms
@@ -75,6 +76,7 @@ class Engine(Directory):
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
         self.calls = self.completions.calls = Calls(self)
+        self.asks = self.calls.asks = Asks(self)
         self.supervisor = Supervisor(self.dispatcher, self.completions, self._pump.poke, self.clock, options.restarts)
         super().__init__(options, self.clock, self.dispatcher, self.generations, self.supervisor)
         self.tracing = Tracing(

@@ -82,11 +82,13 @@ class Operations:
         """How the folder of every name looks now. Raises as `find` does."""
         return await _in_thread(lambda: _stamps(find_models(self._repositories)))
 
-    async def bring_up(self, wanted: Wanted) -> dict[str, FlowserveError]:
-        """Load these names, and what they are made of. Returns what failed, and why."""
+    async def bring_up(self, wanted: Wanted, *, within: str = "") -> dict[str, FlowserveError]:
+        """Load these names, and what they are made of. Returns what failed, and why. `within`: the model that asks for
+        it while it is loaded itself. Raises Unavailable where the two would wait for each other.
+        """
         names = set(wanted)
         while True:
-            async with self._turns.take(names) as turn:
+            async with self._turns.take(names, within) as turn:
                 read = await self._read_all(wanted, await self.find())
                 if read.keys() <= names:
                     return await self._carry_out(turn, wanted, read)
@@ -97,14 +99,14 @@ class Operations:
         for name in names:
             self._loader.give_up(name, "its files changed while it was loading")
 
-    async def take_out(self, name: str, *, dependents: bool) -> dict[str, list[Generation]]:
+    async def take_out(self, name: str, *, dependents: bool, within: str = "") -> dict[str, list[Generation]]:
         """Serve a name no longer, nor what was loaded only because of it where `dependents` says so. Returns what each
-        ran on. A load of it that is under way is not waited for, which might hang.
+        ran on. A load of it that is under way is not waited for, which might hang. `within` as for `bring_up`.
         """
         self._loader.give_up(name, "it was unloaded while it was loading")
         names = {name}
         while True:
-            async with self._turns.take(names):
+            async with self._turns.take(names, within):
                 more = self._registry.goes_with(name) if dependents else frozenset()
                 if more <= names:
                     return await self._registry.take_out({name, *more})
@@ -190,8 +192,10 @@ class Operations:
         after = {name: known.read for name, known in self._registry.known.items()}
         after |= {name: one.known.read for name, one in candidates.items()}
         company = self._loader.company(after.values())
+        together = [*self._registry.made_of.groups(steps)]
+        turn.groups = [*map(frozenset, together), *([frozenset(turn.names)] if turn.names - candidates.keys() else [])]
         async with trio.open_nursery() as nursery:
-            for group in self._registry.made_of.groups(steps):
+            for group in together:
                 members = [candidates[name] for name in sorted(group)]
                 nursery.start_soon(self._carry_out_group, turn, members, company, errors)
         return errors

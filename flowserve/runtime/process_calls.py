@@ -2,7 +2,8 @@
 
 Decided here: nothing that a process says of its calls is believed before it is checked, as with its answers; where the
 tensors of both directions lie (what is called reads them where the caller wrote them; answers are copied to where only
-the caller's model reads); what becomes of calls whose process has ended.
+the caller's model reads); what becomes of calls whose process has ended. What else it asks for comes the same way
+(asks.py); the metrics of its model end with it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from typing import Any, Final
 import numpy as np
 import trio
 
-from flowserve.backends.base import Answer, Call
+from flowserve.backends.base import METRIC, METRIC_VALUE, OPEN_FAMILY, Answer, Call
 from flowserve.backends.child.protocol import (
     ANCILLARY_BYTES,
+    ASK,
     ATTACH,
     CALL,
+    DROP,
     LEAVE,
     MESSAGE_BYTES_MAX,
     READ,
     RESULT,
     SEGMENT,
+    TOLD,
     descriptors,
     said,
     unpack,
@@ -61,21 +65,24 @@ class ProcessCalls:
         calls: Calls,
         readiness: Readiness,
         running: Callable[[], Batch | None],
+        loads: Callable[[], str],
         wrong: Callable[[str], None],
     ) -> None:
-        """Takes `fd`. `arena`: memory that the model's process may read. `wrong` ends a process that says what cannot
-        be. Raises Garbled where `fd` is none of its sockets.
+        """Takes `fd`. `arena`: memory that the model's process may read. `loads` names the model while it is loaded
+        there. `wrong` ends a process that says what cannot be. Raises Garbled where `fd` is none of its sockets.
         """
         self._socket = _socket(fd)
         self._arena = arena
         self._calls = calls
         self._readiness = readiness
         self._running = running
+        self._loads = loads
         self._wrong = wrong
         self._reader = OutputReader(model, (), batches=False)
         self._segments: dict[int, Segment] = {}
         self._come_home: deque[Place] = deque()
         self._pending: dict[int, Pending] = {}
+        self._families: set[int] = set()  # of metrics, those that are its model's
         self._told: set[int] = set()
         self._lent: dict[int, Lease] = {}  # answers that are not read yet, by their token
         self._token = 0
@@ -93,6 +100,8 @@ class ProcessCalls:
         pending, self._pending = self._pending, {}
         for one in pending.values():
             self._calls.leave(one)
+        for family in self._families:
+            self._calls.asks.metrics.drop(family)
         self._lent.clear()
         self._segments.clear()
         self._unsent.clear()
@@ -132,8 +141,13 @@ class ProcessCalls:
         kind, words, text = unpack(message)
         if kind == CALL:
             self._begin(words, json.loads(text))
+        elif kind == ASK:
+            self._ask(words, *json.loads(text))
         elif kind == READ:
             del self._lent[words[1]]
+        elif kind == DROP:
+            self._families.remove(words[1])
+            self._calls.asks.metrics.drop(words[1])
         elif kind == LEAVE:
             pending = self._pending.pop(words[1], None)  # its answer may be on the way
             if pending is not None:
@@ -179,7 +193,36 @@ class ProcessCalls:
             inputs[name] = self._reader.array(spec, offset, nbytes, shape, memory)
         return inputs
 
+    def _ask(self, words: Sequence[int], what: str, arguments: list[Any], names: list[str]) -> None:
+        number, _, segment, offset, nbytes, count = words[1:7]
+        if len(names) != count or not all(isinstance(name, str) for name in (what, *names)):
+            raise Garbled("what is asked has no name")
+        if what in (METRIC, METRIC_VALUE) and arguments[0] not in self._families:
+            raise Garbled("a metric of a family that is not its own")
+        arrays = self._inputs(words, names, self._block(segment, offset, nbytes))
+        if what == METRIC:
+            (cells,) = arrays.values()
+            if cells.ndim != 1 or cells.dtype != np.float64:
+                raise Garbled("a metric that is not counted in numbers")
+            answer: FlowserveError | None = None
+            try:
+                self._calls.asks.show(arguments, cells)
+            except FlowserveError as error:
+                answer = error.with_traceback(None)
+            self._answer(number, what, answer)
+            return
+        files = {name: array.tobytes() for name, array in arrays.items()}
+        self._calls.asks.begin(what, arguments, files, self._loads(), partial(self._answer, number, what))
+
     # ------------------------------------------------------------------ to the process
+
+    def _answer(self, number: int, what: str, answer: Any) -> None:
+        if what == OPEN_FAMILY and isinstance(answer, int):
+            self._families.add(answer)
+        error = said(answer) if isinstance(answer, FlowserveError) else None
+        home = [*self._come_home]
+        self._come_home.clear()
+        self._say(marshal.dumps((TOLD, number, home, error, None if error else answer)))
 
     def _answered(self, number: int, answer: Answer) -> None:
         pending = self._pending.get(number)

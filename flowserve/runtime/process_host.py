@@ -14,7 +14,8 @@ import pickle
 import select
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import trio
 
@@ -83,7 +84,7 @@ class ProcessHost:
         self._link: Link | None = None
         self._calls: ProcessCalls | None = None  # once its model has called another
         self._is_closed = False
-        self._opening: Child | None = None  # while it is not open yet
+        self._opening: Child | None = None  # while it is not open yet; its model may ask for things already
         self._given_up = ""
 
     @property
@@ -98,20 +99,19 @@ class ProcessHost:
         self._completions = completions
         child = self._children.spawn(self.name, ENTRY, self._job, log_name=self._model)
         link = self._new_link(child)
+        link.on_calls = partial(self._post, completions, self._begin_early_calls, child)
         self._opening = child
         if self._given_up:
             child.kill(why=self._given_up)
         try:
             _await_ready(child, link)
         except BaseException:
-            link.close()
-            child.kill()
+            self._drop(completions, child, link)
             raise
         finally:
             self._opening = None
         if self._is_closed:  # meanwhile, and nobody would end it
-            link.close()
-            child.kill()
+            self._drop(completions, child, link)
             return
         self.child, self._link, self.ended = child, link, ""
         completions.token.run_sync_soon(self._begin, child)
@@ -160,6 +160,16 @@ class ProcessHost:
         with suppress(trio.RunFinishedError):
             self._completions.token.run_sync_soon(self._let_go)
 
+    def _drop(self, completions: Completions, child: Child, link: Link) -> None:
+        link.close()
+        child.kill()
+        self._post(completions, self._end_calls)
+
+    def _post(self, completions: Completions, what: Callable[..., None], *arguments: Any) -> None:
+        """Do it on the loop, where there still is one."""
+        with suppress(trio.RunFinishedError):
+            completions.token.run_sync_soon(what, *arguments)
+
     def _new_link(self, child: Child) -> Link:
         return Link(child.socket, self._packer, self._reader)
 
@@ -197,9 +207,18 @@ class ProcessHost:
         if link is not None and child is not None:
             self._readiness.forget(child.socket.fileno())
             link.close()
+        self._end_calls()
+
+    def _end_calls(self) -> None:
         if self._calls is not None:
             self._calls.close()
             self._calls = None
+
+    def _begin_early_calls(self, child: Child, fd: int) -> None:
+        try:
+            self._begin_calls(fd)
+        except Garbled as error:
+            child.kill(why=_garbled(str(error)))
 
     def _begin_calls(self, fd: int) -> None:
         assert self._completions is not None
@@ -213,13 +232,16 @@ class ProcessHost:
             self._completions.calls,
             self._readiness,
             lambda: self.running,
+            lambda: "" if self._opening is None else self._model,
             self._wrong,
         )
 
     def _wrong(self, what: str) -> None:
         if self.child is not None:
             self._readiness.forget(self.child.socket.fileno())
-            self.child.kill(why=f"what its process said cannot be ({what}); it was killed")
+            self.child.kill(why=_garbled(what))
+        elif self._opening is not None:
+            self._opening.kill(why=_garbled(what))
 
     def _wait(self, link: Link) -> Outcome | None:
         """The answer where it comes at once; None where it comes later, or the process has ended: `_read` is told."""
@@ -271,7 +293,6 @@ class ProcessHost:
         return batch
 
     def _judge(self, batch: Batch, outcome: Outcome) -> None:
-        """What its answer says of time is made possible, and of how quick it is."""
         if isinstance(outcome, Results):
             # Another process's clock is the same clock, and other people's code may have written it.
             now_ns = self._clock()
@@ -283,6 +304,10 @@ class ProcessHost:
 
     def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
         return outcome
+
+
+def _garbled(what: str) -> str:
+    return f"what its process said cannot be ({what}); it was killed"
 
 
 def _await_ready(child: Child, link: Link) -> None:
@@ -300,9 +325,9 @@ def _await_ready(child: Child, link: Link) -> None:
             raise ModelFailed(f"instance '{child.name}': what its process said cannot be: {error}") from None
         if isinstance(opened, FlowserveError):
             raise opened
-        if opened is True:
+        if link.is_ready:
             return
-        if child.pidfd in ready:
+        if opened is False and child.pidfd in ready:
             raise ModelFailed(child.how_it_ended())
 
 

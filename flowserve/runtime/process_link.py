@@ -56,6 +56,7 @@ class Link:
     def __init__(self, sock: socket.socket, packer: InputPacker, reader: OutputReader) -> None:
         self._socket = sock
         self.on_calls: Callable[[int], None] | None = None  # given the socket on which the model calls others
+        self.is_ready = False  # whether the instance is open
         self._packer = packer
         self._reader = reader
         self._number = 0
@@ -136,7 +137,9 @@ class Link:
                 del self._kept[number]
         elif kind == BROKEN:
             return heard(json.loads(text))
-        elif kind != READY:
+        elif kind == READY:
+            self.is_ready = True
+        else:
             raise Garbled(f"a message of kind {kind}")
         return True
 

@@ -7,12 +7,15 @@ parameter (base64 in JSON, a field of a message) is decided where it is read; wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.errors import Invalid, Unavailable, Unsupported
 from flowserve.repository.override import Override
-from flowserve.runtime.control import NOT_ALLOWED, Control
 
+if TYPE_CHECKING:
+    from flowserve.runtime.control import Control
+
+NOT_ALLOWED: Final = "explicit model load / unload is not allowed if polling is enabled"
 FILE: Final = "file:"
 CONFIG: Final = "config"
 UNLOAD_DEPENDENTS: Final = "unload_dependents"

@@ -532,12 +532,13 @@ def test_something_else_than_a_response_fails_its_request_only(python: Open) -> 
             "model 'other' cannot be called here: other models are called from execute",
         ),
         (
-            "pb_utils.MetricFamily",
-            "triton_python_backend_utils.MetricFamily: metrics made by models is not supported yet",
+            "pb_utils.MetricFamily('m', 'd', pb_utils.MetricFamily.GAUGE)",
+            "Error when creating MetricFamily: this is possible in initialize, execute and finalize",
         ),
+        ("pb_utils.load_model('other')", "Failed to load model: this is possible in initialize, execute and finalize"),
     ],
 )
-def test_what_is_not_there_yet_says_so_by_name(python: Open, body: str, text: str) -> None:
+def test_what_needs_a_server_says_so_where_there_is_none(python: Open, body: str, text: str) -> None:
     with pytest.raises(ModelFailed) as caught:
         python(executing(body)).run({"x": rows(1)})
     assert text in str(caught.value)

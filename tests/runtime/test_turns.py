@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from flowserve.errors import Unavailable
 from flowserve.runtime.turns import Turns
 
 
@@ -80,3 +84,59 @@ async def test_who_is_cancelled_while_waiting_leaves_the_line(nursery: trio.Nurs
     await scene.end("1")
     assert scene.log == ["1", "2"]
     await scene.end("2")
+
+
+def refused(line: Sequence[tuple[str, Sequence[str]]], names: str, within: str) -> bool:
+    """Whether an operation on `names` is refused that is needed within the one on `within`. `line`: the operations that
+    are under way or wait, each with its names and the groups in which it gives them back.
+    """
+    turns = Turns()
+
+    async def scene() -> bool:
+        async with trio.open_nursery() as nursery:
+            for held, groups in line:
+                asked, _, of = held.partition(" within ")
+
+                async def operate(asked: str = asked, of: str = of, groups: Sequence[str] = groups) -> None:
+                    async with turns.take(asked, of) as turn:
+                        turn.groups = [*map(frozenset, groups)]
+                        await trio.sleep_forever()
+
+                nursery.start_soon(operate)
+                await wait_all_tasks_blocked()
+            try:
+                with trio.move_on_after(0):
+                    async with turns.take(names, within):
+                        return False
+                return False
+            except Unavailable as error:
+                return str(error) == f"model '{within}' is being loaded, and this would have to wait for it"
+            finally:
+                nursery.cancel_scope.cancel()
+
+    return trio.run(scene)
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "within", "is_refused"),
+    [
+        ([("a", ["a"])], "a", "a", True),  # it asks for itself
+        ([("a", ["a"])], "b", "a", False),
+        ([("ab", ["a", "b"])], "b", "a", False),  # b is given back before a is
+        ([("abc", ["ab", "c"])], "b", "a", True),  # they take over together
+        ([("abc", ["ab", "c"])], "c", "a", False),
+        ([("b", ["b"]), ("a", ["a"])], "b", "a", False),  # b has nothing to do with it
+        ([("b", ["b"]), ("a", ["a"]), ("a within b", [])], "b", "a", True),  # b needs a, and a b
+        ([("a", ["a"]), ("b within a", ["b"])], "a", "b", True),
+        ([("a", ["a"]), ("b within a", ["b"]), ("c within b", ["c"])], "a", "c", True),
+        ([("a", ["a"]), ("b within a", ["b"]), ("c within b", ["c"])], "d", "c", False),
+        ([("a", ["a"]), ("bc", ["b", "c"]), ("c within b", []), ("a within c", [])], "b", "a", True),
+        ([("ax", ["a", "x"]), ("xb", ["x", "b"])], "b", "a", False),  # the second waits for x only
+        ([("ax", ["ax"]), ("xb", ["x", "b"])], "b", "a", True),  # and here it has to wait for a
+        ([], "a", "a", False),  # a is not being loaded: its process was started again
+    ],
+)
+def test_what_would_wait_for_itself_is_refused_and_nothing_else(
+    line: Sequence[tuple[str, Sequence[str]]], names: str, within: str, is_refused: bool
+) -> None:
+    assert refused(line, names, within) is is_refused

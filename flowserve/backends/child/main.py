@@ -78,7 +78,7 @@ def serve(socket_fd: int, arguments: bytes) -> None:
         try:
             instance: Instance = call(job.remote)
             if isinstance(instance, CallsModels):
-                instance.call_through(ChildCaller(job.model, sock))
+                instance.call_through(ChildCaller(job.model, sock, perf_counter_ns))
             instance.open()
         except FlowserveError as error:
             sock.send(pack(BROKEN, (), said(error)))

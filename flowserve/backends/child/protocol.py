@@ -106,7 +106,15 @@ CALL: Final = 9
 READ: Final = 10
 # LEAVE number: nobody waits for that call any more
 LEAVE: Final = 11
+# ASK number 0 segment offset nbytes count, and for each file: type offset nbytes dimensions dim...  TEXT
+#   [what, arguments, names of files]: something else that the model asks of the server (backends/base.py). The file of
+#   a metric is what it is counted in, from then on.
+ASK: Final = 13
+# DROP family: its metrics are no more
+DROP: Final = 14
 # ... and from the server there, by `marshal`: (ATTACH, segment number) with a descriptor, and
+# (TOLD, number, come home, [kind, text] or None, answer): what was asked
+TOLD: Final = 13
 # (RESULT, number, is last, come home, token or 0, [kind, text] or None, columns or None): an answer
 #   columns: (name, type, shape, bytes or (segment, offset, nbytes)) of each output
 #   come home: (segment, offset) of inputs of calls that nobody reads any more

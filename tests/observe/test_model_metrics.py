@@ -1,0 +1,156 @@
+"""Metrics that models make: who shares what, what is left when a holder goes, and how they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from flowserve.errors import Invalid
+from flowserve.observe.model_metrics import (
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    ModelMetrics,
+    cells_of,
+    check_buckets,
+    check_labels,
+)
+
+
+def hold(
+    metrics: ModelMetrics,
+    name: str,
+    kind: str,
+    labels: Mapping[str, str] | None = None,
+    buckets: Sequence[float] | None = None,
+) -> tuple[int, list[float]]:
+    """A holder of one metric, and what it counts in."""
+    holder = metrics.open(name, "what it is", kind)
+    edges = check_buckets(kind, buckets)
+    cells = [0.0] * cells_of(kind, edges)
+    metrics.add(holder, check_labels(labels or {}), edges, cells)
+    return holder, cells
+
+
+def lines(metrics: ModelMetrics) -> list[str]:
+    return metrics.text().decode().splitlines()
+
+
+def test_a_counter_is_what_all_its_holders_counted_and_does_not_shrink_when_one_of_them_goes() -> None:
+    metrics = ModelMetrics()
+    first, a = hold(metrics, "seen", COUNTER)
+    second, b = hold(metrics, "seen", COUNTER)
+    a[0], b[0] = 3.0, 4.5
+    assert lines(metrics) == ["# HELP seen what it is", "# TYPE seen counter", "seen 7.5"]
+    metrics.drop(first)
+    assert lines(metrics)[-1] == "seen 7.5"
+    assert metrics.value(second, ()) == 7.5
+    metrics.drop(second)
+    metrics.drop(second)
+    assert lines(metrics) == []
+    with pytest.raises(Invalid, match="the metric family is gone"):
+        metrics.value(second, ())
+    _, again = hold(metrics, "seen", COUNTER)
+    again[0] = 1.0
+    assert lines(metrics)[-1] == "seen 1"
+
+
+def test_a_gauge_is_what_was_set_last_and_everything_added_since() -> None:
+    metrics = ModelMetrics()
+    _, a = hold(metrics, "busy", GAUGE)
+    second, b = hold(metrics, "busy", GAUGE)
+    a[2], b[2] = 2.0, -0.5  # nobody has set it: both count
+    assert lines(metrics)[-1] == "busy 1.5"
+    a[:] = [10.0, 100.0, 0.0]
+    b[:] = [20.0, 7.0, 1.0]
+    assert lines(metrics)[-1] == "busy 8"
+    metrics.drop(second)  # what it had is over with it
+    assert lines(metrics)[-1] == "busy 100"
+
+
+def test_a_histogram_adds_up_and_reads_as_prometheus_wants_it() -> None:
+    metrics = ModelMetrics()
+    first, a = hold(metrics, "sizes", HISTOGRAM, {"b": "2", "a": "1"}, [0.1, 1, 2.5])
+    _, b = hold(metrics, "sizes", HISTOGRAM, {"a": "1", "b": "2"}, [0.1, 1, 2.5])
+    a[:] = [4.05, 1, 0, 1, 1]
+    b[:] = [1.0, 0, 1, 0, 0]
+    metrics.drop(first)
+    assert lines(metrics)[2:] == [
+        'sizes_bucket{a="1",b="2",le="0.1"} 1',
+        'sizes_bucket{a="1",b="2",le="1"} 2',
+        'sizes_bucket{a="1",b="2",le="2.5"} 3',
+        'sizes_bucket{a="1",b="2",le="+Inf"} 4',
+        'sizes_sum{a="1",b="2"} 5.05',
+        'sizes_count{a="1",b="2"} 4',
+    ]
+    with pytest.raises(Invalid, match=r"exists already with the buckets \[0.1, 1.0, 2.5\]"):
+        hold(metrics, "sizes", HISTOGRAM, {"a": "1", "b": "2"}, [1])
+
+
+@given(st.text(), st.dictionaries(st.from_regex("[a-z]{1,3}", fullmatch=True).filter("le".__ne__), st.text()))
+def test_laws_whatever_labels_and_descriptions_hold_is_read_back(description: str, labels: dict[str, str]) -> None:
+    metrics = ModelMetrics()
+    holder = metrics.open("m", description, GAUGE)
+    metrics.add(holder, check_labels(labels), (), [1.0, 2.0, 0.5])
+    (family,) = text_string_to_metric_families(metrics.text().decode())
+    (sample,) = family.samples
+    assert sample.labels == labels
+    assert sample.value == 2.5
+    assert len(metrics.text().decode().split("\n")) == 4
+
+
+def test_numbers_that_are_none_are_written_as_prometheus_reads_them() -> None:
+    metrics = ModelMetrics()
+    for name, value in (("a", math.nan), ("b", math.inf), ("c", -math.inf), ("d", 1e30)):
+        hold(metrics, name, COUNTER)[1][0] = value
+    assert [line for line in lines(metrics) if line[0] != "#"] == ["a NaN", "b +Inf", "c -Inf", "d 1e+30"]
+
+
+def test_the_first_description_stands_and_another_kind_is_refused() -> None:
+    metrics = ModelMetrics()
+    first = metrics.open("m", "first", COUNTER)
+    hold(metrics, "m", COUNTER)
+    metrics.drop(first)
+    assert lines(metrics)[0] == "# HELP m first"
+    with pytest.raises(Invalid, match="'m' exists already, as a counter and not as a gauge"):
+        metrics.open("m", "", GAUGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "reason"),
+    [
+        ("nv_mine", COUNTER, "are the server's own"),
+        ("flowserve_mine", COUNTER, "are the server's own"),
+        ("1st", COUNTER, "cannot be the name of a metric family"),
+        ("a b", COUNTER, "cannot be the name of a metric family"),
+        ("seen\n", COUNTER, "cannot be the name of a metric family"),
+        ("m", "summary", "the kind of a metric family is one of counter, gauge, histogram"),
+        ("sizes_sum", COUNTER, "would have lines of the histogram 'sizes'"),
+        ("sizes", GAUGE, "exists already, as a histogram"),
+    ],
+)
+def test_a_family_that_cannot_be_is_refused(name: str, kind: str, reason: str) -> None:
+    metrics = ModelMetrics()
+    metrics.open("sizes", "", HISTOGRAM)
+    with pytest.raises(Invalid, match=reason):
+        metrics.open(name, "", kind)
+
+
+@pytest.mark.parametrize("labels", [{"le": "1"}, {"__a": "1"}, {"a-b": "1"}, {"": "1"}, {"a": 1}])
+def test_labels_that_cannot_be_are_refused(labels: dict[object, object]) -> None:
+    with pytest.raises(Invalid, match="label"):
+        check_labels(labels)
+
+
+def test_buckets_are_numbers_that_rise_and_histograms_only_have_them() -> None:
+    assert check_buckets(HISTOGRAM, []) == ()
+    for wrong in (None, [1, 1], [2, 1], ["x"], [math.inf], [10**400], [*range(2000)]):
+        with pytest.raises(Invalid, match="bucket"):
+            check_buckets(HISTOGRAM, wrong)
+    with pytest.raises(Invalid, match="a counter has no buckets"):
+        check_buckets(COUNTER, [])
