@@ -17,6 +17,7 @@ from flowserve.cli.target import find_graph, is_target
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.graph.advice import advise
 from flowserve.render.text import render_text
+from flowserve.repository.layout import is_model_folder
 from flowserve.runtime.reading import Reading, read_apart
 from flowserve.runtime.verification import verify
 
@@ -44,7 +45,8 @@ def check(
     *,
     as_json: bool = False,
 ) -> int:
-    """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0.
+    """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0. In the place of a single
+    repository there may be one deployment's folder of it, or "module:graph".
 
     Warnings go to `err` in both cases. `as_json`: instead of all that, one line to `out`.
     """
@@ -64,6 +66,8 @@ def check(
 def _read(repositories: Sequence[Path], config_name: str) -> Reading:
     if len(repositories) == 1 and is_target(repositories[0]):
         return find_graph(str(repositories[0])).reading()
+    if len(repositories) == 1 and is_model_folder(path := repositories[0].resolve()):
+        return read_apart([path.parent], config_name, verify).only(path.name)
     return read_apart(repositories, config_name, verify)
 
 

@@ -59,6 +59,7 @@ Once more: it ends at once.
 CHECK_EXAMPLES: Final = """\
 examples:
   flowserve check graphs/                     print every problem as file:line:column, or the compiled graphs
+  flowserve check graphs/read_text            one deployment of it
   flowserve check steps:graph                 a graph of that name in the Python module steps
   flowserve check graphs/ --json              for a program
 """
@@ -110,7 +111,9 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    check.add_argument("repository", metavar="REPO", nargs="?", type=Path, help="the model repository")
+    check.add_argument(
+        "repository", metavar="REPO", nargs="?", type=Path, help="a model repository, or one deployment's folder of it"
+    )
     check.add_argument("--json", action="store_true", help="one line of JSON instead, on standard output")
     add_config_name(check)
 

@@ -64,7 +64,8 @@ def row_of(name: str, entry: Entry) -> tuple[str, ...]:
     if latest is None:
         return escape(name), "-", "not available", "-", "-"
     batch = str(latest.graph.max_batch_size or "-")
-    return escape(name), ", ".join(map(str, entry.versions)), _what(latest), batch, f"/v2/models/{escape(name)}/infer"
+    call = f"/v2/models/{escape(name)}/{'generate_stream' if latest.graph.is_decoupled else 'infer'}"
+    return escape(name), ", ".join(map(str, entry.versions)), _what(latest), batch, call
 
 
 def _what(deployment: Deployment) -> str:

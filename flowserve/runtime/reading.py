@@ -44,6 +44,20 @@ class Reading:
     resolution: Resolution
     warnings: tuple[tuple[str, Problem], ...]
 
+    def only(self, name: str) -> Reading:
+        """What it says of one deployment. `configs` are still all: those of its steps are among them."""
+        resolution = self.resolution
+        return Reading(
+            self.configs,
+            Resolution(
+                tuple(model for model in resolution.models if model == name),
+                tuple(ensemble for ensemble in resolution.ensembles if ensemble == name),
+                {one: graphs for one, graphs in resolution.graphs.items() if one == name},
+                {one: failure for one, failure in resolution.failed.items() if one == name},
+            ),
+            tuple(warning for warning in self.warnings if warning[0] == name),
+        )
+
     def facts(self) -> Facts:
         """What pictures say about the models."""
         return gather_facts(self.configs.values())

@@ -102,6 +102,22 @@ def test_every_problem_of_every_model_is_printed_with_its_place(
     assert lines[-1].endswith("1 of 3 deployments are right")
 
 
+def test_one_deployments_folder_is_checked_with_what_it_is_made_of(repository: Path) -> None:
+    def of(name: str) -> Checked:
+        out, err = io.StringIO(), io.StringIO()
+        return check([repository / name], out, err, color=False), out.getvalue(), err.getvalue()
+
+    (repository / "other/1").mkdir(parents=True)
+    status, out, err = of("pipe")
+    assert (status, err) == (0, "")
+    assert out.endswith("no problems in 1 deployment\n")
+    assert of("other")[0] == 1
+    (repository / "same" / "config.pbtxt").write_text("max_batch_size: -1\n")
+    assert of("pipe")[2].startswith(
+        "pipe/config.pbtxt:7:5: error: ensemble 'pipe' depends on 'same' which is not valid"
+    )
+
+
 @pytest.mark.fault("C1")
 def test_a_file_that_is_no_configuration_at_all_is_one_problem_among_the_others(
     checked: Callable[..., Checked], repository: Path
