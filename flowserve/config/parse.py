@@ -47,6 +47,8 @@ def parse_model_config(
 def read_text(path: Path, file: str) -> str:
     """A configuration file's text. Raises `Problems` where it cannot be read, is too large, or is not UTF-8."""
     try:
+        if not path.is_file() and path.exists() and not path.is_dir():
+            raise Problems([Problem("cannot be read: it is a pipe or a device and not a file", Place(file))])
         with path.open("rb") as stream:
             raw = stream.read(SIZE_MAX_BYTES + 1)
     except OSError as error:

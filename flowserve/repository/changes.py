@@ -43,6 +43,10 @@ class Watch:
         """These were acted upon as they look here."""
         self._known.update(stamps)
 
+    def has(self, name: str) -> bool:
+        """Whether there was a folder of that name when it was last acted upon."""
+        return name in self._known
+
     def look(self, stamps: Mapping[str, Stamp], now_ns: int) -> Settled:
         """How everything looks now. What is returned counts as acted upon."""
         changed: dict[str, Stamp] = {}

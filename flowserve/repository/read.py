@@ -14,6 +14,7 @@ from flowserve.config.load import Draft, draft_of, finish, parse_model_config, r
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.config.unsupported import OTHER_BACKENDS
 from flowserve.errors import FlowserveError, Place, Problem, Problems
+from flowserve.repository.containment import steps_of
 from flowserve.repository.labels import Labels, read_labels
 from flowserve.repository.layout import ModelFolder, missing_versions, versions_to_serve
 
@@ -75,6 +76,18 @@ def read_model(
         raise Problems(problems)
     labels = read_labels(folder.path, config)
     return ReadModel(folder, config, versions, (*folder.warnings, *_warnings(folder, config)), labels)
+
+
+def read_steps(
+    folder: ModelFolder, default_files: Mapping[str, str], *, config_json: str = "", config_name: str = ""
+) -> frozenset[str]:
+    """What a folder's configuration says that it is made of, as quickly as a file is read: no model is asked, and what
+    is wrong with it is for `read_model` to say.
+    """
+    try:
+        return steps_of(_draft(folder, default_files, config_json, config_name).preliminary)
+    except (OSError, Problems):
+        return frozenset()
 
 
 def _draft(folder: ModelFolder, default_files: Mapping[str, str], config_json: str, config_name: str) -> Draft:

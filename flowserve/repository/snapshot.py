@@ -26,14 +26,14 @@ def stamp(folder: Path) -> Stamp:
 
 
 def digest(folder: Path) -> str:
-    """A digest over names and contents of everything below `folder`. Blocks while all of it is read.
+    """A digest over the names of everything below `folder` and the contents of files. Blocks while all of it is read.
 
     Raises OSError where a file cannot be read, or disappears meanwhile.
     """
     whole = hashlib.blake2b(digest_size=20)
     for name, path, _ in _files(folder):
         one = hashlib.blake2b(digest_size=20)
-        if not path.is_dir():
+        if path.is_file():  # and not a pipe or a device, which whoever opens may wait for for ever
             with path.open("rb") as stream:
                 while piece := stream.read(_PIECE):
                     one.update(piece)

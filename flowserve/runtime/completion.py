@@ -47,6 +47,7 @@ class Completer:
         self._python_execution = python_execution
         self._processes = processes
         self._settings = settings
+        self._asked: dict[Child, str] = {}  # processes that are being asked, and of which model's name
 
     def __call__(self, config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
         """As `complete`. Where the model's code has to be run for it, that happens where the model will run."""
@@ -59,9 +60,29 @@ class Completer:
         ):
             return self._with_default_batch(config, complete(config, folder, version))
         completion = backend.complete_by(
-            config, _files(folder, version), lambda remote: _ask(processes.children, config.name, remote)
+            config, _files(folder, version), lambda remote: self._ask(processes.children, config.name, remote)
         )
         return _with_counts(backend, completion)
+
+    def give_up(self, name: str, why: str) -> None:
+        """End what is being asked of a model, as far as that is done in processes. On any thread."""
+        for child, model in self._asked.copy().items():
+            if model == name:
+                child.kill(why=f"its process was killed: {why}")
+
+    def _ask(self, children: Children, model: str, remote: Remote) -> Any:
+        """Do what `remote` says in a process made for it. Blocks. Raises what it raised, or how the process ended."""
+        child = children.spawn("auto_complete_config", task.ENTRY, pickle.dumps(remote), log_name=model)
+        self._asked[child] = model
+        try:
+            with child.socket:
+                message = _all_of(child)
+        finally:
+            del self._asked[child]
+        try:
+            return task.answered(message)
+        except ValueError:
+            raise ModelFailed(child.how_it_ended()) from None
 
     def _with_default_batch(self, config: ModelConfig, completion: Completion) -> Completion:
         """Where onnxruntime's backend chose a batch size for want of one, the operator's is taken."""
@@ -86,17 +107,6 @@ def _with_counts(backend: Backend, completion: Completion) -> Completion:
 
 def _files(folder: ModelFolder, version: int) -> ModelFiles:
     return ModelFiles(folder.repository, folder.path, version)
-
-
-def _ask(children: Children, model: str, remote: Remote) -> Any:
-    """Do what `remote` says in a process made for it. Blocks. Raises what it raised, or how the process ended."""
-    child = children.spawn("auto_complete_config", task.ENTRY, pickle.dumps(remote), log_name=model)
-    with child.socket:
-        message = _all_of(child)
-    try:
-        return task.answered(message)
-    except ValueError:
-        raise ModelFailed(child.how_it_ended()) from None
 
 
 def _all_of(child: Child) -> bytes:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Generic, Literal, TypeVar
 
@@ -20,6 +21,7 @@ from flowserve.repository.changes import Settled, Watch
 from flowserve.repository.override import Override, check_name
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.lifecycle import Generation
+from flowserve.runtime.load_threads import PATIENCE_S
 from flowserve.runtime.loader import Loader
 from flowserve.runtime.operations import Operations, not_polled
 from flowserve.runtime.registry import LoadEvent, Registry, Report
@@ -233,18 +235,33 @@ class Control:
             is_lost = False
             if settled.changed or settled.gone:
                 # Not awaited: a model that hangs while it loads must not keep the others from being followed.
-                self._nursery.start_soon(self._follow, settled, name="follow the repository")
+                self._nursery.start_soon(self._follow, settled, watch, name="follow the repository")
 
-    async def _follow(self, settled: Settled) -> None:
+    async def _follow(self, settled: Settled, watch: Watch) -> None:
+        """What changed comes up before what is gone is taken out, so that who follows a step to its new name misses
+        none; unless something hangs on its way up.
+        """
+        is_up = trio.Event()
+        self._operations.give_up(settled.changed)
+        bring_up = partial(self._operations.bring_up, dict.fromkeys(sorted(settled.changed)))
+        self._nursery.start_soon(self._carry_on, bring_up, is_up)
+        with trio.move_on_after(PATIENCE_S):
+            await is_up.wait()
+        for name in sorted(settled.gone):
+            if not watch.has(name):  # it may have come back meanwhile
+                self._nursery.start_soon(self._carry_on, partial(self._take_out, name, dependents=False))
+
+    async def _carry_on(self, operation: Callable[[], Awaitable[object]], over: trio.Event | None = None) -> None:
+        """An operation that nobody asked for: what it raises is a line in the log."""
         try:
-            self._operations.give_up(settled.changed)
-            await self._operations.bring_up(dict.fromkeys(sorted(settled.changed)))
-            for name in sorted(settled.gone):
-                await self._take_out(name, dependents=False)
+            await operation()
         except FlowserveError as error:
             log.error("%s; what is loaded serves on", error)
         except Exception:
             log.exception("following the repository failed")
+        finally:
+            if over is not None:
+                over.set()
 
 
 class _Outcome(Generic[T]):

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import trio
+
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
 from flowserve.config.instances import instances_of
@@ -22,7 +24,7 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
-from flowserve.repository.read import ReadModel, read_model
+from flowserve.repository.read import ReadModel, read_model, read_steps
 from flowserve.runtime.batchers import keeps_order
 from flowserve.runtime.completion import Completer
 from flowserve.runtime.engine import Engine
@@ -31,7 +33,7 @@ from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_mak
 from flowserve.runtime.instance import Host
 from flowserve.runtime.iterative_ports import IterativePorts
 from flowserve.runtime.limits import asks_for_resources, needs_of, refuse_what_never_runs
-from flowserve.runtime.load_threads import LoadThreads
+from flowserve.runtime.load_threads import PATIENCE_S, LoadThreads
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.runtime.warmup import read_samples, warm_up
@@ -67,6 +69,14 @@ class Loader:
         for warning in read.warnings:
             log.warning("%s", warning)
         return read
+
+    async def steps(self, folder: ModelFolder, config_json: str = "") -> frozenset[str]:
+        """What a model's folder says that it is made of. Nothing of a model is loaded or run for that."""
+        name = self._engine.options.model_config_name
+        return await trio.to_thread.run_sync(
+            lambda: read_steps(folder, registry.default_files(), config_json=config_json, config_name=name),
+            abandon_on_cancel=True,
+        )
 
     def company(self, models: Iterable[ReadModel]) -> Company:
         """What these, all models that this server will have, are to each other."""
@@ -165,6 +175,7 @@ class Loader:
 
     def give_up(self, name: str, why: str) -> None:
         """End what is being opened for a name, as far as it is in processes: its load fails, with this reason."""
+        self._complete.give_up(name, why)
         for host in self._coming.get(name, ()):
             if isinstance(host, ProcessHost):
                 host.give_up(why)
@@ -196,6 +207,39 @@ class Company:
 
     runs_at_once: Counter[str]
     claiming: Sequence[ModelConfig]
+
+
+class Gathering:
+    """The models of one operation while they are read: nobody is loaded before it is known who shares the cores, but
+    nobody waits for one that hangs.
+    """
+
+    def __init__(self, loader: Loader, others: Iterable[ReadModel], names: Iterable[str]) -> None:
+        self._loader = loader
+        self._read = {read.config.name: read for read in others}
+        self._reading = set(names)
+        self._is_over = trio.Event()  # when `_reading` is empty
+        self._company: Company | None = None
+
+    def has_read(self, name: str, read: ReadModel | None) -> None:
+        """`read` None: nothing came of it, and what it was before counts."""
+        if read is not None:
+            self._read[name] = read
+            self._company = None
+        self._reading.discard(name)
+        if not self._reading:
+            self._is_over.set()
+
+    async def company(self) -> Company:
+        """Of all, or of all that could be read until nothing more came for a while."""
+        left = -1
+        while self._reading and len(self._reading) != left:
+            left = len(self._reading)
+            with trio.move_on_after(PATIENCE_S):
+                await self._is_over.wait()
+        if self._company is None:
+            self._company = self._loader.company(self._read.values())
+        return self._company
 
 
 @dataclass(slots=True)

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
 import trio
 
 from flowserve.errors import FlowserveError, Invalid
-from flowserve.repository.containment import steps_of
 from flowserve.repository.layout import Found, ModelFolder, find_models, look_again
 from flowserve.repository.override import Override, write_files
 from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.lifecycle import Generation
-from flowserve.runtime.loader import Company, Loaded, Loader
+from flowserve.runtime.loader import Gathering, Loader
 from flowserve.runtime.registry import Built, Known, LoadEvent, Registry
 from flowserve.runtime.turns import Turn, Turns
 
@@ -33,20 +33,26 @@ Wanted = Mapping[str, Override | None]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A name that was read and is not loaded yet. `digest` is "" where no other will be compared with it."""
+    """A name that is to be loaded. `steps` are what its configuration says that it is made of, `files` the private
+    folder of what came with the call. `digest` is "" where no other will be compared with it.
+    """
 
-    known: Known
+    name: str
     folder: ModelFolder
+    steps: frozenset[str]
     override: Override | None
+    files: object
     digest: str
+    is_explicit: bool
 
     @property
-    def name(self) -> str:
-        return self.known.name
+    def config(self) -> str:
+        """The configuration that came with the call, "" for the folder's own."""
+        return self.override.config if self.override is not None else ""
 
 
-# What reading a name came to. None: it is what serves already.
-Read = Candidate | FlowserveError | None
+# What looking at a name came to. None: it is what serves already.
+Seen = Candidate | FlowserveError | None
 
 
 class Operations:
@@ -89,10 +95,10 @@ class Operations:
         names = set(wanted)
         while True:
             async with self._turns.take(names, within) as turn:
-                read = await self._read_all(wanted, await self.find())
-                if read.keys() <= names:
-                    return await self._carry_out(turn, wanted, read)
-            names |= read.keys()  # it is made of others: come back when these have nothing else to do
+                seen = await self._look_at_all(wanted, await self.find())
+                if seen.keys() <= names:
+                    return await self._carry_out(turn, wanted, seen)
+            names |= seen.keys()  # it is made of others: come back when these have nothing else to do
 
     def give_up(self, names: Iterable[str]) -> None:
         """Their files are others by now: what is being opened of them is not waited for."""
@@ -103,46 +109,47 @@ class Operations:
         """Serve a name no longer, nor what was loaded only because of it where `dependents` says so. Returns what each
         ran on. A load of it that is under way is not waited for, which might hang. `within` as for `bring_up`.
         """
-        self._loader.give_up(name, "it was unloaded while it was loading")
+        # Again and again, since a load that is in the way goes through several things that may hang.
+        insist = partial(self._loader.give_up, name, "it was unloaded while it was loading")
         names = {name}
         while True:
-            async with self._turns.take(names, within):
+            async with self._turns.take(names, within, insist):
                 more = self._registry.goes_with(name) if dependents else frozenset()
                 if more <= names:
                     return await self._registry.take_out({name, *more})
             names |= more
 
-    async def _read_all(self, wanted: Wanted, found: Found) -> dict[str, Read]:
-        """Read `wanted`, and what it is made of."""
+    async def _look_at_all(self, wanted: Wanted, found: Found) -> dict[str, Seen]:
+        """Look at `wanted`, and at what it is made of."""
         folders = {folder.name: folder for folder in found.folders}
-        read: dict[str, Read] = {}
+        seen: dict[str, Seen] = {}
 
-        async def read_one(name: str, override: Override | None, is_explicit: bool) -> None:
+        async def look_at(name: str, override: Override | None, is_explicit: bool) -> None:
             try:
                 if name in found.duplicates:
                     raise found.duplicates[name]
-                read[name] = await self._read(name, folders.get(name), override, is_explicit)
+                seen[name] = await self._look_at(name, folders.get(name), override, is_explicit)
             except FlowserveError as error:
-                read[name] = error
+                seen[name] = error
 
         wave: Wanted = wanted
         while wave:
             async with trio.open_nursery() as nursery:
                 for name, override in wave.items():
-                    nursery.start_soon(read_one, name, override, name in wanted, name=f"read {name}")
-            wave = self._steps_to_read(read, folders) if self._takes_steps else {}
-        return read
+                    nursery.start_soon(look_at, name, override, name in wanted, name=f"look at {name}")
+            wave = self._steps_to_look_at(seen, folders) if self._takes_steps else {}
+        return seen
 
-    def _steps_to_read(self, read: Mapping[str, Read], folders: Mapping[str, ModelFolder]) -> dict[str, None]:
-        """Steps of what was read that are in the repository and were not read. A step whose configuration came with a
+    def _steps_to_look_at(self, seen: Mapping[str, Seen], folders: Mapping[str, ModelFolder]) -> dict[str, None]:
+        """Steps of what was looked at that are in the repository and were not. A step whose configuration came with a
         load call stays as it is.
         """
         steps = {
             step
-            for one in read.values()
+            for one in seen.values()
             if isinstance(one, Candidate)
-            for step in steps_of(one.known.read.config)
-            if step in folders and step not in read
+            for step in one.steps
+            if step in folders and step not in seen
         }
         return {
             name: None
@@ -150,7 +157,7 @@ class Operations:
             if not self._registry.is_serving(name) or self._registry.known[name].digest
         }
 
-    async def _read(
+    async def _look_at(
         self, name: str, folder: ModelFolder | None, override: Override | None, is_explicit: bool
     ) -> Candidate | None:
         files = None
@@ -167,44 +174,41 @@ class Operations:
         before = self._registry.known.get(name)
         if override is None and before is not None and before.digest == mark != "" and self._registry.is_serving(name):
             return None
-        read = await self._loader.read(folder, override.config if override is not None else "")
-        known = Known(read, "" if override is not None else mark, files, is_explicit)
-        if before is not None and before.is_explicit:
-            known = Known(read, known.digest, files, is_explicit=True)
-        return Candidate(known, folder, override, mark)
+        steps = await self._loader.steps(folder, override.config if override is not None else "")
+        is_explicit = is_explicit or (before is not None and before.is_explicit)
+        return Candidate(name, folder, steps, override, files, mark, is_explicit)
 
     async def _carry_out(
         self,
         turn: Turn,
         wanted: Wanted,
-        read: Mapping[str, Read],
+        seen: Mapping[str, Seen],
     ) -> dict[str, FlowserveError]:
         errors: dict[str, FlowserveError] = {}
         candidates: dict[str, Candidate] = {}
-        for name, one in read.items():
+        for name, one in seen.items():
             if isinstance(one, Candidate):
                 candidates[name] = one
             elif one is None:
                 self._registry.unchanged(name, is_explicit=name in wanted)
             else:
                 self._fail(name, one, errors)
-        steps = {name: steps_of(one.known.read.config) for name, one in candidates.items()}
-        after = {name: known.read for name, known in self._registry.known.items()}
-        after |= {name: one.known.read for name, one in candidates.items()}
-        company = self._loader.company(after.values())
+        steps = {name: one.steps for name, one in candidates.items()}
+        others = (known.read for known in self._registry.known.values())
+        gathering = Gathering(self._loader, others, candidates)
         together = [*self._registry.made_of.groups(steps)]
         turn.groups = [*map(frozenset, together), *([frozenset(turn.names)] if turn.names - candidates.keys() else [])]
         async with trio.open_nursery() as nursery:
             for group in together:
                 members = [candidates[name] for name in sorted(group)]
-                nursery.start_soon(self._carry_out_group, turn, members, company, errors)
+                nursery.start_soon(self._carry_out_group, turn, members, gathering, errors)
         return errors
 
     async def _carry_out_group(
         self,
         turn: Turn,
         group: Sequence[Candidate],
-        company: Company,
+        gathering: Gathering,
         errors: dict[str, FlowserveError],
     ) -> None:
         """What is joined by containment takes over in one go, when all of it is ready; what nothing can depend on yet,
@@ -216,7 +220,7 @@ class Operations:
             name = one.name
             self._registry.loading(name)
             try:
-                built = await self._build(one, company)
+                built = await self._build(one, gathering)
             except FlowserveError as error:
                 self._fail(name, error, errors)
                 return
@@ -231,33 +235,47 @@ class Operations:
         errors.update(await self._registry.put_in_force(together))
         self._turns.done(turn, [one.name for one in group])
 
-    async def _build(self, candidate: Candidate, company: Company) -> Built:
-        """Open every instance of a model, of files that stayed the same from the first read to the last."""
-        known, mark = candidate.known, candidate.digest
+    async def _build(self, candidate: Candidate, gathering: Gathering) -> Built:
+        """Read a model and open every instance of it, of files that stayed the same from the first read to the last."""
+        mark, folder = candidate.digest, candidate.folder
         for _ in range(READS_MAX):
-            loaded: dict[int, Loaded] = {}
-            failure: FlowserveError | None = None
-            if known.read.config.is_ensemble:
-                seconds = 0.0
-            else:
-                self._registry.report(LoadEvent(known.name, "loading"))
-                started_ns = self._engine.clock()
-                try:
-                    loaded = await self._loader.load(known.read, company)
-                except FlowserveError as error:
-                    failure = error  # of files that may be others by now
-                seconds = (self._engine.clock() - started_ns) / SECOND_NS
-            now, folder = await _digest(candidate.folder) if mark else ("", candidate.folder)
-            if now == mark and failure is not None:
-                raise failure
+            outcome = await self._build_once(candidate, folder, mark, gathering)
+            try:
+                now, folder = await _digest(folder) if mark else ("", folder)
+            except FlowserveError:
+                await self._drop(outcome)
+                raise
             if now == mark:
-                return Built(known, loaded, seconds)
-            await self._loader.drop(loaded)
+                if isinstance(outcome, FlowserveError):
+                    raise outcome
+                return outcome
+            await self._drop(outcome)
             mark = now
-            override = candidate.override
-            read = await self._loader.read(folder, override.config if override is not None else "")
-            known = Known(read, "" if override is not None else mark, known.files, known.is_explicit)
         raise Invalid("its files kept changing while they were read; load it again when they are complete")
+
+    async def _build_once(
+        self, candidate: Candidate, folder: ModelFolder, mark: str, gathering: Gathering
+    ) -> Built | FlowserveError:
+        """A failure is returned: it is one of files that may be others by now."""
+        try:
+            read = await self._loader.read(folder, candidate.config)
+            gathering.has_read(candidate.name, read)
+            mark = "" if candidate.override is not None else mark
+            known = Known(read, mark, candidate.files, candidate.is_explicit)
+            if read.config.is_ensemble:
+                return Built(known)
+            company = await gathering.company()
+            self._registry.report(LoadEvent(candidate.name, "loading"))
+            started_ns = self._engine.clock()
+            loaded = await self._loader.load(read, company)
+            return Built(known, loaded, (self._engine.clock() - started_ns) / SECOND_NS)
+        except FlowserveError as error:
+            gathering.has_read(candidate.name, None)
+            return error
+
+    async def _drop(self, outcome: Built | FlowserveError) -> None:
+        if isinstance(outcome, Built):
+            await self._loader.drop(outcome.loaded)
 
     def _fail(self, name: str, error: FlowserveError, errors: dict[str, FlowserveError]) -> None:
         errors[name] = error

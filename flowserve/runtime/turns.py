@@ -7,12 +7,15 @@ could: that is refused where it would be for ever. It does not know what an oper
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 import trio
 
 from flowserve.errors import Unavailable
+
+INSIST_S: Final = 0.5
 
 
 class Turn:
@@ -35,9 +38,12 @@ class Turns:
         self._moved = trio.Event()
 
     @asynccontextmanager
-    async def take(self, names: Collection[str], within: str = "") -> AsyncIterator[Turn]:
-        """Inside the block nobody else has any of `names`, except those that were given back with `done`. Raises
-        Unavailable where that would never be, because the operation on `within` waits for this one.
+    async def take(
+        self, names: Collection[str], within: str = "", insist: Callable[[], object] = lambda: None
+    ) -> AsyncIterator[Turn]:
+        """Inside the block nobody else has any of `names`, except those that were given back with `done`. `insist` is
+        called now and then while somebody does. Raises Unavailable where that would be for ever, because the operation
+        on `within` waits for this one.
         """
         turn = Turn(names, within)
         self._line.append(turn)
@@ -45,7 +51,9 @@ class Turns:
             if within and self._waits_for_itself(turn):
                 raise Unavailable(f"model '{within}' is being loaded, and this would have to wait for it")
             while any(before.names & turn.names for before in self._line[: self._line.index(turn)]):
-                await self._moved.wait()
+                insist()
+                with trio.move_on_after(INSIST_S):
+                    await self._moved.wait()
             turn.is_waiting = False
             yield turn
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,13 @@ def test_a_configuration_that_is_a_loop_of_links_raises(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.pbtxt").symlink_to("config.pbtxt")
     with pytest.raises(Problems, match=r"^m/config\.pbtxt: cannot be read: Too many levels of symbolic links"):
+        read_draft(tmp_path / "m", tmp_path, {})
+
+
+def test_a_configuration_that_is_a_pipe_raises_instead_of_waiting_for_a_writer(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    os.mkfifo(tmp_path / "m/config.pbtxt")
+    with pytest.raises(Problems, match=r"^m/config\.pbtxt: cannot be read: it is a pipe or a device and not a file"):
         read_draft(tmp_path / "m", tmp_path, {})
 
 

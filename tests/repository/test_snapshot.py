@@ -80,3 +80,9 @@ def test_links_are_followed_and_those_that_lead_in_a_circle_end(folder: Path, tm
 
 def test_a_folder_that_is_not_there_has_an_empty_stamp(tmp_path: Path) -> None:
     assert stamp(tmp_path / "nothing") == ()
+
+
+def test_a_pipe_is_a_name_and_nobody_waits_for_what_comes_out_of_it(folder: Path) -> None:
+    before = digest(folder)
+    os.mkfifo(folder / "1/pipe")
+    assert digest(folder) != before

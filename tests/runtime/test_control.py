@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -128,6 +128,74 @@ async def test_a_server_that_ends_gives_up_its_loads_and_says_so(tmp_path: Path)
         with pytest.raises(Unavailable, match="Server is stopping"):
             await control.unload("m")
     assert [text[:19] for text in said] == ["Server is stopping,"]
+
+
+AUTO = """
+import time
+from pathlib import Path
+
+
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        Path({asked!r}).touch()
+        time.sleep(1000)
+"""
+
+
+def write_one_that_never_says_what_it_is(repository: Path, name: str) -> Path:
+    """Returns what is there once it was asked."""
+    (repository / name / "1").mkdir(parents=True)
+    asked = repository / f".{name} was asked"
+    (repository / name / "1/model.py").write_text(AUTO.format(asked=str(asked)))
+    return asked
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(20):
+        while not condition():  # noqa: ASYNC110, nothing tells us what threads and processes have come to
+            await trio.sleep(0.01)
+
+
+@pytest.mark.fault("L15")
+async def test_a_model_that_hangs_while_it_is_read_can_be_unloaded_and_the_index_says_that_it_is_loading(
+    tmp_path: Path,
+) -> None:
+    write_one_that_never_says_what_it_is(tmp_path, "hangs")
+    refused: list[str] = []
+    async with running(tmp_path) as (engine, control), trio.open_nursery() as nursery:
+
+        async def load() -> None:
+            with pytest.raises(Invalid) as raised:
+                await control.load("hangs")
+            refused.append(str(raised.value))
+
+        nursery.start_soon(load)
+        await until(lambda: "hangs" in engine.entries)
+        assert engine.index() == [{"name": "hangs", "state": "LOADING", "reason": ""}]
+        with trio.fail_after(20):
+            await control.unload("hangs")  # wherever it hangs, or will
+    assert "its process was killed: it was unloaded while it was loading" in refused[0]
+
+
+@pytest.mark.fault("L15")
+async def test_a_model_that_hangs_while_it_is_read_keeps_no_other_from_serving_and_is_followed_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowserve.runtime.loader.PATIENCE_S", 0.3)
+    write(tmp_path, "good", 1.0)
+    asked = write_one_that_never_says_what_it_is(tmp_path, "hangs")
+    async with (
+        open_engine(EngineOptions()) as engine,
+        open_control(engine, [tmp_path], ControlOptions("poll", poll_s=0.1)) as control,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(control.start, lambda event: None)
+        await until(lambda: asked.exists() and engine.entries["good"].state == "READY")
+        assert engine.entries["hangs"].state == "LOADING"
+        write(tmp_path, "hangs", 2.0)
+        await until(lambda: engine.entries["hangs"].state == "READY")
+        assert await ask(engine, "hangs") == 2
 
 
 async def test_every_event_of_a_start_is_told_in_order(tmp_path: Path) -> None:
