@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
@@ -52,7 +53,8 @@ def check(
     """
     reading: Reading | None = None
     try:
-        reading = _read(repositories, config_name)
+        with redirect_stdout(err):  # what the user's own code prints is no part of this
+            reading = _read(repositories, config_name)
         findings = [*_findings(reading)]
     except FlowserveError as error:
         findings = [Finding("error", "", problem) for problem in _problems(error)]

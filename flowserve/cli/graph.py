@@ -6,6 +6,7 @@ Decided here: which deployment is meant, and where the picture goes. What it loo
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -37,7 +38,8 @@ def draw(options: GraphOptions, err: TextIO, *, color: bool) -> int:
     printer = Printer(err, color)
     try:
         picture = options.picture or (format_of(options.output) if options.output else "text")
-        reading, model = _read(options)
+        with redirect_stdout(err):  # what the user's own code prints is no part of the picture
+            reading, model = _read(options)
         failed = {n: error for n, error in reading.resolution.failed.items() if model in ("", n)}
         for name, error in sorted(failed.items()):
             printer.failure(name, error)

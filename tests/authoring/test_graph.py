@@ -272,6 +272,16 @@ def test_an_onnx_file_is_a_part_whose_tensors_are_the_files(tmp_path: Path) -> N
     assert Graph.load(tmp_path / "saved") == graph
 
 
+def test_a_models_folder_whose_file_is_not_what_its_configuration_says_is_no_part(tmp_path: Path) -> None:
+    (tmp_path / "net/1").mkdir(parents=True)
+    (tmp_path / "net/1/model.onnx").write_bytes(onnx_identity())
+    (tmp_path / "net/config.pbtxt").write_text(
+        'input { name: "NONE" data_type: TYPE_FP32 dims: 4 }\noutput { name: "Y" data_type: TYPE_FP32 dims: 4 }\n'
+    )
+    with pytest.raises(Problems, match=r"net/config.pbtxt:1:9: unexpected inference input 'NONE'"):
+        model_folder(tmp_path / "net")
+
+
 def test_a_part_that_cannot_be_read_is_refused_at_its_line(tmp_path: Path) -> None:
     with pytest.raises(Problems, match=r"there is no file '.*none.onnx'") as refused:
         onnx_model(tmp_path / "none.onnx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
@@ -62,6 +63,18 @@ def test_a_graph_of_a_module_is_checked_and_drawn(home: str, capsysbinary: pytes
     assert b"ensemble times_three, version 1, batches up to 4" in capsysbinary.readouterr().out
     assert main(["graph", f"{home}:graph", "--format", "mermaid"]) == 0
     assert capsysbinary.readouterr().out.startswith(b"flowchart LR")
+
+
+@pytest.mark.parametrize("command", ["check --json", "graph --format json"])
+def test_what_a_module_prints_does_not_stand_in_the_output(
+    command: str, home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"loud_{home}_{command.partition(' ')[0]}"
+    (tmp_path / f"{name}.py").write_text(f'print("loud"){MODULE}')
+    assert main([*command.split(), f"{name}:graph"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "loud\n"
+    assert json.loads(printed.out)["schema"].startswith("flowserve.")
 
 
 def test_what_makes_it_slow_is_said_of_the_line_of_python(home: str, capsys: pytest.CaptureFixture[str]) -> None:
