@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,11 +94,19 @@ def _answered(
             raise Invalid(f"{address} answered {answer.status}: {said(answer.read())}")
         yield answer
     except (OSError, http.client.HTTPException) as error:
-        raise Unavailable(
-            f"no answer from {address}: {str(error) or type(error).__name__}; is a server running?"
-        ) from None
+        raise no_answer(address, error) from None
     finally:
         connection.close()
+
+
+def no_answer(address: Address, error: Exception) -> Unavailable:
+    """Why, and what to look at."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        text = f"{error.verify_message}; SSL_CERT_FILE=FILE in front of the command names authorities to trust"
+        return Unavailable(f"no answer from {address}: {text}")
+    if isinstance(error, ssl.SSLError):
+        return Unavailable(f"no answer from {address}: {error.reason or error}; does it speak HTTPS?")
+    return Unavailable(f"no answer from {address}: {str(error) or type(error).__name__}; is a server running?")
 
 
 def said(content: bytes) -> str:

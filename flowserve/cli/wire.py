@@ -11,7 +11,7 @@ from typing import Final, Self
 
 import trio
 
-from flowserve.cli.client import Address, Headers
+from flowserve.cli.client import Address, Headers, no_answer
 from flowserve.errors import Unavailable
 
 HEAD_BYTES_MAX: Final = 64 * 1024
@@ -107,8 +107,10 @@ async def _connect(address: Address) -> trio.abc.Stream:
             await secure.do_handshake()
             return secure
         return await trio.open_tcp_stream(address.host, address.port)
-    except (OSError, trio.BrokenResourceError) as error:
-        raise Unavailable(f"no answer from {address}: {error}; is a server running?") from None
+    except trio.BrokenResourceError as error:  # which has what TLS said in it
+        raise no_answer(address, error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
+    except OSError as error:
+        raise no_answer(address, error) from None
 
 
 def _head(head: bytes) -> tuple[int, int | None]:

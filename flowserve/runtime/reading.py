@@ -112,5 +112,7 @@ def read_repositories(
     configs = {name: model.config for name, model in read.items()}
     resolution = resolve(configs, {name: model.versions for name, model in read.items()}, failed)
     warnings = [("", warning) for warning in found.warnings]
-    warnings += [(name, warning) for name, model in read.items() for warning in model.warnings]
+    for folder in found.folders:
+        model_read = read.get(folder.name)
+        warnings += [(folder.name, warning) for warning in (model_read or folder).warnings]
     return Reading(configs, resolution, tuple(warnings))

@@ -156,6 +156,8 @@ def test_warnings_do_not_fail_a_check(checked: Callable[..., Checked], repositor
     status, _, err = checked()
     assert status == 0
     assert err == "same/old: warning: not a version (a positive number without leading zeros); ignored [R7]\n"
+    (repository / "same" / "config.pbtxt").write_text("max_batch_size: -1\n")
+    assert checked()[2].startswith("same/old: warning: ")
 
 
 def test_colors_come_only_where_they_were_asked_for(checked: Callable[..., Checked], repository: Path) -> None:

@@ -271,6 +271,12 @@ def test_what_goes_wrong_is_one_sentence_and_status_1(
     assert text in printed.err
 
 
+@pytest.mark.server
+def test_a_server_that_speaks_no_tls_is_one_sentence(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["infer", f"https://{served.address}", "songs"]) == 1
+    assert "; does it speak HTTPS?" in capsys.readouterr().err
+
+
 def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["infer", "127.0.0.1:9", "songs"]) == 1
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
