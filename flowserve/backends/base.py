@@ -89,7 +89,8 @@ class Work:
     the member's row count (1 for a model without batching). `requests[m]` is the client's request the member belongs
     to. `wanted[m]` names the outputs asked of it. `may_write[i][m]` tells whether the member is the last reader of
     that input. `senders[m]`, of a decoupled model only, is where answers to it go: `run` then returns empty `Results`,
-    and inputs may be kept until the last answer.
+    and inputs may be kept until the last answer. `contexts[m]`, where anybody is traced, is the `traceparent` of the
+    span that the member runs in, "" for none.
     """
 
     inputs: list[list[Tensor | None]]
@@ -98,6 +99,7 @@ class Work:
     wanted: list[tuple[str, ...]]
     may_write: list[list[bool]] | None = None
     senders: Sequence[Sender] | None = None
+    contexts: Sequence[str] | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -8,9 +8,10 @@ wrongly is raised. How a call reaches the server is the `Caller`'s.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, Self
 
 from flowserve.backends.base import Answer, Call, Caller
 from flowserve.backends.python_answers import as_bytes
@@ -34,6 +35,93 @@ _CODES: Final[dict[type[FlowserveError], int]] = {
 }
 
 
+class ResponseIterator:
+    """The responses to one call, each as it comes: for `for`, which blocks, and in `async def` for `async for`, too."""
+
+    def __init__(self, caller: Caller, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """`loop`: the one that runs, of whoever awaits responses."""
+        self._caller = caller
+        self._loop = loop
+        self._arrived = asyncio.Event()
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._leave: Callable[[], None] = _stay
+        self._is_stream = True
+        self._has_begun = False
+        self._is_over = False
+
+    def _begin(self, call: Call) -> Self:
+        """Send the call, whether or not anybody asks for responses."""
+        self._is_stream = call.is_stream
+        try:
+            self._leave = self._caller.begin(call, partial(_take, self._answers, self._loop, self._arrived))
+        except FlowserveError as error:
+            raise TritonModelException(str(error)) from None
+        return self
+
+    def cancel(self) -> None:
+        """Nobody wants more of them."""
+        if not self._is_over:
+            self._is_over = True
+            self._leave()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        self._has_begun = True
+        if not self._is_over:
+            try:
+                self._caller.wait(lambda: not self._answers.empty())
+                response = self._next(self._answers.get())
+            except BaseException:
+                self.cancel()
+                raise
+            if response is not None:
+                return response
+        raise StopIteration
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        self._has_begun = True
+        if not self._is_over:
+            assert self._loop is not None, "made where a loop runs"
+            try:
+                if self._answers.empty():
+                    with self._caller.awaited_on(self._loop):
+                        while self._answers.empty():
+                            self._arrived.clear()
+                            await self._arrived.wait()
+                response = self._next(self._answers.get())
+            except BaseException:
+                self.cancel()
+                raise
+            if response is not None:
+                return response
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        if self._has_begun:
+            self.cancel()
+
+    def _next(self, answer: Answer) -> InferenceResponse | None:
+        self._is_over = not self._is_stream or answer is None or isinstance(answer, FlowserveError)
+        return None if answer is None else _response(answer)
+
+
+def _take(
+    answers: SimpleQueue[Answer], loop: asyncio.AbstractEventLoop | None, arrived: asyncio.Event, answer: Answer
+) -> None:
+    """On any thread, never waiting. It does not hold the iterator, whose end withdraws the call."""
+    answers.put(answer)
+    if loop is not None:
+        try:
+            loop.call_soon_threadsafe(arrived.set)
+        except RuntimeError:  # the loop is closed: nobody awaits it any more
+            return
+
+
 class ModelCalls:
     """What one instance's code calls other models through. On any of its threads."""
 
@@ -43,76 +131,20 @@ class ModelCalls:
 
     def exec(self, request: InferenceRequest) -> InferenceResponse:
         """Blocks until the answer is there."""
-        (response,) = self.stream(request, is_stream=False)
-        return response
+        return next(ResponseIterator(self._caller)._begin(self._call(request, is_stream=False)))
 
-    def stream(self, request: InferenceRequest, *, is_stream: bool = True) -> Iterator[InferenceResponse]:
+    def stream(self, request: InferenceRequest) -> ResponseIterator:
         """Each answer as it comes. It is sent at once, whether or not anybody iterates."""
-        answers: SimpleQueue[Answer] = SimpleQueue()
-        leave = self._begin(request, answers.put, is_stream=is_stream)
-        return self._taken(answers, leave, is_stream=is_stream)
+        return ResponseIterator(self._caller)._begin(self._call(request, is_stream=True))
 
-    def _taken(
-        self, answers: SimpleQueue[Answer], leave: Callable[[], None], *, is_stream: bool
-    ) -> Iterator[InferenceResponse]:
-        is_over = False
-        try:
-            while not is_over:
-                self._caller.wait(lambda: not answers.empty())
-                answer = answers.get()
-                is_over = not is_stream or answer is None or isinstance(answer, FlowserveError)
-                if answer is not None:
-                    yield _response(answer)
-        finally:
-            if not is_over:
-                leave()
-
-    async def async_exec(self, answers: AsyncIterator[InferenceResponse]) -> InferenceResponse:
+    async def async_exec(self, answers: ResponseIterator) -> InferenceResponse:
         """What `async_stream` began, where there is one answer."""
-        (response,) = [answer async for answer in answers]
-        return response
+        return await anext(answers)
 
-    def async_stream(self, request: InferenceRequest, *, is_stream: bool = True) -> AsyncIterator[InferenceResponse]:
+    def async_stream(self, request: InferenceRequest, *, is_stream: bool = True) -> ResponseIterator:
         """As `stream`, without blocking the asyncio loop that runs."""
-        loop = asyncio.get_running_loop()
-        answers: asyncio.Queue[Answer] = asyncio.Queue()
-
-        def answered(answer: Answer) -> None:
-            try:
-                loop.call_soon_threadsafe(answers.put_nowait, answer)
-            except RuntimeError:  # the loop is closed: nobody awaits it any more
-                return
-
-        leave = self._begin(request, answered, is_stream=is_stream)
-        return self._taken_async(loop, answers, leave, is_stream=is_stream)
-
-    async def _taken_async(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        answers: asyncio.Queue[Answer],
-        leave: Callable[[], None],
-        *,
-        is_stream: bool,
-    ) -> AsyncIterator[InferenceResponse]:
-        is_over = False
-        try:
-            with self._caller.awaited_on(loop):
-                while not is_over:
-                    answer = await answers.get()
-                    is_over = not is_stream or answer is None or isinstance(answer, FlowserveError)
-                    if answer is not None:
-                        yield _response(answer)
-        finally:
-            if not is_over:
-                leave()
-
-    def _begin(
-        self, request: InferenceRequest, answered: Callable[[Answer], None], *, is_stream: bool
-    ) -> Callable[[], None]:
-        try:
-            return self._caller.begin(self._call(request, is_stream=is_stream), answered)
-        except FlowserveError as error:
-            raise TritonModelException(str(error)) from None
+        answers = ResponseIterator(self._caller, asyncio.get_running_loop())
+        return answers._begin(self._call(request, is_stream=is_stream))
 
     def _call(self, request: InferenceRequest, *, is_stream: bool) -> Call:
         name = request.model_name()
@@ -169,3 +201,7 @@ def _response(answer: Answer) -> InferenceResponse:
         return InferenceResponse(error=TritonError(str(answer), codes[0] if codes else TritonError.INTERNAL))
     assert answer is not None
     return InferenceResponse([Tensor(name, array) for name, array in answer.outputs.items()])
+
+
+def _stay() -> None:
+    """Nothing was sent yet, or it could not be."""

@@ -17,6 +17,7 @@ from flowserve.backends.triton_objects import (
     TRITONSERVER_REQUEST_RELEASE_ALL,
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     InferenceRequest,
+    InferenceTrace,
 )
 from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input, inner_shape
 from flowserve.memory.columns import Together
@@ -78,6 +79,15 @@ class GivenRequest(InferenceRequest):
                 f"'{self._model.name}' does not have sequence_batching {{ iterative_sequence: true }}"
             )
         self._flags = flags
+
+    def trace(self) -> InferenceTrace:
+        """The span in which this is computed, where requests are traced as spans."""
+        contexts = self._work.contexts
+        return InferenceTrace(contexts[self._member] if contexts else "")
+
+    def set_flags(self, flags: int) -> None:
+        """Its flags are its sender's."""
+        raise TritonModelException("Unable to set flags: the request was given to this model")
 
     def is_cancelled(self) -> bool:
         """Whether nobody wants its answers any more. False for a model that is not decoupled: a batch that has started

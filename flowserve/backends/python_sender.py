@@ -19,6 +19,7 @@ from flowserve.backends.triton_objects import (
     TRITONSERVER_RESPONSE_COMPLETE_FINAL,
     InferenceRequest,
     InferenceResponse,
+    InferenceResponseSender,
 )
 from flowserve.backends.triton_tensors import TritonModelException
 from flowserve.errors import FlowserveError, ModelFailed
@@ -30,7 +31,7 @@ _CLOSED: Final = "Unable to send response. Response sender has been closed."
 _ANY_ROWS: Final = -1
 
 
-class ResponseSender:
+class ResponseSender(InferenceResponseSender):
     """What `get_response_sender` gives a decoupled model."""
 
     def __init__(
@@ -109,7 +110,7 @@ class SentRequest(GivenRequest):
             answer_the_forgotten([self], [self._work.senders[self._member]], self._model.name)
 
 
-class SingleResponseSender:
+class SingleResponseSender(InferenceResponseSender):
     """The same for a model that is not decoupled: exactly one response, which its batch waits for."""
 
     def __init__(self, model: str) -> None:

@@ -8,7 +8,7 @@ underscore are not for models.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.backends.python_import import scope
@@ -20,7 +20,7 @@ from flowserve.backends.triton_tensors import (
 )
 
 if TYPE_CHECKING:
-    from flowserve.backends.python_calls import ModelCalls
+    from flowserve.backends.python_calls import ModelCalls, ResponseIterator
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START: Final = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END: Final = 2
@@ -58,6 +58,21 @@ class TritonError:
         return self._message
 
 
+class InferenceTrace:
+    """The trace that a request is part of. `get_context` is what a model's own spans begin with."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: str = "") -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        """A JSON object with the `traceparent` of the span in which the request is computed, as OpenTelemetry's
+        propagators take it; None where there is no such span.
+        """
+        return json.dumps({"traceparent": self._context}) if self._context else None
+
+
 class InferenceRequest:
     """A request as a model sees it, or one that it makes for another model."""
 
@@ -74,8 +89,8 @@ class InferenceRequest:
         timeout: int = 0,
         inputs: Iterable[Tensor] = (),
         preferred_memory: PreferredMemory | None = None,
-        trace: object = None,
-        parameters: Mapping[str, Any] | str = "{}",
+        trace: InferenceTrace | None = None,
+        parameters: Mapping[str, Any] | str | None = None,
         priority: int = 0,
     ) -> None:
         self._inputs: list[Tensor] | None = list(inputs)
@@ -89,7 +104,8 @@ class InferenceRequest:
             "timeout": timeout,
             "priority": priority,
             "preferred_memory": preferred_memory,
-            "parameters": json.loads(parameters or "{}") if isinstance(parameters, str) else parameters,
+            "trace": trace,
+            "parameters": json.loads(parameters or "{}") if isinstance(parameters, str) else parameters or {},
         }
 
     def inputs(self) -> list[Tensor]:
@@ -132,6 +148,15 @@ class InferenceRequest:
         found: PreferredMemory = self._facts().get("preferred_memory") or PreferredMemory(TRITONSERVER_MEMORY_CPU)
         return found
 
+    def trace(self) -> InferenceTrace:
+        """What it was given. A request that a model makes is part of the trace of those that it runs, given or not."""
+        found: InferenceTrace = self._facts().get("trace") or InferenceTrace()
+        return found
+
+    def set_flags(self, flags: int) -> None:
+        """What `flags` says of a request for another model: that it begins or ends a sequence."""
+        self._facts()["flags"] = flags
+
     def is_cancelled(self) -> bool:
         """False: a batch that has started is computed to its end."""
         return False
@@ -147,14 +172,14 @@ class InferenceRequest:
         """Say, before `execute` returns, whether a request that was given is done or is to be run again."""
         raise TritonModelException("Unable to set release flags: the request was not given to this model")
 
-    def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
+    def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
         """Have another model answer, and wait for it; `decoupled` for one that may answer any number of times: then an
         iterator over its responses. What fails is a response with an error.
         """
         calls = self._calls()
         return calls.stream(self) if decoupled else calls.exec(self)
 
-    def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | AsyncIterator[InferenceResponse]]:
+    def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
         """The same to `await`. It is sent when this is called, so that several can be under way at the same time."""
         answers = self._calls().async_stream(self, is_stream=decoupled)
         return _now(answers) if decoupled else self._calls().async_exec(answers)
@@ -167,6 +192,10 @@ class InferenceRequest:
                 "thread, and, by a model in a process of its own, on threads that it has started"
             )
         return owner.calls
+
+
+class InferenceResponseSender:
+    """Where a model answers a request in its own time: `send` and `is_cancelled`. Made by `get_response_sender`."""
 
 
 class InferenceResponse:
@@ -199,7 +228,7 @@ class InferenceResponse:
         return json.dumps(self._parameters)
 
 
-async def _now(answers: AsyncIterator[InferenceResponse]) -> AsyncIterator[InferenceResponse]:
+async def _now(answers: ResponseIterator) -> ResponseIterator:
     return answers
 
 

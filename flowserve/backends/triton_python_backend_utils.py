@@ -1,7 +1,7 @@
 """What a model.py written for Triton imports as `triton_python_backend_utils`.
 
 Decided here: the names that such models find, with Triton's spelling and behaviour; the classes among them are in
-triton_objects.py and triton_model_config.py. What flowserve does not do yet is refused by name. This module does not
+files of their own beside this one. docs/python-models.md lists every name, and what is not there. This module does not
 know the server.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final
 
+from flowserve.backends.python_calls import ResponseIterator
 from flowserve.backends.python_import import scope
 from flowserve.backends.triton_metrics import Metric, MetricFamily, MetricKind
 from flowserve.backends.triton_model_config import ModelConfig
@@ -23,6 +24,8 @@ from flowserve.backends.triton_objects import (
     TRITONSERVER_RESPONSE_COMPLETE_FINAL,
     InferenceRequest,
     InferenceResponse,
+    InferenceResponseSender,
+    InferenceTrace,
     TritonError,
 )
 from flowserve.backends.triton_tensors import (
@@ -51,6 +54,8 @@ __all__ = [
     "TRITON_STRING_TO_NUMPY",
     "InferenceRequest",
     "InferenceResponse",
+    "InferenceResponseSender",
+    "InferenceTrace",
     "Logger",
     "MemoryType",
     "Metric",
@@ -58,6 +63,7 @@ __all__ = [
     "MetricKind",
     "ModelConfig",
     "PreferredMemory",
+    "ResponseIterator",
     "Tensor",
     "TritonError",
     "TritonModelException",
@@ -82,16 +88,6 @@ TRITON_STRING_TO_NUMPY: Final = {dtype.config_name: dtype.numpy.type for dtype i
 COUNTER: Final = MetricKind.COUNTER
 GAUGE: Final = MetricKind.GAUGE
 HISTOGRAM: Final = MetricKind.HISTOGRAM
-
-_NOT_YET: Final = {
-    "InferenceTrace": "traces in models",
-}
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name in _NOT_YET:
-        raise AttributeError(f"triton_python_backend_utils.{name}: {_NOT_YET[name]} is not supported yet by flowserve")
-    raise AttributeError(f"module 'triton_python_backend_utils' has no attribute '{name}'")
 
 
 class Logger:

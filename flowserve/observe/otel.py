@@ -1,9 +1,10 @@
 """Traces as spans of OpenTelemetry; the only reader of its packages.
 
 Decided here: which spans a trace becomes, what they are called and what they say, and that they are made and sent on
-threads of their own. Names and events are Triton's, so that what reads its spans reads these: the request as its front
-end saw it (`InferRequest`), in it a span for each model that ran for it, in those one for the computation (`compute`);
-besides, one for each wait (`queue`), whose events are the reasons.
+threads of their own, after all is over. Names and events are Triton's, so that what reads its spans reads these: the
+request as its front end saw it (`InferRequest`), in it a span for each model that ran for it, in those one for the
+computation (`compute`), in which models put spans of their own; besides, one for each wait (`queue`), whose events are
+the reasons.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flowserve.observe.writer import Writer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
     from opentelemetry.trace import Span
 
 DEFAULT_URL: Final = "http://localhost:4318/v1/traces"
@@ -32,6 +34,27 @@ _BSP: Final = {
 log = logging.getLogger("flowserve.observe")
 
 
+class _Ids:
+    """Numbers of traces and spans: those that models were told, else new ones. For one thread."""
+
+    def __init__(self, new: RandomIdGenerator) -> None:
+        self._new = new
+        self.trace_id = 0  # of the next trace, where it is decided already
+        self.span_id = 0  # of the next span
+
+    def generate_trace_id(self) -> int:
+        found, self.trace_id = self.trace_id, 0
+        return found or self._new.generate_trace_id()
+
+    def generate_span_id(self) -> int:
+        found, self.span_id = self.span_id, 0
+        return found or self._new.generate_span_id()
+
+    def is_trace_id_random(self) -> bool:
+        """Told ones are as random as those that its own generator makes."""
+        return True
+
+
 class Spans:
     """Where traces go in mode opentelemetry. `settings` are that mode's; `exporter` stands in for the network."""
 
@@ -43,6 +66,7 @@ class Spans:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise Unsupported(
@@ -50,8 +74,9 @@ class Spans:
             ) from None
         given = dict(one.split("=", 1) for one in settings.get("resource", ()))
         resource = Resource.create({_SERVICE: "flowserve"}).merge(Resource(dict(given)))
+        self._ids = _Ids(RandomIdGenerator())
         # Not at exit: a collector that is gone must not keep the process.
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=self._ids)  # type: ignore[arg-type]
         sent = exporter or OTLPSpanExporter(endpoint=settings.get("url", (DEFAULT_URL,))[-1])
         limits: dict[str, Any] = {_BSP[name]: int(values[-1]) for name, values in settings.items() if name in _BSP}
         self._provider.add_span_processor(BatchSpanProcessor(sent, **limits))
@@ -77,7 +102,9 @@ class Spans:
         begun = min([ns for _, ns in trace.marks] + [trace.arrived_ns])
         ended = max([ns for _, ns in trace.marks] + [trace.ended_ns])
         context = self._context.extract({"traceparent": trace.parent}) if trace.parent else None
+        self._ids.trace_id = trace.trace_id
         root = self._span("InferRequest", context, begun, {}, kind=self._api.SpanKind.SERVER)
+        self._ids.trace_id = 0  # which its caller's context may have decided
         for name, ns in trace.marks:
             root.add_event(name, timestamp=ns + offset_ns)
         self._request(trace, root)
@@ -137,6 +164,7 @@ class Spans:
             "flowserve.instance": ran.instance,
             "flowserve.rows": step.rows,
         }
+        self._ids.span_id = step.span_id
         span = self._span("compute", self._within(parent), ran.started_ns or ran.taken_ns, facts)
         if ran.ended_ns:
             stamps = (("COMPUTE_START", ran.started_ns), ("COMPUTE_INPUT_END", ran.gathered_ns))

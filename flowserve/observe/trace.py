@@ -67,7 +67,8 @@ class Step:
     """One attempt at a node: a step whose batch failed and is tried again in halves has another. `ready_ns`:
     everything it reads was there. `waits` reach from there to when its instance began, as far as that is known.
     `answers`: how often it answered, where its model may do so many times; `pauses`: when it stood in its send because
-    there was no room for another one, or had its answer held back.
+    there was no room for another one, or had its answer held back. `span_id` is that of its computation, where its
+    model was told; else 0.
     """
 
     node: Node
@@ -81,6 +82,7 @@ class Step:
     answers: int = 0
     pauses: list[Wait] = field(default_factory=list)
     tensors: list[TensorSeen] = field(default_factory=list)
+    span_id: int = 0
 
     def held_back(self, until_ns: int) -> None:
         """Its answer was there, and waited for those before it."""
@@ -91,7 +93,8 @@ class Step:
 class Trace:
     """One request. `waits` are those before its first step; `marks` are moments of the front end that took it, by
     Triton's names; `parent` is the context it came with (a `traceparent`), "" for none. `is_cached`: its answer was
-    remembered. `omitted`: so many steps more ran than are told.
+    remembered. `omitted`: so many steps more ran than are told. `trace_id` is that of its spans, where models may add
+    theirs; else 0.
     """
 
     number: int
@@ -100,6 +103,7 @@ class Trace:
     rows: int
     arrived_ns: int
     parent: str = ""
+    trace_id: int = 0
     ended_ns: int = 0
     error: str = ""
     is_cached: bool = False

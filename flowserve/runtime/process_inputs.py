@@ -159,7 +159,10 @@ def run_message(head: tuple[Any, ...], work: Work) -> bytes:
     facts = [*map(request_facts, work.requests)]
     requests = None if facts.count(PLAIN_FACTS) == len(facts) else [*map(_plain_facts, facts)]
     try:
-        return marshal.dumps((*head, requests, work.wanted), MARSHAL_VERSION)
+        message = (
+            (*head, requests, work.wanted) if work.contexts is None else (*head, requests, work.wanted, work.contexts)
+        )
+        return marshal.dumps(message, MARSHAL_VERSION)
     except ValueError:
         raise Internal("a request holds a parameter that is no text, number or boolean") from None
 

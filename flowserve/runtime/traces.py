@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.errors import Unavailable
-from flowserve.observe.context import is_sampled
+from flowserve.observe.context import is_sampled, trace_id_for
 from flowserve.observe.otel import Spans
 from flowserve.observe.trace import Trace
 from flowserve.observe.trace_file import TraceFile
@@ -82,7 +82,9 @@ class Traces:
         if not told:
             return None
         has_tensors = is_chosen and setting.choice.has_tensors
-        watch = self._tracing.watch(*told, parent=context if is_callers else "", has_tensors=has_tensors)
+        parent = context if is_callers else ""
+        trace_id = trace_id_for(parent) if is_chosen and self._spans is not None else 0
+        watch = self._tracing.watch(*told, parent=parent, has_tensors=has_tensors, trace_id=trace_id)
         for window in windows:
             window.begun(watch)
         return watch

@@ -13,6 +13,7 @@ from typing import Final
 
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, InstanceDied
+from flowserve.observe.context import context_of, new_span_id
 from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, Step, Trace
 from flowserve.observe.waits import (
     AGAIN,
@@ -27,7 +28,7 @@ from flowserve.observe.waits import (
     add,
 )
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.instance import Completions, Outcome
+from flowserve.runtime.instance import Completions, Outcome, start_within
 from flowserve.runtime.reasons import is_held, passed_on_ns, ready_ns, shares_slots, waits_in_queue
 from flowserve.runtime.seen import seen, seen_of_request
 from flowserve.runtime.streaming import Streaming
@@ -101,15 +102,17 @@ class Tracing:
         """Whether anything that is traced is under way."""
         return bool(self._live)
 
-    def watch(self, *told: Told, parent: str = "", has_tensors: bool = False) -> Watch:
-        """Trace a request that is about to be submitted. `parent`: the `traceparent` that it came with."""
-        return Watch(self, told, parent, has_tensors=has_tensors)
+    def watch(self, *told: Told, parent: str = "", has_tensors: bool = False, trace_id: int = 0) -> Watch:
+        """Trace a request that is about to be submitted. `parent`: the `traceparent` that it came with. `trace_id`:
+        that of the spans it becomes, which models may join; 0: they may not.
+        """
+        return Watch(self, told, parent, has_tensors=has_tensors, trace_id=trace_id)
 
-    def begin(self, flow: Flow, parent: str = "", *, has_tensors: bool = False) -> Trace:
+    def begin(self, flow: Flow, parent: str = "", *, has_tensors: bool = False, trace_id: int = 0) -> Trace:
         """A flow that is traced was made, and will be submitted next."""
         graph, request, gate = flow.plan.graph, flow.request, flow.owner.gate
         rows = len(next(iter(request.inputs.values()), ())) if graph.max_batch_size else 1
-        trace = Trace(next(self._numbers), graph, request.id, rows, flow.arrived_ns, parent)
+        trace = Trace(next(self._numbers), graph, request.id, rows, flow.arrived_ns, parent, trace_id)
         if not self._live:
             self._dispatcher.tell(self._run, self._over)
             self._completions.finished = self._came_back
@@ -130,7 +133,9 @@ class Tracing:
         running = self._running.get(batch)
         if running is not None:
             execution, taken = running
-            execution.calls.append(self.begin(flow, has_tensors=any(live.has_tensors for _, live, _, _ in taken)))
+            has_tensors = any(live.has_tensors for _, live, _, _ in taken)
+            trace_id = next((one for _, live, _, _ in taken if (one := live.trace.trace_id)), 0)
+            execution.calls.append(self.begin(flow, has_tensors=has_tensors, trace_id=trace_id))
 
     def end(self, flow: Flow, *, has_left: bool = False) -> None:
         """It is over, or never began. Harmless afterwards."""
@@ -172,6 +177,7 @@ class Tracing:
     def _run(self, batch: Batch) -> None:
         now_ns = self.clock()  # later than when the pump began, where batches ran inline in between
         queue = batch.queue
+        contexts: Sequence[str] = ()
         spells = self._spells.get(queue)
         if spells is not None:
             spells.end(now_ns)
@@ -182,9 +188,10 @@ class Tracing:
             ]
             if members:
                 self._take(batch, members, spells, now_ns)
+                contexts = self._contexts(batch)
             if not queue.free:
                 spells.begin(now_ns)
-        outcome = batch.instance.start(batch)
+        outcome = batch.instance.start(batch) if not contexts else start_within(batch.instance, batch, contexts)
         if outcome is not None:
             self._note(batch, outcome)
             self._finished(batch, outcome)
@@ -226,6 +233,17 @@ class Tracing:
                 step.tensors += seen(QUEUE_INPUT, node.inputs, given)
             taken.append((m, live, ticket, step))
         self._running[batch] = execution, taken
+
+    def _contexts(self, batch: Batch) -> Sequence[str]:
+        """The context of the span that each member runs in, where a model may add to it; () where there is none."""
+        joined = [(m, live, step) for m, live, _, step in self._running[batch][1] if live.trace.trace_id]
+        if not joined:
+            return ()
+        contexts = [""] * len(batch.tickets)
+        for m, live, step in joined:
+            step.span_id = new_span_id()
+            contexts[m] = context_of(live.trace.trace_id, step.span_id)
+        return contexts
 
     def _moments(self, live: _Live, ticket: Ticket, before: Step | None) -> tuple[int, int]:
         """When it was ready, and queued."""

@@ -22,13 +22,16 @@ Told = Callable[[Trace], None]
 class Watch:
     """Made by `Tracing.watch`. `told` hear of the trace when it is closed."""
 
-    __slots__ = ("_flow", "_has_tensors", "_marks", "_parent", "_told", "_tracing", "trace")
+    __slots__ = ("_flow", "_has_tensors", "_marks", "_parent", "_told", "_trace_id", "_tracing", "trace")
 
-    def __init__(self, tracing: Tracing, told: Sequence[Told], parent: str, *, has_tensors: bool) -> None:
+    def __init__(
+        self, tracing: Tracing, told: Sequence[Told], parent: str, *, has_tensors: bool, trace_id: int = 0
+    ) -> None:
         self._tracing = tracing
         self._told = told
         self._parent = parent
         self._has_tensors = has_tensors
+        self._trace_id = trace_id
         self._marks: list[tuple[str, int]] = []
         self._flow: Flow | None = None
         self.trace: Trace | None = None  # once it is submitted
@@ -38,7 +41,7 @@ class Watch:
 
         def traced(*facts: Any) -> Flow:
             flow = self._flow = make(*facts)
-            self.trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors)
+            self.trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors, trace_id=self._trace_id)
             return flow
 
         return traced

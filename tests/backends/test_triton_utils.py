@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from flowserve.backends import triton_python_backend_utils as pb_utils
+from flowserve.backends.python_sender import ResponseSender, SingleResponseSender
 from flowserve.backends.shapes import fits, shown
 from flowserve.graph.conversion import reshaped
 from flowserve.values import DType
@@ -87,3 +91,34 @@ def test_sizes_that_vary_move_over_from_the_left() -> None:
     assert reshaped((5, 2, 7), (-1, 2, -1), (2, -1, 1, -1)) == (2, 5, 1, 7)
     assert reshaped((1,), (1,), ()) == ()
     assert shown((-1, 3)) == "[-1,3]"
+
+
+def names_in(text: str) -> list[str]:
+    return re.findall(r"`(\w+)`", text)
+
+
+def test_the_page_lists_every_name_that_a_model_finds_and_what_it_has(root: Path) -> None:
+    page = (root / "docs/python-models.md").read_text().partition("## Every name")[2]
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    listed = [name for names, _ in rows for name in names_in(names)]
+    assert sorted(listed) == sorted(pb_utils.__all__)
+    for names, more in rows:
+        for name in names_in(names):
+            found = getattr(pb_utils, name)
+            if isinstance(found, type) and name not in ("PreferredMemory", "InferenceResponseSender"):
+                assert names_in(more) == sorted(one for one in vars(found) if not one.startswith("_")), name
+    for sender in (ResponseSender, SingleResponseSender):
+        assert issubclass(sender, pb_utils.InferenceResponseSender)
+        assert sender.send
+        assert sender.is_cancelled
+    for name in names_in(page.partition("Not there")[2].partition(". ")[0]):
+        assert not hasattr(pb_utils, name)
+
+
+def test_a_request_for_another_model_keeps_what_it_is_given() -> None:
+    trace = pb_utils.InferenceTrace("00-1-2-01")
+    request = pb_utils.InferenceRequest(model_name="m", flags=1, trace=trace, parameters=None)
+    request.set_flags(pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+    assert (request.flags(), request.trace(), request.parameters()) == (2, trace, "{}")
+    assert request.trace().get_context() == '{"traceparent": "00-1-2-01"}'
+    assert pb_utils.InferenceRequest(model_name="m").trace().get_context() is None

@@ -463,6 +463,19 @@ async def test_the_responses_of_a_decoupled_model_come_one_after_the_other(serve
         "return np.array([found], np.float32)",
     )
     await served.add(
+        "gathering",
+        "asked = [request('count', given).async_exec(decoupled=True) for _ in range(2)]\n"
+        "found = [value(one)[0, 0] for answers in await asyncio.gather(*asked) for one in answers]\n"
+        "return np.array([found], np.float32)",
+    )
+    await served.add(
+        "cancelling",
+        "answers = request('count', given).exec(decoupled=True)\n"
+        "found = [value(next(answers))[0, 0]]\n"
+        "answers.cancel()\n"
+        "return np.array([[*found, len([*answers])]], np.float32)",
+    )
+    await served.add(
         "impatient",
         "for answer in request('count', given).exec(decoupled=True):\n"
         "    if value(request('count', given[:, :1] * 0 + 1).exec(decoupled=True).__next__())[0, 0] == 0: break\n"
@@ -471,6 +484,8 @@ async def test_the_responses_of_a_decoupled_model_come_one_after_the_other(serve
     await served.add("one", "return value(request('count', given).exec())")
     assert await served.ask("reader", 40) == [*range(40)]
     assert await served.ask("awaiting", 40) == [*range(40)]
+    assert await served.ask("gathering", 40) == [*range(40), *range(40)]
+    assert await served.ask("cancelling", 40) == [0, 0]
     assert await served.ask("impatient", 40) == [40]
     await fails(served, "one", "5 .*'count' may answer any number of times")
 

@@ -23,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from flowserve.cli.trace_options import KNOWN
 from flowserve.observe import waits
+from flowserve.runtime.children import SUPPORTED
 from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import DidNotServe, Served, serving
 
@@ -62,6 +63,25 @@ parameters { key: "execution" value: { string_value: "thread" } }"""
 CALLER_CONFIG = """backend: "python" max_batch_size: 8
 input [{ name: "x" data_type: TYPE_FP32 dims: [4] }] output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
 parameters { key: "execution" value: { string_value: "thread" } }"""
+# It answers with the context that it is told.
+TOLD = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        told = [str(request.trace().get_context()).encode() for request in requests]
+        inputs = [pb_utils.Tensor("x", np.ones((1, 4), np.float32))]
+        call = dict(model_name="same", inputs=inputs, requested_output_names=["y"], trace=requests[0].trace())
+        if pb_utils.InferenceRequest(**call).trace().get_context() != requests[0].trace().get_context():
+            raise pb_utils.TritonModelException("a request forgot its trace")
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("TOLD", np.array([[one]], object))]) for one in told]
+"""
+TOLD_CONFIG = """backend: "python" max_batch_size: 8
+input [{ name: "x" data_type: TYPE_FP32 dims: [4] }] output [{ name: "TOLD" data_type: TYPE_STRING dims: [1] }]
+parameters { key: "execution" value: { string_value: "%s" } }"""
+PLACES = ["thread", "inline", *(["process"] if SUPPORTED else [])]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +94,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "caller/1/model.py": CALLER,
         "double/config.pbtxt": DOUBLE_CONFIG,
         "double/1/model.py": DOUBLE,
+        **{f"told_{place}/config.pbtxt": TOLD_CONFIG % place for place in PLACES},
+        **{f"told_{place}/1/model.py": TOLD for place in PLACES},
     }.items():
         (folder / "models" / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / "models" / path).write_text(text)
@@ -217,6 +239,14 @@ def test_spans_reach_a_collector_below_their_callers_and_others_are_sampled(fold
                 given = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
                 for headers in ({"traceparent": f"{caller}1"}, {"traceparent": f"{caller}0"}, {}):
                     client.infer("twice", [given], headers=headers)
+                joins = {"traceparent": f"{caller.replace('0af7', '0af8')}1"}
+                told = {
+                    place: [
+                        client.infer(f"told_{place}", [given], headers=headers).as_numpy("TOLD")[0, 0].decode()
+                        for headers in (joins, {})
+                    ]
+                    for place in PLACES
+                }
             assert served.stop() == 0
     finally:
         collector.shutdown()
@@ -224,6 +254,12 @@ def test_spans_reach_a_collector_below_their_callers_and_others_are_sampled(fold
         collector.server_close()
     sent = [ExportTraceServiceRequest.FromString(body) for body in Collector.bodies]
     spans = [span for one in sent for each in one.resource_spans for scope in each.scope_spans for span in scope.spans]
+    below = {span.span_id.hex(): span.name for span in spans if span.trace_id.hex().startswith("0af8")}
+    for context, nothing in told.values():
+        _, trace, span, flags = json.loads(context)["traceparent"].split("-")
+        assert (trace, below[span], flags) == (caller.split("-")[1].replace("0af7", "0af8"), "compute", "01")
+        assert nothing == "None"
+    spans = [span for span in spans if span.span_id.hex() not in below]
     assert {span.trace_id.hex() for span in spans} == {caller.split("-")[1]}
     assert sorted(span.name for span in spans if span.name != "queue") == [
         "InferRequest",

@@ -175,6 +175,7 @@ class Server:
         rows: list[int],
         requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]],
+        contexts: list[str] | None = None,
     ) -> None:
         if come_home:
             self._outputs.come_home(come_home)
@@ -184,7 +185,7 @@ class Server:
         words = [number, 0]
         kind, text = DONE, None
         try:
-            text = self._answer(run, words, columns, rows, requests, wanted)
+            text = self._answer(run, words, columns, rows, requests, wanted, contexts)
         except FlowserveError as error:
             kind, text = FAILED, said(error)
         except Exception as error:
@@ -203,6 +204,7 @@ class Server:
         rows: list[int],
         requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]],
+        contexts: list[str] | None,
     ) -> Any:
         """Run the batch and put what it answered into `words`; returns the text about members that failed. When it
         returns, nothing of the batch is held but what the model holds.
@@ -216,6 +218,7 @@ class Server:
             Told(requests, count),
             wanted,
             may_write,
+            contexts=contexts,
         )
         results = self._instance.run(work, self._clock)
         if os.getpid() != self._pid:

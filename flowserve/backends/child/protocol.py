@@ -44,13 +44,15 @@ ANCILLARY_BYTES: Final = 64
 # ---- from the server: (kind, ...)
 # (ATTACH, segment number), with a descriptor: memory that inputs will lie in
 ATTACH: Final = 1
-# (RUN, number, come home, ended segments, columns, rows, requests, wanted): one batch.
+# (RUN, number, come home, ended segments, columns, rows, requests, wanted), and where somebody is traced, contexts: one
+#   batch.
 #   come home: (segment, offset) of the child's own blocks that nobody reads any more
 #   ended segments: numbers of attached memory that nothing will lie in any more
 #   columns[i]: None, or (segment, offset, nbytes, shape, rows of each member), or a list with None or
 #     (segment, offset, nbytes, shape) for each member; segment 0 where there are no bytes
 #   requests[m]: what `request_facts` says of a request, or None where that is `PLAIN_FACTS` for all of them
 #   wanted[m]: the outputs asked of it
+#   contexts[m]: the `traceparent` of the span that it runs in, or ""
 RUN: Final = 2
 # (END,): finalise and leave
 END: Final = 3

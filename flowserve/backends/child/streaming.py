@@ -105,6 +105,7 @@ class StreamServer(Server):
         rows: list[int],
         requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]],
+        contexts: list[str] | None,
     ) -> Any:
         count = len(rows)
         senders = [self._sender(run.number, m) for m in range(count)]
@@ -112,7 +113,8 @@ class StreamServer(Server):
         self._unwanted.clear()
         self._goes_on.clear()
         may_write = [[True] * count] * len(columns)
-        work = Work(self._inputs.take(run, columns, count), rows, Told(requests, count), wanted, may_write, senders)
+        given = self._inputs.take(run, columns, count)
+        work = Work(given, rows, Told(requests, count), wanted, may_write, senders, contexts)
         results = self._instance.run(work, self._clock)
         words += (results.gathered_ns, results.computed_ns, 0, 0, 0, *[NOTHING] * len(self._job.outputs))
         for m in results.rescheduled:
