@@ -6,7 +6,8 @@ on disk a version policy serves. Nothing here opens a file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,12 +41,14 @@ class Found:
     warnings: tuple[Problem, ...]
 
 
-def find_models(repositories: Sequence[Path]) -> Found:
-    """Scan every repository. Raises NotFound or Problems where one of them cannot be read."""
+def find_models(repositories: Sequence[Path], only: Collection[str] | None = None) -> Found:
+    """Scan every repository, for everything or `only` for these names. Raises NotFound or Problems where one of them
+    cannot be read.
+    """
     by_name: dict[str, list[ModelFolder]] = {}
     warnings: list[Problem] = []
     for repository in dict.fromkeys(repositories):
-        folders, skipped = _scan(repository)
+        folders, skipped = _scan(repository, only)
         warnings += skipped
         for folder in folders:
             by_name.setdefault(folder.name, []).append(folder)
@@ -95,10 +98,10 @@ def missing_versions(folder: ModelFolder, policy: VersionPolicy) -> tuple[int, .
     return tuple(version for version in policy.specific if version not in folder.versions)
 
 
-def _scan(repository: Path) -> tuple[list[ModelFolder], list[Problem]]:
+def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[ModelFolder], list[Problem]]:
     folders: list[ModelFolder] = []
     warnings: list[Problem] = []
-    for path in _entries(repository):
+    for path in _entries(repository, only):
         if path.is_symlink() and not path.exists():
             warnings.append(Problem("a symbolic link that leads nowhere; skipped", Place(path.name), "R3"))
         if not path.is_dir() or _is_hidden(path):
@@ -109,16 +112,16 @@ def _scan(repository: Path) -> tuple[list[ModelFolder], list[Problem]]:
         else:
             text = f"neither {CONFIG_FILE} nor a version folder in it; not a model, skipped"
             warnings.append(Problem(text, Place(path.name), "R4"))
-    if not folders and is_model_folder(repository):
+    if not folders and only is None and is_model_folder(repository):
         text = f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"
         warnings = [Problem(text, rule="R5")]
     return folders, warnings
 
 
-def _entries(repository: Path) -> list[Path]:
+def _entries(repository: Path, only: Collection[str] | None) -> list[Path]:
     """What lies in the repository, by name."""
     try:
-        return sorted(repository.iterdir())
+        return [repository / name for name in sorted(os.listdir(repository)) if only is None or name in only]
     except FileNotFoundError:
         raise NotFound(f"model repository '{repository}' does not exist") from None
     except NotADirectoryError:

@@ -7,7 +7,7 @@ everything else is registry.py's; who may ask is control.py's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,9 +80,11 @@ class Operations:
         self._takes_steps = takes_steps
         self._turns = Turns()
 
-    async def find(self) -> Found:
-        """What the repositories hold now. Raises NotFound or Problems where one of them cannot be read."""
-        return await _in_thread(lambda: find_models(self._repositories))
+    async def find(self, only: Collection[str] | None = None) -> Found:
+        """What the repositories hold now, or `only` of these names. Raises NotFound or Problems where one of them
+        cannot be read.
+        """
+        return await _in_thread(lambda: find_models(self._repositories, only))
 
     async def stamps(self) -> dict[str, Stamp]:
         """How the folder of every name looks now. Raises as `find` does."""
@@ -95,7 +97,7 @@ class Operations:
         names = set(wanted)
         while True:
             async with self._turns.take(names, within) as turn:
-                seen = await self._look_at_all(wanted, await self.find())
+                seen = await self._look_at_all(wanted)
                 if seen.keys() <= names:
                     return await self._carry_out(turn, wanted, seen)
             names |= seen.keys()  # it is made of others: come back when these have nothing else to do
@@ -119,10 +121,10 @@ class Operations:
                     return await self._registry.take_out({name, *more})
             names |= more
 
-    async def _look_at_all(self, wanted: Wanted, found: Found) -> dict[str, Seen]:
-        """Look at `wanted`, and at what it is made of."""
-        folders = {folder.name: folder for folder in found.folders}
+    async def _look_at_all(self, wanted: Wanted) -> dict[str, Seen]:
+        """Look at `wanted`, and at what it is made of, as far as that is in the repository."""
         seen: dict[str, Seen] = {}
+        looked_for: set[str] = set()
 
         async def look_at(name: str, override: Override | None, is_explicit: bool) -> None:
             try:
@@ -134,23 +136,21 @@ class Operations:
 
         wave: Wanted = wanted
         while wave:
+            found = await self.find(wave)
+            folders = {folder.name: folder for folder in found.folders}
+            looked_for |= wave.keys()
+            if wave is not wanted:
+                wave = dict.fromkeys(folders)
             async with trio.open_nursery() as nursery:
                 for name, override in wave.items():
                     nursery.start_soon(look_at, name, override, name in wanted, name=f"look at {name}")
-            wave = self._steps_to_look_at(seen, folders) if self._takes_steps else {}
+            wave = self._steps_to_look_for(seen, looked_for) if self._takes_steps else {}
         return seen
 
-    def _steps_to_look_at(self, seen: Mapping[str, Seen], folders: Mapping[str, ModelFolder]) -> dict[str, None]:
-        """Steps of what was looked at that are in the repository and were not. A step whose configuration came with a
-        load call stays as it is.
-        """
-        steps = {
-            step
-            for one in seen.values()
-            if isinstance(one, Candidate)
-            for step in one.steps
-            if step in folders and step not in seen
-        }
+    def _steps_to_look_for(self, seen: Mapping[str, Seen], looked_for: Collection[str]) -> dict[str, None]:
+        """Steps of what was looked at. A step whose configuration came with a load call stays as it is."""
+        inside = (one.steps for one in seen.values() if isinstance(one, Candidate))
+        steps = set().union(*inside).difference(looked_for)
         return {
             name: None
             for name in sorted(steps)

@@ -104,6 +104,14 @@ def test_a_name_in_two_repositories_is_served_from_neither(make: Make) -> None:
     assert str(second) in text
 
 
+def test_who_looks_for_a_name_finds_it_wherever_it_is_and_looks_at_nothing_else(make: Make) -> None:
+    first, second = make("m/1", "a/1", "notes/old", repository="one"), make("m/1", "b/1", repository="two")
+    found = find_models([first, second], ["b", "m", "unknown"])
+    assert [folder.name for folder in found.folders] == ["b"]
+    assert list(found.duplicates) == ["m"]
+    assert found.warnings == ()
+
+
 def test_the_same_repository_given_twice_is_one(make: Make) -> None:
     root = make("m/1")
     assert [folder.name for folder in find_models([root, root]).folders] == ["m"]
