@@ -590,6 +590,15 @@ async def test_a_process_that_says_what_cannot_be_of_its_calls_is_ended(tmp_path
         "pack(CALL, [9, 0, 99, 0, 8, 0], ['m', '', [], None, '', 0, 0, 0, False, False, {}])",
         "pack(CALL, [9, 0, 1 << 60, 1, 1 << 60, 1 << 60], ['m', '', [], None, '', 0, 0, 0, False, False, {'a': []}])",
         "pack(READ, [12345])",
+        "pack(DROP, [12345])",
+        "pack(ASK, [9, 0, 99, 0, 8, 0], ['is ready', ['twice', ''], []])",
+        "pack(ASK, [9, 0, seg, 0, 8, 0], ['is ready', ['twice', '']])",
+        "pack(ASK, [9, 0, seg, 0, 8, 0], [7, ['twice', ''], []])",
+        "pack(ASK, [9, 0, seg, 0, 8, 0], ['load', ['twice', ''], ['file:1/model.py']])",
+        "pack(ASK, [9, 0, seg, 0, 8, 0], ['metric value', [12345, {}], []])",
+        "pack(ASK, [9, 0, seg, 0, 8, 1, 12, 0, 8, 1, 1], ['metric', [12345, {}, None], ['cells']])",
+        "pack(ASK, [9, 0, seg, 0, 8, 1, 6, 0, 8, 1, 8], ['metric', [family, {}, None], ['cells']])",
+        "pack(ASK, [9, 0, seg, 0, 8, 1, 12, 0, 8, 2, 1, 1], ['metric', [family, {}, None], ['cells']])",
         "pack(77, [1])",
     )
     async with open_engine(EngineOptions()) as engine:
@@ -598,16 +607,50 @@ async def test_a_process_that_says_what_cannot_be_of_its_calls_is_ended(tmp_path
         for number, said in enumerate(lies):
             await served.add(
                 f"liar_{number}",
-                "from flowserve.backends.child.protocol import CALL, READ, pack\n"
+                "from flowserve.backends.child.protocol import ASK, CALL, DROP, READ, pack\n"
                 "from flowserve.backends.python_import import scope\n"
                 "value(request('twice', given).exec())\n"
-                f"scope.owner.calls._caller._socket.send({said})\n"
+                "caller = scope.owner.caller\n"
+                "seg = caller._arena.segments[0].number\n"
+                "own = pb_utils.MetricFamily('m', '', pb_utils.COUNTER)\n"
+                "family = own._number\n"
+                f"caller._socket.send({said})\n"
                 "time.sleep(30)\n"
                 "return given",
             )
             with pytest.raises(InstanceDied, match="what its process said cannot be"):
                 await served.ask(f"liar_{number}", 1)
             assert await served.ask("twice", 1) == [2]
+            assert engine.asks.metrics.text() == b""
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_what_a_process_asks_wrongly_is_refused_and_it_goes_on(tmp_path: Path) -> None:
+    wrong = {
+        "['load', [1, 2], []]": "has arguments of other types",
+        "['dance', [], []]": "nobody knows how to answer 'dance'",
+        "['is ready', ['m', '1' * 5000], []]": "failed to get model version",
+        "['open family', ['nv_x', '', 'counter'], []]": "are the server's own",
+        "['metric', [family, {'a': 1}, None], ['cells']]": "the label 'a' of a metric is a text",
+        "['metric', [family, {}, [10 ** 400]], ['cells']]": "a counter has no buckets",
+    }
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        for number, (about, text) in enumerate(wrong.items()):
+            await served.add(
+                f"asker_{number}",
+                "from flowserve.backends.python_import import scope\n"
+                "own = pb_utils.MetricFamily('m', '', pb_utils.COUNTER)\n"
+                "family = own._number\n"
+                f"about = {about}\n"
+                "try:\n"
+                "    scope.owner.caller._ask(about, [np.zeros(1)] if about[2] else [])\n"
+                "except Exception as error:\n"
+                "    raise RuntimeError(str(error))\n"
+                "return given",
+            )
+            await fails(served, f"asker_{number}", text)
+            await fails(served, f"asker_{number}", text)
 
 
 async def test_a_call_that_nobody_waits_for_is_made_whoever_leaves(served: Served) -> None:
