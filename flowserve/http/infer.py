@@ -85,12 +85,15 @@ class InferRoute:
             if decoded is None:
                 return False
             request, form = decoded
-            request.stamp = engine.next_stamp()
-            flow = engine.submit(deployment, request)
-            if not flow.done:
-                exchange.promise(Promised(self, exchange, form, flow))
-                return True
-            answer = self.encode(engine.response(flow), form, deployment)
+            response = None if deployment.fast_path is None else engine.answer_alone(deployment, request)
+            if response is None:
+                request.stamp = engine.next_stamp()
+                flow = engine.submit(deployment, request)
+                if not flow.done:
+                    exchange.promise(Promised(self, exchange, form, flow))
+                    return True
+                response = engine.response(flow)
+            answer = self.encode(response, form, deployment)
         except (FlowserveError, UnknownEncoding) as error:
             answer = refusal_of(error)
         exchange.reply(*answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 from flowserve.config.types import ModelConfig
@@ -27,6 +27,9 @@ from flowserve.scheduling.sequences import Sequences
 from flowserve.scheduling.slots import Slots
 from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import Request, TensorSpec
+
+if TYPE_CHECKING:
+    from flowserve.runtime.fast_path import FastPath
 
 _PLANS_MAX: Final = 64
 # Triton's text, as its HTTP endpoint begins it.
@@ -64,6 +67,7 @@ class Deployment:
         self.gate: Gate | None = None  # where something keeps requests from its graph; set before the first comes
         # Where a large request is best received: the memory of the process that reads it. None: anywhere.
         self.arena: Arena | None = None
+        self.fast_path: FastPath | None = None  # for requests that come alone, where there is one
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
         # How a request becomes a flow, by what its graph needs. `make_flow` is for one answer, `make_stream` for any.

@@ -21,6 +21,7 @@ from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.clock import ClockNs, wall_clock_ns
 from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
 from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.fast_path import FastPath
 from flowserve.runtime.gate import Gate
 from flowserve.runtime.lifecycle import Generations
 from flowserve.runtime.process_host import ProcessHost
@@ -49,6 +50,7 @@ class Directory:
         self.is_draining = False
         self._is_loaded = False
         self._statistics: dict[ModelKey, Statistics] = {}
+        self._has_fast_paths = options.rate_limit is None  # what runs past the dispatcher asks no limiter
         self._make_statistics = summarising(clock) if options.summaries else Statistics
         self._cache: Cache | None = None if options.cache_bytes is None else Lru(options.cache_bytes)
 
@@ -180,6 +182,8 @@ class Directory:
         cache = self._cache if config.response_cache and may_remember else None
         if cache is not None or not options.is_open:
             deployment.gate = Gate(options, cache, key, deployment.output_slot, statistics, self.dispatcher, self.clock)
+        if self._has_fast_paths and FastPath.leads_through(deployment):
+            deployment.fast_path = FastPath(deployment, self.clock)
         return deployment
 
     def withdraw_name(self, name: str, reason: str) -> None:

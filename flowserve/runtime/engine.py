@@ -107,6 +107,10 @@ class Engine(Directory):
         Raises Invalid for a request that does not fit the deployment, and whatever its steps failed with. A caller
         who is cancelled leaves: what is still queued for it is withdrawn, what runs runs out.
         """
+        if make is None and deployment.fast_path is not None:
+            response = self.answer_alone(deployment, request)
+            if response is not None:
+                return response
         flow = self.submit(deployment, request, make)
         if not flow.done:
             task = current_task()
@@ -121,6 +125,11 @@ class Engine(Directory):
 
             await wait_task_rescheduled(leave)
         return self.response(flow)
+
+    def answer_alone(self, deployment: Deployment, request: Request) -> Response | None:
+        """The answer on the spot, where the deployment has a fast path and the request is alone. None: submit it."""
+        path = deployment.fast_path
+        return None if path is None or self.is_draining or not self._pump.takes_alone() else path.answer(request)
 
     def stream(self, deployment: Deployment, request: Request, watch: Watch | None = None) -> Answers:
         """Begin one request whose answers are taken one by one, however many there are. Raises as `infer` does for what

@@ -131,6 +131,23 @@ class LocalHost:
         self._work.put((batch, work))
         return None
 
+    def run_alone(self, work: Work) -> Results | None:
+        """Run one member on the loop. None where its place is not there, and where anything is not as usual: it was
+        run for nothing.
+        """
+        rows = work.rows[0]
+        placement = self._placement
+        if not self.always_inline and (placement is None or not placement.is_inline(rows)):
+            return None
+        begun_ns = self._clock()
+        try:
+            results = self._instance.run(work, self._clock)
+        except Exception:
+            return None
+        if placement is not None:
+            placement.measured(rows, results.computed_ns - begun_ns, inline=True)
+        return None if results.errors or results.parameters or len(results.outputs) != self._output_count else results
+
     def close(self) -> None:
         """End the thread after what it runs now, and close the instance there. Blocks; called on a worker thread."""
         if self._thread is None:

@@ -54,6 +54,18 @@ class Pump:
         self._unseen += 1
         self._pump_now()
 
+    def takes_alone(self) -> bool:
+        """Whether a request that comes now is taken to be alone, with nothing else under way. Asked once for each."""
+        if (
+            self._lone_turns < LONE_TURNS
+            or self._task is None
+            or self._unseen == _UNSEEN_MAX
+            or self._dispatcher.in_flight
+        ):
+            return False
+        self._unseen += 1
+        return True
+
     def returned(self) -> None:
         """A batch came back from a thread or a process. Where at most one request is under way nothing can come to be
         batched with what follows, so that starts at once: a turn less for every step.
