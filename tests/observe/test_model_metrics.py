@@ -154,3 +154,20 @@ def test_buckets_are_numbers_that_rise_and_histograms_only_have_them() -> None:
             check_buckets(HISTOGRAM, wrong)
     with pytest.raises(Invalid, match="a counter has no buckets"):
         check_buckets(COUNTER, [])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["open", "drop", "count"]), st.integers(0, 5), st.integers(1, 9))))
+def test_laws_nothing_that_was_counted_is_lost_while_anybody_goes_on(happens: list[tuple[str, int, int]]) -> None:
+    metrics = ModelMetrics()
+    stays, _ = hold(metrics, "m", COUNTER)
+    held: dict[int, tuple[int, list[float]]] = {}
+    counted = 0
+    for what, which, amount in happens:
+        if what == "open" and which not in held:
+            held[which] = hold(metrics, "m", COUNTER)
+        elif what == "drop" and which in held:
+            metrics.drop(held.pop(which)[0])
+        elif what == "count" and which in held:
+            held[which][1][0] += amount
+            counted += amount
+        assert metrics.value(stays, ()) == counted

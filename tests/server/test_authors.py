@@ -150,6 +150,19 @@ LOADS = """
         pb_utils.load_model(os.path.basename(os.path.dirname(pb_utils.get_model_dir())))
         return "loaded itself again"
 """
+ENDS = """
+    def initialize(self, args):
+        self.plain = "plain_for_loads_" + args["model_name"].rpartition("_")[2]
+        self.family = pb_utils.MetricFamily("test_ends", "how many ended", pb_utils.COUNTER)
+
+    def found(self, given):
+        return given
+
+    def finalize(self):
+        self.family.Metric().increment(1)
+        if self.family.Metric().value() == 1:
+            pb_utils.load_model(self.plain)
+"""
 PLAIN = "    def found(self, given):\n        return given\n"
 TWICE = "    def found(self, given):\n        return 2 * given\n"
 WANTS = "    def initialize(self, args):\n        pb_utils.load_model('{}')\n\n" + PLAIN
@@ -175,6 +188,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         write(f"counts_{place}", COUNTS, place)
         write(f"rules_{place}", RULES, place)
         write(f"loads_{place}", LOADS, place)
+        write(f"ends_{place}", ENDS, place)
         write(f"plain_for_loads_{place}", PLAIN, "thread")
         write(f"wants_itself_{place}", WANTS.format(f"wants_itself_{place}"), place)
         write(f"hen_{place}", WANTS.format(f"egg_{place}"), place)
@@ -292,6 +306,18 @@ def test_a_model_loads_and_unloads_others(client: triton.InferenceServerClient, 
         assert told(client, name, 5) == "loaded itself again"
     client.unload_model(name)
     client.unload_model(plain)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_that_ends_may_still_count_and_load(
+    server: Served, client: triton.InferenceServerClient, place: str
+) -> None:
+    client.load_model(f"ends_{place}")
+    assert not client.is_model_ready(f"plain_for_loads_{place}")
+    client.unload_model(f"ends_{place}")
+    assert client.is_model_ready(f"plain_for_loads_{place}")
+    assert metrics(server) == []
+    client.unload_model(f"plain_for_loads_{place}")
 
 
 @pytest.mark.parametrize("place", PLACES)
