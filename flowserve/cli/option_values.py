@@ -50,13 +50,10 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def one_of(*words: str, not_yet: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """A parser that takes one of `words`. `not_yet` are words that tritonserver takes: word -> the missing feature."""
+def one_of(*words: str) -> Callable[[str], str]:
+    """A parser that takes one of `words`."""
 
     def parse(text: str) -> str:
-        if not_yet and text in not_yet:
-            hint = f"use {words[0]}"
-            raise argparse.ArgumentTypeError(f"{text!r}: {not_yet[text]} is not supported yet; {hint}")
         if text not in words:
             raise argparse.ArgumentTypeError(f"expected {' or '.join(words)}, got {text!r}")
         return text
