@@ -83,6 +83,7 @@ class ProcessCalls:
         self._come_home: deque[Place] = deque()
         self._pending: dict[int, Pending] = {}
         self._families: set[int] = set()  # of metrics, those that are its model's
+        self.come_in_batches = False  # whether it has called, or asked, in the middle of one
         self._told: set[int] = set()
         self._lent: dict[int, Lease] = {}  # answers that are not read yet, by their token
         self._token = 0
@@ -139,6 +140,8 @@ class ProcessCalls:
 
     def _take(self, message: bytes, fds: list[int]) -> None:
         kind, words, text = unpack(message)
+        if kind in (CALL, ASK) and self._running() is not None:
+            self.come_in_batches = True
         if kind == CALL:
             self._begin(words, json.loads(text))
         elif kind == ASK:

@@ -141,7 +141,7 @@ class ProcessHost:
         except OSError as error:
             self._is_over()
             return Internal(f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}")
-        if is_alone and self._waits and self._calls is None and self._pace.is_quick:
+        if is_alone and self._waits and self._pace.is_quick and not self._asks_meanwhile():
             return self._wait(link)
         return None
 
@@ -213,6 +213,10 @@ class ProcessHost:
         if self._calls is not None:
             self._calls.close()
             self._calls = None
+
+    def _asks_meanwhile(self) -> bool:
+        """Whether its model has been seen to want something of the server before it answers."""
+        return self._calls is not None and self._calls.come_in_batches
 
     def _begin_early_calls(self, child: Child, fd: int) -> None:
         try:
