@@ -278,6 +278,8 @@ class Operations:
             await self._loader.drop(outcome.loaded)
 
     def _fail(self, name: str, error: FlowserveError, errors: dict[str, FlowserveError]) -> None:
+        # It is kept, and what it went through is not: the files that came with the call, a process, half a model.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         errors[name] = error
         if str(error) == not_polled(name) and name not in self._engine.entries:
             return  # nothing of that name anywhere: the index has no row for what somebody mistyped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -128,6 +129,25 @@ async def test_a_server_that_ends_gives_up_its_loads_and_says_so(tmp_path: Path)
         with pytest.raises(Unavailable, match="Server is stopping"):
             await control.unload("m")
     assert [text[:19] for text in said] == ["Server is stopping,"]
+
+
+@pytest.mark.parametrize("broken", [{"1/model.py": b"raise ValueError(1)"}, {"1/model.onnx": b"junk"}])
+async def test_a_load_that_fails_leaves_nothing_of_what_came_with_it_and_waits_for_no_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, bytes]
+) -> None:
+    (tmp_path / "private").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "private"))
+    config = '{"input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}], "output": []}'
+    (tmp_path / "models").mkdir()
+    async with running(tmp_path / "models") as (_, control):
+        gc.disable()
+        try:
+            for _ in range(3):
+                with pytest.raises(Invalid, match="load failed for model 'm'"):
+                    await control.load("m", Override(config, broken))
+            assert list((tmp_path / "private").iterdir()) == []
+        finally:
+            gc.enable()
 
 
 AUTO = """
