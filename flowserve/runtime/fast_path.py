@@ -26,7 +26,8 @@ class FastPath:
 
     def __init__(self, deployment: Deployment, clock: ClockNs) -> None:
         (node,) = deployment.plan.nodes
-        self._deployment = deployment
+        # Parts of the deployment and not itself: a circle would keep what was replaced until the collector comes.
+        self._name, self._version, self._statistics = deployment.name, deployment.version, deployment.statistics
         self._admission = deployment.admission
         self._queue: ModelQueue = deployment.route[0]
         self._traffic = deployment.traffic[0]
@@ -63,7 +64,6 @@ class FastPath:
         results = host.run_alone(Work([[tensors[slot]] for slot in self._slots], [rows], [request], [wanted]))
         if results is None:
             return None
-        deployment = self._deployment
         outputs = {}
         for name in wanted:
             tensor = results.outputs[self._outputs[name]][0]
@@ -77,7 +77,7 @@ class FastPath:
             self._carry(tensors, results.copied)
         now_ns = self._clock()
         gathered_ns, computed_ns = results.gathered_ns, results.computed_ns
-        deployment.statistics.ran(
+        self._statistics.ran(
             rows or 1,
             1,
             now_ns - began_ns,
@@ -87,7 +87,7 @@ class FastPath:
             now_ns - computed_ns,
             now_ns,
         )
-        return Response(deployment.name, deployment.version, outputs, request.id, NONE)
+        return Response(self._name, self._version, outputs, request.id, NONE)
 
     def _carry(self, tensors: Sequence[Tensor | None], copied: Sequence[int]) -> None:
         for edge in self._traffic.edges:

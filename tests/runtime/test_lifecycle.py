@@ -130,6 +130,19 @@ async def test_a_caller_who_leaves_does_not_keep_the_old_generation() -> None:
         assert await closed(old)
 
 
+async def test_what_answers_requests_on_the_spot_does_not_keep_the_old_generation() -> None:
+    answers: list[float] = []
+    async with running() as engine:
+        (old,) = add_function(engine, "m", [times(2)], is_pure=True)
+        assert engine.find("m").fast_path is not None
+        for _ in range(40):
+            await ask(engine, "m", answers)
+            await wait_all_tasks_blocked()
+        (new,) = add_function(engine, "m", [times(3)], is_pure=True)
+        assert await closed(old)
+        assert new.is_open
+
+
 async def test_a_failed_request_does_not_keep_the_old_generation() -> None:
     def fail(array: Array) -> Array:
         raise ModelFailed("no")
