@@ -653,6 +653,26 @@ async def test_what_a_process_asks_wrongly_is_refused_and_it_goes_on(tmp_path: P
             await fails(served, f"asker_{number}", text)
 
 
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_a_process_that_a_model_forks_takes_no_metrics_along(tmp_path: Path) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add(
+            "forks",
+            "family = pb_utils.MetricFamily('m', '', pb_utils.COUNTER)\n"
+            "metric = family.Metric()\n"
+            "pid = os.fork()\n"
+            "if pid == 0:\n"
+            "    del family\n"
+            "    os._exit(0)\n"
+            "os.waitpid(pid, 0)\n"
+            "metric.increment(given[0, 0])\n"
+            "return np.array([[metric.value()]], np.float32)",
+        )
+        assert await served.ask("forks", 3) == [3]
+        assert await served.ask("forks", 4) == [4]
+
+
 async def test_a_call_that_nobody_waits_for_is_made_whoever_leaves(served: Served) -> None:
     await served.add("slow", "time.sleep(0.2)\nreturn given")
     await served.add("caller", "request('slow', given).async_exec().close()\nawait asyncio.sleep(0)\nreturn given")

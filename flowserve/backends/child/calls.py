@@ -60,6 +60,7 @@ class ChildCaller:
 
     def __init__(self, model: str, server: socket.socket, clock: ClockNs) -> None:
         self.clock = clock
+        self._pid = os.getpid()
         self._model = model
         self._server = server
         self._socket: socket.socket | None = None
@@ -122,8 +123,9 @@ class ChildCaller:
         return memoryview(segment.map)[start : start + count * _CELL_BYTES].cast("d")
 
     def drop(self, family: int) -> None:
-        self._dropped.append(family)
-        self._tell_dropped()
+        if os.getpid() == self._pid:  # a process that the model has forked lets go of copies only
+            self._dropped.append(family)
+            self._tell_dropped()
 
     def close(self) -> None:
         """Nothing to do: what the process has ends with it."""
