@@ -17,6 +17,9 @@ from trio.lowlevel import wait_readable
 
 # At once; what is beyond comes with the next turn. Without a limit room for a thousand is made each time.
 _EVENTS_MAX: Final = 64
+# What became ready while others were called is called in the same turn, so many times; then it is the turn of the rest
+# of the server.
+_ROUNDS_MAX: Final = 4
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -38,19 +41,26 @@ class Readiness:
         if self._ready.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
+    def _call(self, events: list[tuple[int, int]]) -> None:
+        for descriptor, _ in events:
+            ready = self._ready.get(descriptor)  # one may have made us forget the next
+            if ready is None:
+                continue
+            try:
+                ready()
+            except Exception:  # a mistake of ours about one child is no reason to go deaf for the others
+                log.exception("reading from a child process failed")
+                self.forget(descriptor)
+
     async def run(self) -> None:
         """Wait and call, for ever. Ends only by cancellation."""
         try:
             while True:
                 await wait_readable(self._epoll.fileno())
-                for descriptor, _ in self._epoll.poll(0, _EVENTS_MAX):
-                    ready = self._ready.get(descriptor)  # one may have made us forget the next
-                    if ready is None:
-                        continue
-                    try:
-                        ready()
-                    except Exception:  # a mistake of ours about one child is no reason to go deaf for the others
-                        log.exception("reading from a child process failed")
-                        self.forget(descriptor)
+                for _ in range(_ROUNDS_MAX):
+                    events = self._epoll.poll(0, _EVENTS_MAX)
+                    if not events:
+                        break
+                    self._call(events)
         finally:
             self._epoll.close()
