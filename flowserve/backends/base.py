@@ -188,6 +188,7 @@ IS_READY: Final = "is ready"  # model, version or ""
 OPEN_FAMILY: Final = "open family"  # name, description, "counter", "gauge" or "histogram"; answers the family's number
 METRIC: Final = "metric"  # the family's number, labels, buckets or None
 METRIC_VALUE: Final = "metric value"  # the family's number, labels
+IS_WITHDRAWN: Final = "is withdrawn"  # which member of the batch that is executed
 NO_FILES: Final[Mapping[str, bytes]] = {}
 
 
@@ -231,6 +232,9 @@ class Caller(Protocol):
 
     def drop(self, family: int) -> None:
         """A family is not wanted any more. At any moment, never waiting."""
+
+    def is_withdrawn(self, member: int) -> bool:
+        """Whether nobody waits any more for a member of the batch that the instance executes."""
 
     def close(self) -> None:
         """The instance is closed: nothing is asked any more, and no metric of its own is shown."""

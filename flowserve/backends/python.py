@@ -30,7 +30,7 @@ from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_calls import ModelCalls
 from flowserve.backends.python_code import NO_CODE, Code, code_in
 from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model, raised_at
-from flowserve.backends.python_requests import GivenRequest, ModelFacts, hand_out
+from flowserve.backends.python_requests import Executing, GivenRequest, ModelFacts, hand_out
 from flowserve.backends.python_sender import (
     ResponseSender,
     SentRequest,
@@ -206,6 +206,10 @@ class PythonInstance:
         if inspect.iscoroutinefunction(execute):
             self._loop = asyncio.new_event_loop()
             execute = self._run_coroutine(execute, self._loop)
+        if self.owner.caller is not None and source.mentions("is_cancelled"):
+            executing = Executing(self.owner.caller)
+            self._about.is_withdrawn = executing.is_withdrawn
+            execute = executing.around(execute)
         self._execute = execute
 
     def run(self, work: Work, clock: ClockNs) -> Results:
@@ -320,6 +324,10 @@ class Source:
         except (OSError, ValueError) as error:
             raise Invalid(f"{self.shown}: model '{self.config.name}' cannot be read: {error}") from error
         return text
+
+    def mentions(self, name: str) -> bool:
+        """Whether the name stands anywhere in the model's code, as far as that is known."""
+        return any(name.encode() in text for text in self.owner.code.values() or [self.path.read_bytes()])
 
     def import_fresh(self) -> ModuleType:
         # Other people's models are written for a module of this name, wherever it comes from.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowserve.backends.base import Work
+from flowserve.backends.base import Caller, Work
 from flowserve.backends.triton_objects import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
@@ -20,6 +20,7 @@ from flowserve.backends.triton_objects import (
     InferenceTrace,
 )
 from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input, inner_shape
+from flowserve.errors import FlowserveError
 from flowserve.memory.columns import Together
 from flowserve.values import TensorSpec
 
@@ -90,11 +91,13 @@ class GivenRequest(InferenceRequest):
         raise TritonModelException("Unable to set flags: the request was given to this model")
 
     def is_cancelled(self) -> bool:
-        """Whether nobody wants its answers any more. False for a model that is not decoupled: a batch that has started
-        is computed to its end.
+        """Whether nobody wants its answers any more. Where its model is not decoupled, it is asked while the batch is
+        executed: which goes on, unless the model ends it.
         """
         senders = self._work.senders
-        return senders is not None and senders[self._member].is_cancelled()
+        if senders is None:
+            return self._model.is_withdrawn(self._work, self._member)
+        return senders[self._member].is_cancelled()
 
     def _facts(self) -> dict[str, Any]:
         request = self._work.requests[self._member]
@@ -136,10 +139,10 @@ def hand_out(requests: Sequence[GivenRequest], work: Work, specs: Sequence[Tenso
 
 class ModelFacts:
     """What all requests to one model have in common. `make_sender` makes what a model answers a member of a batch
-    through. `is_iterative`: its requests may be run again.
+    through; `is_withdrawn` says whether nobody waits for one. `is_iterative`: its requests may be run again.
     """
 
-    __slots__ = ("inputs", "is_iterative", "make_sender", "name", "version")
+    __slots__ = ("inputs", "is_iterative", "is_withdrawn", "make_sender", "name", "version")
 
     def __init__(
         self,
@@ -155,3 +158,35 @@ class ModelFacts:
         self.version = version
         self.inputs = inputs
         self.make_sender = make_sender
+        self.is_withdrawn: Callable[[Work, int], bool] = _never
+
+
+class Executing:
+    """Which batch a model executes, noted for its requests that ask whether anybody still waits for them."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._work: Work | None = None
+
+    def around(self, execute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What is called in place of `execute`."""
+
+        def noted(requests: Sequence[GivenRequest]) -> Any:
+            self._work = requests[0]._work
+            try:
+                return execute(requests)
+            finally:
+                self._work = None
+
+        return noted
+
+    def is_withdrawn(self, work: Work, member: int) -> bool:
+        """False for a batch that is not executed any more: it has its answers."""
+        try:
+            return self._work is work and self._caller.is_withdrawn(member)
+        except FlowserveError:
+            return True  # the server is gone
+
+
+def _never(work: Work, member: int) -> bool:
+    return False

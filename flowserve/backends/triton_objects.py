@@ -158,7 +158,7 @@ class InferenceRequest:
         self._facts()["flags"] = flags
 
     def is_cancelled(self) -> bool:
-        """False: a batch that has started is computed to its end."""
+        """False: nobody withdraws it but whoever made it."""
         return False
 
     def _facts(self) -> dict[str, Any]:

@@ -203,6 +203,9 @@ class ThreadCaller:
     def drop(self, family: int) -> None:
         self._calls.asks.metrics.drop(family)
 
+    def is_withdrawn(self, member: int) -> bool:
+        return is_withdrawn(self._running(), member)
+
     def close(self) -> None:
         for family in self._families:
             self.drop(family)
@@ -212,6 +215,11 @@ class ThreadCaller:
 
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+def is_withdrawn(batch: Batch | None, member: int) -> bool:
+    """Whether a member of a batch that runs is over: its caller has left, or has had its answer. On any thread."""
+    return batch is not None and 0 <= member < len(batch.tickets) and batch.tickets[member].flow.whole.done
 
 
 def _own(answer: Answer) -> Answer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import marshal
+import operator
 import os
 import socket
 import struct
@@ -22,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import trio
 
-from flowserve.backends.base import METRIC, METRIC_VALUE, OPEN_FAMILY, Answer, Call
+from flowserve.backends.base import IS_WITHDRAWN, METRIC, METRIC_VALUE, OPEN_FAMILY, Answer, Call
 from flowserve.backends.child.protocol import (
     ANCILLARY_BYTES,
     ASK,
@@ -43,7 +44,7 @@ from flowserve.errors import FlowserveError, Internal
 from flowserve.memory import bytes_codec
 from flowserve.memory.arena import Arena, Place, aligned
 from flowserve.memory.segment import PAGE, Lease, Segment
-from flowserve.runtime.calls import Calls, Pending
+from flowserve.runtime.calls import Calls, Pending, is_withdrawn
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.readiness import Readiness
 from flowserve.scheduling.batch import Batch
@@ -203,6 +204,9 @@ class ProcessCalls:
         if what in (METRIC, METRIC_VALUE) and arguments[0] not in self._families:
             raise Garbled("a metric of a family that is not its own")
         arrays = self._inputs(words, names, self._block(segment, offset, nbytes))
+        if what == IS_WITHDRAWN:
+            self._answer(number, what, is_withdrawn(self._running(), operator.index(arguments[0])))
+            return
         if what == METRIC:
             (cells,) = arrays.values()
             if cells.ndim != 1 or cells.dtype != np.float64:

@@ -653,6 +653,43 @@ async def test_what_a_process_asks_wrongly_is_refused_and_it_goes_on(tmp_path: P
             await fails(served, f"asker_{number}", text)
 
 
+WATCHES = """
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.kept = []
+        self.seen = 0.0
+
+    def execute(self, requests):
+        last = [float(request.inputs()[0].as_numpy()[0, 0]) for request in requests]
+        if last == [0.0]:
+            still = [request.is_cancelled() for request in self.kept]
+            found = np.array([[self.seen, float(any(still))]], np.float32)
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", found)])]
+        self.kept = requests
+        deadline = time.monotonic() + last[0]
+        while time.monotonic() < deadline:
+            if requests[0].is_cancelled():
+                self.seen += 1
+                break
+            time.sleep(0.01)
+        error = pb_utils.TritonError("nobody waits", pb_utils.TritonError.CANCELLED)
+        return [pb_utils.InferenceResponse(error=error) for _ in requests]
+"""
+
+
+async def test_a_model_is_told_that_nobody_waits_for_a_request_that_it_computes(served: Served) -> None:
+    await served.add("watches", "", text=WATCHES)
+    await fails(served, "watches", "nobody waits", 0.05)
+    assert await served.ask("watches", 0) == [0, 0]
+    with trio.move_on_after(0.1):
+        await served.ask("watches", 30)
+    assert await served.ask("watches", 0) == [1, 0]
+
+
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 async def test_a_process_that_a_model_forks_takes_no_metrics_along(tmp_path: Path) -> None:
     async with open_engine(EngineOptions()) as engine:

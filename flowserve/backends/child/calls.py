@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from flowserve.backends.base import METRIC, NO_FILES, Answer, Call, Cells, ClockNs, answer_or_raise
+from flowserve.backends.base import IS_WITHDRAWN, METRIC, NO_FILES, Answer, Call, Cells, ClockNs, answer_or_raise
 from flowserve.backends.child.protocol import (
     ANCILLARY_BYTES,
     ASK,
@@ -126,6 +126,9 @@ class ChildCaller:
         if os.getpid() == self._pid:  # a process that the model has forked lets go of copies only
             self._dropped.append(family)
             self._tell_dropped()
+
+    def is_withdrawn(self, member: int) -> bool:
+        return bool(self.ask(IS_WITHDRAWN, (member,)))
 
     def close(self) -> None:
         """Nothing to do: what the process has ends with it."""
