@@ -1,7 +1,7 @@
 """Which backend a model is for, told from what its configuration and its folder already say.
 
-Decided here: the guess that Triton makes before anything else looks at a model, in its order. It knows names of files,
-never their contents, and names of backends, not whether they are there.
+Decided here: which names are those of versions, and the guess that Triton makes before anything else looks at a model,
+in its order. It knows names of files, never their contents, and names of backends, not whether they are there.
 """
 
 from __future__ import annotations
@@ -42,6 +42,17 @@ FILES: Final = (
 )
 
 
+VERSION_MAX: Final = 2**63 - 1
+
+
+def is_version(name: str) -> bool:
+    """Whether a folder of that name is a version: a positive number without leading zeros."""
+    # str.isdigit alone is true for the digits of every script, and int() takes "1_0".
+    return (
+        name.isascii() and name.isdigit() and not name.startswith("0") and len(name) < 20 and int(name) <= VERSION_MAX
+    )
+
+
 def fill_backend(message: ModelConfigProto, folder: Path, default_files: Mapping[str, str]) -> None:
     """Fill in `backend`, `platform` and `default_model_filename` where they can be told; leave them empty where not."""
     if message.platform == "ensemble" or message.HasField("ensemble_scheduling"):
@@ -72,7 +83,7 @@ def _guess(message: ModelConfigProto, folder: Path, default_files: Mapping[str, 
 def _first_version(folder: Path) -> Iterator[str]:
     """What lies in the first version's folder; the first in the order of their names, as on Triton."""
     try:
-        versions = sorted(entry.name for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
+        versions = sorted(entry.name for entry in folder.iterdir() if is_version(entry.name) and entry.is_dir())
         if versions:
             yield from (entry.name for entry in (folder / versions[0]).iterdir())
     except OSError:  # unreadable here: the rule that wants a backend, or the backend itself, says so with its place

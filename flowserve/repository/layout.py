@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from flowserve.config.backends import is_version
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.types import VersionPolicy
 from flowserve.errors import NotFound, Place, Problem, Problems
 
 # Folders of a model that are no versions: Triton's own, and what Python leaves behind.
 SET_ASIDE: Final = frozenset({"warmup", "initial_state", "configs", "labels", "__pycache__"})
-VERSION_MAX: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +143,12 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
     for entry in inside:
         if _is_hidden(entry) or entry.name in SET_ASIDE:
             continue
-        if _is_version(entry.name):
+        if is_version(entry.name):
             versions.append(int(entry.name))
         else:
             text = "not a version (a positive number without leading zeros); ignored"
             warnings.append(Problem(text, Place(f"{path.name}/{entry.name}"), "R7"))
     return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))
-
-
-def _is_version(name: str) -> bool:
-    # str.isdigit alone is true for the digits of every script, and int() takes "1_0".
-    return (
-        name.isascii() and name.isdigit() and not name.startswith("0") and len(name) < 20 and int(name) <= VERSION_MAX
-    )
 
 
 def _is_hidden(path: Path) -> bool:

@@ -29,6 +29,7 @@ output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt
         (None, ("1/model.py",), "python", "", "model.py"),
         (None, ("1/model.py", "1/model.onnx"), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
         (None, ("2/model.py", "10/model.onnx"), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        (None, ("01/notes", "1/model.onnx"), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
         (None, ("1/model.plan",), "tensorrt", "tensorrt_plan", "model.plan"),
         (None, ("1/model.savedmodel/x",), "tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
         (None, ("1/model.pt2",), "pytorch", "pytorch_libtorch", "model.pt"),
