@@ -33,19 +33,27 @@ def digest(folder: Path) -> str:
     whole = hashlib.blake2b(digest_size=20)
     for name, path, _ in _files(folder):
         one = hashlib.blake2b(digest_size=20)
-        if path.is_file():  # and not a pipe or a device, which whoever opens may wait for for ever
-            with path.open("rb") as stream:
+        if os.path.isfile(path):  # and not a pipe or a device, which whoever opens may wait for for ever
+            with open(path, "rb") as stream:
                 while piece := stream.read(_PIECE):
                     one.update(piece)
         whole.update(name.encode("utf-8", "surrogateescape") + b"\0" + one.digest())
     return whole.hexdigest()
 
 
-def _files(
-    folder: Path, prefix: str = "", above: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, Path, os.stat_result]]:
+def _files(folder: str | Path) -> Iterator[tuple[str, str, os.stat_result]]:
     """Every file and folder, by name, with its name relative to the top. Links that lead in circles are not entered."""
-    here = os.path.realpath(folder)
+    try:
+        top = _identity(os.stat(folder))
+    except OSError:
+        return
+    yield from _below(folder, "", (top,))
+
+
+def _below(
+    folder: str | Path, prefix: str, above: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[str, str, os.stat_result]]:
+    """`above`: which folders `folder` and those around it are."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -53,15 +61,20 @@ def _files(
     for entry in entries:
         if entry.name.startswith(".") or entry.name == "__pycache__":
             continue
-        name, path = prefix + entry.name, Path(entry.path)
+        name = prefix + entry.name
         try:
             found = entry.stat()
         except OSError:  # a link that leads nowhere, or gone since
             continue
         if not entry.is_dir():
-            yield name, path, found
+            yield name, entry.path, found
             continue
         # A folder's own times and size tell of hidden files too, so only its being there counts.
-        yield f"{name}/", path, os.stat_result((found.st_mode, *(0,) * 9))
-        if os.path.realpath(path) not in above | {here}:
-            yield from _files(path, f"{name}/", above | {here})
+        yield f"{name}/", entry.path, os.stat_result((found.st_mode, *(0,) * 9))
+        here = _identity(found)
+        if here not in above:
+            yield from _below(entry.path, f"{name}/", (*above, here))
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
