@@ -27,6 +27,7 @@ from flowserve.backends import triton_python_backend_utils as pb_utils
 from flowserve.backends.base import Caller, ClockNs, ModelFiles, Remote, Results, Work
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_answers import AnswerReader
+from flowserve.backends.python_async import SideBySide
 from flowserve.backends.python_calls import ModelCalls
 from flowserve.backends.python_code import NO_CODE, Code, code_in
 from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model, raised_at
@@ -177,6 +178,7 @@ class PythonInstance:
         self._module: ModuleType | None = None
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._side_by_side: SideBySide | None = None
         self._execute: Callable[[list[InferenceRequest]], Sequence[Any] | None] = self._not_open
         self._clock: ClockNs = lambda: 0  # that of the batch it runs
 
@@ -203,7 +205,10 @@ class PythonInstance:
         execute = getattr(self._model, "execute", None)
         if execute is None:
             raise Invalid(f"model '{source.config.name}': class {CLASS} in {source.shown} has no method execute")
-        if inspect.iscoroutinefunction(execute):
+        if inspect.iscoroutinefunction(execute) and self._runs_side_by_side():
+            self._side_by_side = SideBySide(source.config.name, self._failed)
+            execute = self._side_by_side.around(execute)
+        elif inspect.iscoroutinefunction(execute):
             self._loop = asyncio.new_event_loop()
             execute = self._run_coroutine(execute, self._loop)
         if self.owner.caller is not None and source.mentions("is_cancelled"):
@@ -280,10 +285,18 @@ class PythonInstance:
         self._execute = self._not_open
         if self._loop is not None:
             self._loop.close()
+        if self._side_by_side is not None:
+            self._side_by_side.close()
         if self._module is not None:
             forget_model(self._module)
         if self.owner.caller is not None:
             self.owner.caller.close()
+
+    def _runs_side_by_side(self) -> bool:
+        """Whether the coroutine of one batch may wait while the next begins. An iterative model says before it returns
+        which requests are to be run again.
+        """
+        return self._is_alone and self._source.config.decoupled and not self._about.is_iterative
 
     def _failed(self, error: BaseException) -> ModelFailed:
         log.error("model '%s', instance '%s' failed", self._about.name, self._name, exc_info=error)

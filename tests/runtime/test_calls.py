@@ -690,6 +690,62 @@ async def test_a_model_is_told_that_nobody_waits_for_a_request_that_it_computes(
     assert await served.ask("watches", 0) == [1, 0]
 
 
+MEETS = """
+import asyncio
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.came = asyncio.Event()
+
+    async def execute(self, requests):
+        for request in requests:
+            given = request.inputs()[0].as_numpy()
+            sender = request.get_response_sender()
+            if given[0, 0] == 3:
+                raise ValueError("no luck")
+            if given[0, 0] == 4:
+                return []
+            if given[0, 0] == 1:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", given)]))
+                await self.came.wait()
+            self.came.set()
+            twice = pb_utils.InferenceRequest(
+                model_name="twice", requested_output_names=["OUT"], inputs=[pb_utils.Tensor("IN", given)])
+            answer = await twice.async_exec()
+            sender.send(answer, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_coroutines_of_a_decoupled_model_run_at_the_same_time(tmp_path: Path) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add("twice", TWICE)
+        await served.add("meets", "", text=MEETS, decoupled=True)
+        found: dict[int, list[float]] = {}
+
+        async def ask(value: int) -> None:
+            request = Request({"IN": np.array([[value]], np.float32)}, stamp=engine.next_stamp())
+            async with engine.stream(engine.find("meets"), request) as answers:
+                found[value] = []
+                async for answer in answers:
+                    found[value].append(answer.outputs["OUT"].item())
+
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, 1)
+                await until(lambda: bool(found.get(1)))  # and now it waits for the next
+                nursery.start_soon(ask, 2)
+            assert found == {1: [1.0, 2.0], 2: [4.0]}
+            with pytest.raises(FlowserveError, match="no luck"):
+                await ask(3)
+            with pytest.raises(FlowserveError, match="without sending TRITONSERVER_RESPONSE_COMPLETE_FINAL"):
+                await ask(4)
+            await ask(5)
+        assert found[5] == [10.0]
+
+
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 async def test_a_process_that_a_model_forks_takes_no_metrics_along(tmp_path: Path) -> None:
     async with open_engine(EngineOptions()) as engine:
