@@ -101,27 +101,31 @@ def missing_versions(folder: ModelFolder, policy: VersionPolicy) -> tuple[int, .
 def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[ModelFolder], list[Problem]]:
     folders: list[ModelFolder] = []
     warnings: list[Problem] = []
-    for path in _entries(repository, only):
-        if path.is_symlink() and not path.exists():
-            warnings.append(Problem("a symbolic link that leads nowhere; skipped", Place(path.name), "R3"))
-        if not path.is_dir() or _is_hidden(path):
+    for entry in _entries(repository, only):
+        if not _is_folder(entry):
+            if entry.is_symlink() and not os.path.exists(entry):
+                warnings.append(Problem("a symbolic link that leads nowhere; skipped", Place(entry.name), "R3"))
             continue
-        folder = _model_folder(repository, path)
-        if folder.versions or (path / CONFIG_FILE).exists():
+        if _is_hidden(entry.name):
+            continue
+        folder = _model_folder(repository, repository / entry.name)
+        if folder.versions or os.path.exists(os.path.join(entry, CONFIG_FILE)):
             folders.append(folder)
         else:
             text = f"neither {CONFIG_FILE} nor a version folder in it; not a model, skipped"
-            warnings.append(Problem(text, Place(path.name), "R4"))
+            warnings.append(Problem(text, Place(entry.name), "R4"))
     if not folders and only is None and is_model_folder(repository):
         text = f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"
         warnings = [Problem(text, rule="R5")]
     return folders, warnings
 
 
-def _entries(repository: Path, only: Collection[str] | None) -> list[Path]:
+def _entries(repository: Path, only: Collection[str] | None) -> list[os.DirEntry[str]]:
     """What lies in the repository, by name."""
     try:
-        return [repository / name for name in sorted(os.listdir(repository)) if only is None or name in only]
+        with os.scandir(repository) as entries:
+            found = [entry for entry in entries if only is None or entry.name in only]
+        return sorted(found, key=lambda entry: entry.name)
     except FileNotFoundError:
         raise NotFound(f"model repository '{repository}' does not exist") from None
     except NotADirectoryError:
@@ -136,23 +140,31 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
     versions: list[int] = []
     warnings: list[Problem] = []
     try:
-        inside = sorted(entry for entry in path.iterdir() if entry.is_dir())
+        with os.scandir(path) as entries:
+            inside = sorted(entry.name for entry in entries if _is_folder(entry))
     except OSError as error:
         inside = []
         warnings.append(Problem(f"cannot be read: {error.strerror}", Place(path.name), "R6"))
-    for entry in inside:
-        if _is_hidden(entry) or entry.name in SET_ASIDE:
+    for name in inside:
+        if _is_hidden(name) or name in SET_ASIDE:
             continue
-        if is_version(entry.name):
-            versions.append(int(entry.name))
+        if is_version(name):
+            versions.append(int(name))
         else:
             text = "not a version (a positive number without leading zeros); ignored"
-            warnings.append(Problem(text, Place(f"{path.name}/{entry.name}"), "R7"))
+            warnings.append(Problem(text, Place(f"{path.name}/{name}"), "R7"))
     return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))
 
 
-def _is_hidden(path: Path) -> bool:
-    return path.name.startswith(".") or path.name == "__pycache__"
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads in a circle
+        return False
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
 
 
 def _duplicate(name: str, folders: Sequence[ModelFolder]) -> Problems:
