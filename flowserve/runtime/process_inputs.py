@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowserve.backends.base import Work
-from flowserve.backends.child.protocol import MARSHAL_VERSION, PLAIN_FACTS, request_facts
+from flowserve.backends.child.protocol import MARSHAL_VERSION, are_plain, request_facts
 from flowserve.errors import Internal
 from flowserve.memory import bytes_codec
 from flowserve.memory.arena import Arena, aligned
@@ -156,12 +156,12 @@ class InputPacker:
 
 def run_message(head: tuple[Any, ...], work: Work) -> bytes:
     """A `RUN` message: `head`, and what the batch's requests say of themselves."""
-    facts = [*map(request_facts, work.requests)]
-    requests = None if facts.count(PLAIN_FACTS) == len(facts) else [*map(_plain_facts, facts)]
+    requests = None if are_plain(work.requests) else [_plain_facts(request_facts(one)) for one in work.requests]
+    wanted: Any = work.wanted
+    if wanted.count(wanted[0]) == len(wanted):
+        wanted = wanted[0]
     try:
-        message = (
-            (*head, requests, work.wanted) if work.contexts is None else (*head, requests, work.wanted, work.contexts)
-        )
+        message = (*head, requests, wanted) if work.contexts is None else (*head, requests, wanted, work.contexts)
         return marshal.dumps(message, MARSHAL_VERSION)
     except ValueError:
         raise Internal("a request holds a parameter that is no text, number or boolean") from None

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flowserve.backends.child.protocol import APART, NOTHING, TOGETHER
+from flowserve.backends.child.protocol import APART, DONE, DONE_HEAD, NOTHING, TOGETHER, pack
 from flowserve.backends.shapes import fits
 from flowserve.errors import Invalid
 from flowserve.memory import bytes_codec
@@ -33,12 +33,13 @@ class Garbled(Exception):
     """A child said something that cannot be."""
 
 
-class _Usual:
+class Usual:
     """How outputs of fixed shapes lie where each begins at the next place at which it may: the words that say so, and
-    for each its shape, its type and where it begins.
+    for each its shape, its type and where it begins. `tail` is how a DONE that says so ends, after its `DONE_HEAD`,
+    whose first word is `first`.
     """
 
-    __slots__ = ("nbytes", "pieces", "placed", "words")
+    __slots__ = ("first", "length", "nbytes", "pieces", "placed", "tail", "words")
 
     def __init__(self, specs: Sequence[TensorSpec], rows: tuple[int, ...]) -> None:
         words: list[int] = []
@@ -55,6 +56,10 @@ class _Usual:
             size = start + nbytes
         self.words = tuple(words)
         self.nbytes = size
+        message = pack(DONE, [0] * 7 + words)
+        self.first = DONE_HEAD.unpack_from(message)[0]
+        self.tail = message[DONE_HEAD.size :]
+        self.length = len(message)
 
 
 class OutputReader:
@@ -65,7 +70,7 @@ class OutputReader:
         self._specs = specs
         self._batches = batches
         self._is_fixed = not any(spec.dtype is DType.BYTES or -1 in spec.dims for spec in specs)
-        self._usual: dict[int, _Usual] = {}
+        self._usual: dict[int, Usual] = {}
 
     def read(
         self, words: Sequence[int], at: int, block: Lease | None, rows: Sequence[int]
@@ -73,14 +78,12 @@ class OutputReader:
         """The outputs that `words` tell of from `at` on, and the bytes of each. `block` holds them, of members with
         `rows`. Raises Garbled.
 
-        Most models answer all outputs, and these have fixed shapes: then everything is checked by one comparison with
-        the only words that can be right.
+        Where all outputs are answered, and have fixed shapes, everything is checked by one comparison with the only
+        words that can be right.
         """
-        if block is not None and self._is_fixed:
-            total = rows[0] if len(rows) == 1 else sum(rows)
-            usual = self._usual.get(total) or self._expect(total)
-            if words[at:] == usual.words and block.nbytes == usual.nbytes:
-                return [self._shares(block.piece(*one), rows) for one in usual.pieces], usual.placed
+        usual = self.usual(rows)
+        if usual is not None and block is not None and words[at:] == usual.words and block.nbytes == usual.nbytes:
+            return self.cut(usual, block, rows), usual.placed
         memory = np.empty(0, np.uint8) if block is None else block.view()
         columns: list[Column] = []
         placed: list[int] = []
@@ -109,6 +112,19 @@ class OutputReader:
             raise Garbled(f"the message has {len(words) - at} words too many")
         return columns, placed
 
+    def usual(self, rows: Sequence[int]) -> Usual | None:
+        """What is said of a batch of members with `rows` by nearly every model: it answers all outputs, and these have
+        fixed shapes. None where they have not.
+        """
+        if not self._is_fixed:
+            return None
+        total = rows[0] if len(rows) == 1 else sum(rows)
+        return self._usual.get(total) or self._expect(total)
+
+    def cut(self, usual: Usual, block: Lease, rows: Sequence[int]) -> list[Column]:
+        """The outputs in a block in which they lie as usual."""
+        return [self._shares(block.piece(*one), rows) for one in usual.pieces]
+
     def _together(
         self, spec: TensorSpec, words: Sequence[int], at: int, memory: Array, rows: Sequence[int]
     ) -> tuple[Column, int]:
@@ -134,11 +150,10 @@ class OutputReader:
     def _shares(self, array: Array, rows: Sequence[int]) -> Column:
         return [*scatter(array, rows)] if self._batches else [Tensor(array)]
 
-    def _expect(self, total: int) -> _Usual:
-        """What is said of a batch of so many rows that has all outputs."""
+    def _expect(self, total: int) -> Usual:
         if len(self._usual) > _USUAL_MAX:
             self._usual.clear()
-        usual = self._usual[total] = _Usual(self._specs, (total,) if self._batches else ())
+        usual = self._usual[total] = Usual(self._specs, (total,) if self._batches else ())
         return usual
 
     def _apart(

@@ -5,6 +5,7 @@ nothing believed that a child says.
 from __future__ import annotations
 
 import os
+import socket
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowserve.backends.base import Results, Work
 from flowserve.backends.child.inputs import Inputs, Run
 from flowserve.backends.child.outputs import Outputs
-from flowserve.backends.child.protocol import heard, pack, said, unpack
+from flowserve.backends.child.protocol import DONE, SEGMENT, TOGETHER, heard, pack, said, unpack
 from flowserve.errors import Invalid, ModelFailed, NotFound
 from flowserve.memory.arena import Arena
-from flowserve.memory.segment import Lease, Segment
+from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.memory.tensor import Tensor
+from flowserve.runtime.process_inputs import InputPacker
+from flowserve.runtime.process_link import Link
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.testing.backends import sample, spec
-from flowserve.values import Array, DType
+from flowserve.values import Array, DType, Request
 
 # ------------------------------------------------------------------------------------------------------------- inputs
 
@@ -284,6 +288,40 @@ def test_nothing_that_a_child_says_makes_a_view_of_what_is_not_its_block(
             address = tensor.array.ctypes.data
             assert low <= address
             assert address + tensor.array.nbytes <= low + nbytes
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), WORDS), max_size=2), st.integers(0, 2), st.sampled_from(["", "{}", "[]"]))
+def test_nothing_in_the_usual_answer_of_a_batch_is_believed(
+    changes: list[tuple[int, int]], cut: int, text: str
+) -> None:
+    """A right DONE of fixed shapes, changed at random: it is refused, or is right and every view lies in its block."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    segment = Segment.create(2 * PAGE)
+    with ours, theirs:
+        ours.setblocking(False)
+        link = Link(ours, InputPacker([spec("IN", (4,))]), OutputReader("m", [spec("OUT", (4,))], batches=True))
+        link.send(Work([[Tensor(rows(1), 0, 1), Tensor(rows(2), 0, 2)]], [1, 2], [Request({})] * 2, [("OUT",)] * 2))
+        socket.send_fds(theirs, [pack(SEGMENT, (segment.number,))], [segment.fd])
+        words = [1, 0, 5, 6, segment.number, PAGE, 48, TOGETHER, 0, 48, 0, 2, 3, 4]
+        for index, value in changes:
+            words[index % len(words)] = value
+        theirs.send(pack(DONE, words[: len(words) - cut]) + text.encode())
+        try:
+            while (outcome := link.read()) is True:
+                pass
+        except Garbled:
+            assert changes or cut or text == "[]"
+            return
+        assert isinstance(outcome, Results)
+        low = link._segments[segment.number].address
+        for tensor in outcome.outputs[0]:
+            assert tensor is not None
+            address = tensor.array.ctypes.data
+            assert low <= address <= address + tensor.array.nbytes <= low + 2 * PAGE
+        with pytest.raises(Garbled, match="which does not run"):
+            theirs.send(pack(DONE, [1, 0, 5, 6, segment.number, PAGE, 48, TOGETHER, 0, 48, 0, 2, 3, 4]))
+            link.read()
+        link.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

@@ -174,7 +174,7 @@ class Server:
         columns: Sequence[Any],
         rows: list[int],
         requests: Sequence[tuple[Any, ...]] | None,
-        wanted: list[tuple[str, ...]],
+        wanted: list[tuple[str, ...]] | tuple[str, ...],
         contexts: list[str] | None = None,
     ) -> None:
         if come_home:
@@ -184,6 +184,8 @@ class Server:
         run = Run(number)
         words = [number, 0]
         kind, text = DONE, None
+        if isinstance(wanted, tuple):
+            wanted = [wanted] * len(rows)
         try:
             text = self._answer(run, words, columns, rows, requests, wanted, contexts)
         except FlowserveError as error:

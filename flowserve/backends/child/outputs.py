@@ -132,7 +132,10 @@ def _write(segment: Segment, start: int, arrays: list[Array]) -> None:
     first = arrays[0]
     if len(arrays) == 1:
         if first.size:
-            np.ndarray(first.shape, first.dtype, segment.map, start)[...] = first
+            try:
+                segment.map[start : start + first.nbytes] = first  # type: ignore[call-overload]  # any buffer will do
+            except ValueError:  # not in one piece, or of a type that is numpy's by courtesy
+                np.ndarray(first.shape, first.dtype, segment.map, start)[...] = first
         return
     shape = (sum([len(array) for array in arrays]), *first.shape[1:])
     if 0 not in shape:
