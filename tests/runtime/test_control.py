@@ -266,7 +266,7 @@ async def test_a_reload_holds_up_requests_of_others_for_no_longer_than_a_turn(tm
         nursery.start_soon(keep_asking)
         for number in range(2, 6):
             before = len(answers)
-            write(tmp_path, "m", float(number))
+            write(tmp_path, "m", float(number), "import time\n        time.sleep(0.1)")
             await control.load("m")
             assert await ask(engine, "m") == number
             assert len(answers) > before
