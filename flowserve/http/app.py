@@ -89,6 +89,7 @@ class _App:
             self._infer = TracedInferRoute(infer, engine.traces) if is_on else infer
 
         engine.traces.listen(trace)
+        self.begin_burst, self.end_burst = engine.begin_burst, engine.end_burst
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = asked(scope)

@@ -74,9 +74,11 @@ class Server:
         self.app = app
         # An app may have these besides, called with a scope (without the connection's own part). `room`: where so many
         # bytes of a body are best received, None for anywhere. `begin`: given the exchange, it answers or promises to
-        # without waiting, or returns False.
+        # without waiting, or returns False. `begin_burst`, `end_burst`: called around all that came at once.
         self.room: Callable[[Scope, int], Array | None] | None = getattr(app, "room", None)
         self.begin: Callable[[Scope, Connection], bool] | None = getattr(app, "begin", None)
+        self._begin_burst: Callable[[int], None] = getattr(app, "begin_burst", _ignore)
+        self._end_burst: Callable[[], None] = getattr(app, "end_burst", _ignore)
         self.limits = limits or Limits()
         self.pool = pool or Pool()
         self.heads = HeadCache(self.limits)
@@ -212,17 +214,27 @@ class Server:
             return
         while True:
             await wait_readable(self._epoll)
-            leaving: list[Connection] = []
-            for descriptor, events in self._epoll.poll(0, _EVENTS_MAX):
-                connection = self._connections.get(descriptor)
-                if connection is None:
-                    continue
-                if events & select.EPOLLIN:
-                    connection.readable()
-                if events & ~select.EPOLLIN:
-                    leaving.append(connection)
+            told = self._epoll.poll(0, _EVENTS_MAX)
+            self._begin_burst(len(told))
+            try:
+                leaving = self._tell(told)
+            finally:
+                self._end_burst()
             if leaving:
                 housekeeping.start_soon(self._let_leave, leaving)
+
+    def _tell(self, told: Sequence[tuple[int, int]]) -> list[Connection]:
+        """Tell connections what came. Returns those that hung up."""
+        leaving: list[Connection] = []
+        for descriptor, events in told:
+            connection = self._connections.get(descriptor)
+            if connection is None:
+                continue
+            if events & select.EPOLLIN:
+                connection.readable()
+            if events & ~select.EPOLLIN:
+                leaving.append(connection)
+        return leaving
 
     async def _let_leave(self, leaving: Sequence[Connection]) -> None:
         """Cancel the requests of clients that hung up."""
@@ -232,6 +244,10 @@ class Server:
                 connection.scope.cancel()
             else:
                 connection.readable()  # the end, which nothing else will tell of again
+
+
+def _ignore(*_: object) -> None:
+    """An app that does not care what came at once."""
 
 
 def open_listeners(host: str, port: int) -> list[socket.socket]:

@@ -70,10 +70,12 @@ class Engine(Directory):
             self.dispatcher = LimitedDispatcher(
                 self._start, self._answered, self.limiter, refused=self._refused, told=self._has_answers
             )
-        self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned)
-        self.generations = Generations(self._forget)
-        self.processes = Processes(self.clock) if SUPPORTED else None
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
+        # Around what came at once and is taken in without a wait, by whoever knows that.
+        self.begin_burst, self.end_burst = self._pump.begin_burst, self._pump.end_burst
+        self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned, self._pump)
+        self.generations = Generations(self._forget)
+        self.processes = Processes(self.clock, self._pump) if SUPPORTED else None
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
         self.calls = self.completions.calls = Calls(self)
         self.asks = self.calls.asks = Asks(self)
@@ -254,7 +256,7 @@ class Engine(Directory):
 
     def _returned(self, batch: Batch, outcome: Outcome) -> None:
         self._finished(batch, outcome)
-        self._pump.returned()
+        self._pump.poke()
 
     def _finished(self, batch: Batch, outcome: Outcome) -> None:
         now_ns = self.clock()

@@ -25,6 +25,7 @@ from flowserve.runtime.instance import Host, LocalHost
 from flowserve.runtime.placement import Placement
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_inputs import InputPacker
+from flowserve.runtime.pump import Bursts
 from flowserve.runtime.readiness import Readiness
 from flowserve.runtime.sequence_hosts import SequenceLocalHost, SequenceProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
@@ -46,9 +47,9 @@ DEFAULT: Final = "auto"
 class Processes:
     """What a server has for models in processes of their own. Made on the loop."""
 
-    def __init__(self, clock: ClockNs) -> None:
+    def __init__(self, clock: ClockNs, pump: Bursts) -> None:
         self.children = Children(clock)
-        self.readiness = Readiness()
+        self.readiness = Readiness(pump)
         self.company = Company()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -23,6 +23,7 @@ from flowserve.memory.tensor import Tensor
 from flowserve.runtime.calls import Calls, ThreadCaller
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.placement import Placement
+from flowserve.runtime.pump import Bursts
 from flowserve.runtime.streaming import Returned
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Ticket
@@ -37,8 +38,11 @@ class Completions:
     is on the loop already.
     """
 
-    def __init__(self, token: trio.lowlevel.TrioToken, finished: Callable[[Batch, Outcome], None]) -> None:
+    def __init__(
+        self, token: trio.lowlevel.TrioToken, finished: Callable[[Batch, Outcome], None], pump: Bursts
+    ) -> None:
         self.token = token
+        self.pump = pump
         self.finished = finished
         self.calls: Calls | None = None  # where models' calls of other models go
         self._returned: deque[tuple[Batch, Outcome]] = deque()
@@ -53,8 +57,12 @@ class Completions:
 
     def _drain(self) -> None:
         returned = self._returned
-        while returned:
-            self.finished(*returned.popleft())
+        self.pump.begin_burst(0)
+        try:
+            while returned:
+                self.finished(*returned.popleft())
+        finally:
+            self.pump.end_burst()
 
 
 class Host(Protocol):

@@ -15,6 +15,8 @@ from typing import Final
 
 from trio.lowlevel import wait_readable
 
+from flowserve.runtime.pump import Bursts
+
 # At once; what is beyond comes with the next turn. Without a limit room for a thousand is made each time.
 _EVENTS_MAX: Final = 64
 # What became ready while others were called is called in the same turn, so many times; then it is the turn of the rest
@@ -27,7 +29,8 @@ log = logging.getLogger("flowserve.runtime")
 class Readiness:
     """Calls back on the loop's thread. Linux only."""
 
-    def __init__(self) -> None:
+    def __init__(self, pump: Bursts) -> None:
+        self._pump = pump
         self._epoll = select.epoll()
         self._ready: dict[int, Callable[[], None]] = {}
 
@@ -64,3 +67,13 @@ class Readiness:
                     self._call(events)
         finally:
             self._epoll.close()
+
+    def _tell(self, descriptor: int) -> None:
+        ready = self._ready.get(descriptor)  # one may have made us forget the next
+        if ready is None:
+            return
+        try:
+            ready()
+        except Exception:  # a mistake of ours about one child is no reason to go deaf for the others
+            log.exception("reading from a child process failed")
+            self.forget(descriptor)

@@ -26,6 +26,7 @@ from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock
 from flowserve.runtime.completion import Completer, complete
 from flowserve.runtime.hosts import PROCESS, Processes
+from flowserve.runtime.pump import NoBursts
 
 Judge = Callable[[ReadModel], None]  # raises FlowserveError
 
@@ -73,7 +74,7 @@ def read_apart(repositories: Sequence[Path], config_name: str = "", judge: Judge
 
 
 async def _read_apart(repositories: Sequence[Path], config_name: str, judge: Judge) -> Reading:
-    processes = Processes(running_clock())
+    processes = Processes(running_clock(), NoBursts())
     apart = Completer(PROCESS, processes)
     outcome: Reading | FlowserveError
     async with trio.open_nursery() as nursery:

@@ -55,6 +55,10 @@ class SequenceProcessHost(ProcessHost):
 
 def finishing(completions: Completions, finish: Callable[[Batch, Outcome], Outcome]) -> Completions:
     """The same completions, for outcomes that are looked at first."""
-    first = Completions(completions.token, lambda batch, outcome: completions.finished(batch, finish(batch, outcome)))
+
+    def finished(batch: Batch, outcome: Outcome) -> None:
+        completions.finished(batch, finish(batch, outcome))
+
+    first = Completions(completions.token, finished, completions.pump)
     first.calls = completions.calls
     return first

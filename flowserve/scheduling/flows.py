@@ -88,6 +88,11 @@ class Flows:
         self.in_flight += 1
         self._arrivals.append(flow)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a `pump` would find something to do now."""
+        return bool(self._arrivals or self._dirty or self.streams.is_due)
+
     def hold(self, flow: Flow) -> None:
         """Take a request that is not run before `release`, or is answered without by `answer`."""
         self.in_flight += 1

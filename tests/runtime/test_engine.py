@@ -12,9 +12,12 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import ClockNs, Results, Work
+from flowserve.config.gate import GateOptions
 from flowserve.errors import Invalid, ModelFailed, NotFound, Unavailable
+from flowserve.graph.types import ModelKey
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
+from flowserve.runtime.gate import Gate
 from flowserve.runtime.opening import open_engine
 from flowserve.runtime.placement import Placement
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
@@ -343,3 +346,30 @@ async def test_lone_requests_do_not_wait_for_company_and_a_crowd_is_noticed() ->
         assert instance.batches[-1] == [1] * 16
         assert [len(batch) for batch in instance.batches[:-2]] == [1] * (len(instance.batches) - 2)
         assert len(instance.batches[-2]) >= 8
+
+
+async def test_what_came_at_once_is_one_batch_and_is_run_before_the_turn_ends() -> None:
+    async with running() as engine:
+        instance = add_function(engine, "double", [double])[0]
+        deployment = engine.find("double")
+        for size in (5, 1):
+            engine.begin_burst(size)
+            flows = [engine.submit(deployment, request(engine, float(i))) for i in range(size)]
+            engine.end_burst()
+            assert [engine.response(flow).outputs["OUT"][0, 0] for flow in flows] == [2.0 * i for i in range(size)]
+        assert instance.batches == [[1] * 5, [1]]
+
+
+async def test_who_waits_at_the_gate_is_let_in_by_models_that_run_on_the_loop() -> None:
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        deployment = engine.find("double")
+        options = GateOptions(max_requests=1, waits=True)
+        key = ModelKey("double", deployment.version)
+        deployment.gate = Gate(
+            options, None, key, deployment.output_slot, deployment.statistics, engine.dispatcher, engine.clock
+        )
+        with trio.fail_after(5):  # nobody else comes who could wake the server
+            async with trio.open_nursery() as nursery:
+                for i in range(5):
+                    nursery.start_soon(ask, engine, "double", float(i), {})

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import trio
 
+from flowserve.runtime.pump import NoBursts
 from flowserve.runtime.readiness import Readiness
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux's")
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux'
 @pytest.fixture
 async def readiness() -> AsyncIterator[Readiness]:
     async with trio.open_nursery() as nursery:
-        made = Readiness()
+        made = Readiness(NoBursts())
         nursery.start_soon(made.run)
         yield made
         nursery.cancel_scope.cancel()

@@ -19,6 +19,7 @@ from trio.testing import MockClock
 from flowserve.errors import ModelFailed
 from flowserve.runtime.clock import ClockNs, running_clock
 from flowserve.runtime.instance import Completions
+from flowserve.runtime.pump import NoBursts
 from flowserve.runtime.supervisor import Supervisor, WarmUp
 from flowserve.scheduling.backoff import DELAYS
 from flowserve.scheduling.batch import Batch, ModelQueue
@@ -88,7 +89,7 @@ async def stage(instances: int = 1, timeout_s: float = 0, warm_up: WarmUp | None
     actors = [Actor(f"a_{number}", clock) for number in range(instances)]
     queue = ModelQueue(simple_model(0).key, OneByOne(), actors)
     dispatcher.add(queue)
-    completions = Completions(trio.lowlevel.current_trio_token(), lambda batch, outcome: None)
+    completions = Completions(trio.lowlevel.current_trio_token(), lambda batch, outcome: None, NoBursts())
     scene: Stage
 
     def poke() -> None:
