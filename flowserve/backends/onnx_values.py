@@ -69,6 +69,13 @@ def checked(array: AnyArray, spec: TensorSpec, total: int, model: str, wrong_row
     return array if spec.reshape is None else array.reshape(batch + reshaped(tail, spec.reshape, spec.dims))
 
 
+def promised(spec: TensorSpec) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+    """The type and the shape of a row that an output which needs nothing done has; None where there is no such."""
+    if spec.dtype is DType.BYTES or spec.reshape is not None or spec.is_variable:
+        return None
+    return spec.dtype.numpy, spec.dims
+
+
 def _other(model: str, spec: TensorSpec, what: str) -> ModelFailed:
     return ModelFailed(f"model '{model}', output '{spec.name}': {what}")
 
