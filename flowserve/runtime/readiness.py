@@ -44,17 +44,6 @@ class Readiness:
         if self._ready.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
-    def _call(self, events: list[tuple[int, int]]) -> None:
-        for descriptor, _ in events:
-            ready = self._ready.get(descriptor)  # one may have made us forget the next
-            if ready is None:
-                continue
-            try:
-                ready()
-            except Exception:  # a mistake of ours about one child is no reason to go deaf for the others
-                log.exception("reading from a child process failed")
-                self.forget(descriptor)
-
     async def run(self) -> None:
         """Wait and call, for ever. Ends only by cancellation."""
         try:
@@ -64,16 +53,19 @@ class Readiness:
                     events = self._epoll.poll(0, _EVENTS_MAX)
                     if not events:
                         break
-                    self._call(events)
+                    self._tell(events)
         finally:
             self._epoll.close()
 
-    def _tell(self, descriptor: int) -> None:
-        ready = self._ready.get(descriptor)  # one may have made us forget the next
-        if ready is None:
-            return
-        try:
-            ready()
-        except Exception:  # a mistake of ours about one child is no reason to go deaf for the others
-            log.exception("reading from a child process failed")
-            self.forget(descriptor)
+    def _tell(self, events: list[tuple[int, int]]) -> None:
+        self._pump.begin_burst(0)
+        for descriptor, _ in events:
+            ready = self._ready.get(descriptor)  # one may have made us forget the next
+            if ready is None:
+                continue
+            try:
+                ready()
+            except Exception:  # a mistake of ours about one child is no reason to go deaf for the others
+                log.exception("reading from a child process failed")
+                self.forget(descriptor)
+        self._pump.end_burst()

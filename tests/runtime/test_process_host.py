@@ -324,6 +324,32 @@ async def test_a_request_that_is_alone_goes_through_its_processes_in_one_turn_of
     assert served.lent_bytes() == 0
 
 
+async def test_what_two_processes_answer_goes_on_in_the_turn_in_which_it_was_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = _Turns()
+    trio.lowlevel.add_instrument(turns)
+    for name in ("twice", "again"):
+        await served.add(name, OUT.format("given * 2"))
+    add_chain(served.engine, "chain", ["twice", "again"])
+    read: list[int] = []
+    sent: list[int] = []
+    link = served.hosts["twice"]._link
+    host = served.hosts["again"]
+    assert link is not None
+    monkeypatch.setattr(link, "read", lambda f=link.read: _noted(f(), read, turns.count))
+    monkeypatch.setattr(host, "_send", lambda *work, f=host._send: _noted(f(*work), sent, turns.count))
+    for _ in range(20):
+        await served.ask_all("chain", [row(1), row(2)])
+    assert len(sent) >= 20
+    assert set(sent) <= set(read)
+
+
+def _noted(result: Any, log: list[int], turn: int) -> Any:
+    log.append(turn)
+    return result
+
+
 @pytest.mark.fault("R2")
 async def test_a_process_that_dies_while_the_loop_waits_for_it_fails_its_request_by_name(
     served: Served, monkeypatch: pytest.MonkeyPatch
