@@ -181,7 +181,7 @@ class Embedding:
 
 def _request(engine: Engine, given: dict[str, Array], options: RequestOptions) -> Request:
     request = Request(given, stamp=engine.next_stamp(), **options)
-    if isinstance(request.sequence_id, np.integer):  # a model in a process is told Python's numbers
+    if options and isinstance(request.sequence_id, np.integer):  # a model in a process is told Python's numbers
         request.sequence_id = int(request.sequence_id)
     return request
 
