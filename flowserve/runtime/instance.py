@@ -150,7 +150,7 @@ class LocalHost:
         begun_ns = self._clock()
         try:
             results = self._instance.run(work, self._clock)
-        except Exception:
+        except BaseException:  # whatever it is, as in `_run`: a model's exit is not the server's
             return None
         if placement is not None:
             placement.measured(rows, results.computed_ns - begun_ns, inline=True)

@@ -55,6 +55,15 @@ def test_what_was_noted_comes_to_the_same_however_much_is_added_up_at_once(
         assert getattr(late, name).counts == getattr(often, name).counts
 
 
+def test_the_last_inference_is_the_last_whichever_way_it_was_counted() -> None:
+    one = Statistics("m", 1)
+    one.ran(1, 1, 5, 0, 1, 1, 1, now_ns=10_000_000)
+    one.executed(2, 1, 1, 1, now_ns=30_000_000)  # its members had waited for different times
+    assert one.as_json(0)["last_inference"] == 30
+    one.ran(1, 1, 5, 0, 1, 1, 1, now_ns=40_000_000)
+    assert one.as_json(0)["last_inference"] == 40
+
+
 def test_the_edges_hold_those_of_tritons_histogram_and_every_common_batch() -> None:
     assert {100, 500, 2000, 5000} <= {edge // 1_000_000 for edge in DURATION_EDGES_NS}
     assert list(DURATION_EDGES_NS) == sorted(set(DURATION_EDGES_NS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ def double(array: Array) -> Array:
 
 
 def nothing_below_zero(array: Array) -> Array:
+    if (array < -1).any():
+        sys.exit("far below zero")
     if (array < 0).any():
         raise ModelFailed("below zero")
     return array
@@ -89,11 +92,12 @@ async def test_a_request_alone_is_answered_on_the_spot_and_counted_as_any_other(
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        ({"value": -1.0}, ModelFailed, "below zero"),
+        ({"value": -1.0}, ModelFailed, "^below zero"),
+        ({"value": -2.0}, ModelFailed, "far below zero"),
         ({"width": 5}, Invalid, "unexpected shape for input 'IN'"),
         ({"rows": 17}, Invalid, "batch-size must be <= 16"),
     ],
-    ids=["failed", "shape", "rows"],
+    ids=["failed", "exited", "shape", "rows"],
 )
 async def test_what_is_wrong_is_told_and_counted_once(
     asked: dict[str, Any], error: type[FlowserveError], text: str
