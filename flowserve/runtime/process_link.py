@@ -155,8 +155,8 @@ class Link:
         if usual is None or len(message) != usual.length or not message.endswith(usual.tail):
             return None
         first, number, kept, gathered_ns, computed_ns, segment, offset, nbytes = DONE_HEAD.unpack_from(message)
-        if first != usual.first or nbytes != usual.nbytes:
-            return None
+        if first != usual.first or nbytes != usual.nbytes or not nbytes:
+            return None  # without a byte there is no block
         packed = self._over(number, kept)
         outputs = self._reader.cut(usual, self._block(segment, offset, nbytes), self._rows)
         return Results(outputs, _NONE, gathered_ns, computed_ns, packed.copied, usual.placed, _NONE)

@@ -256,6 +256,16 @@ async def test_text_and_large_tensors_go_through_processes(served: Served) -> No
     assert served.lent_bytes() == 0
 
 
+async def test_a_request_without_rows_is_answered_and_its_process_lives(served: Served) -> None:
+    host = await served.add("same", OUT.format("given"))
+    child = host.child
+    nothing, something = await served.ask("same", np.empty((0, 64), np.float32)), await served.ask("same", row(1))
+    assert (nothing.shape, something.shape) == ((0, 64), (1, 64))
+    mixed = await served.ask_all("same", [row(1), np.empty((0, 64), np.float32), row(2)])
+    assert [getattr(one, "shape", one) for one in mixed] == [(1, 64), (0, 64), (1, 64)]
+    assert host.child is child
+
+
 async def test_a_model_that_cannot_be_opened_says_why_and_leaves_no_process(served: Served) -> None:
     for body, why in (
         ("raise RuntimeError('no weights')", "initialize failed: RuntimeError: no weights"),
