@@ -1,8 +1,8 @@
-"""Whether large members of a batch become one run, or run by themselves as they lie.
+"""Whether members of a batch that lie apart are copied together for one run, or run one after the other as they lie.
 
 Decided here, by measurement. One run for many rows is worth much where a row is little work, and nothing where a single
-row keeps a core busy: then all that comes of it is a copy, where the members lie apart, and values between the layers
-that fit no cache. Only members of many bytes are weighed; what is small runs together without a question.
+row keeps all cores busy: then the copy is all that comes of it, and for images it is a good part of the whole. Only
+members of many bytes are weighed; what is small, or lies side by side, runs together without a question.
 
 This file does not know models, sessions or clocks.
 """
@@ -16,7 +16,7 @@ from typing import Final
 MEMBER_BYTES_MIN: Final = 64 * 1024
 _TRIES: Final = 4  # batches in a row that a way is tried with
 _KNOWN: Final = 8  # of the latest batches count
-_NEARLY: Final = 1.1  # where both ways are about as quick memory is saved, and with it the cores of others
+_NEARLY: Final = 1.1  # where both ways are about as quick the copy is saved: it takes memory and cores from others
 _RETRY_MIN: Final = 32  # batches until the other way is tried again; doubled whenever it loses ...
 _RETRY_MAX: Final = 4096  # ... up to this, since on some devices it loses by far
 
@@ -39,7 +39,7 @@ class Ways:
         self._recent_ns: tuple[deque[float], deque[float]] = (deque(maxlen=_KNOWN), deque(maxlen=_KNOWN))
 
     def is_apart(self) -> bool:
-        """How the next batch of large members runs."""
+        """How the next batch whose members lie apart runs."""
         return self._is_apart != self._is_trial
 
     def measured(self, rows: int, duration_ns: int) -> None:

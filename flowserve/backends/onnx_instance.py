@@ -1,21 +1,18 @@
 """One instance of an ONNX model on the host: a batch becomes a run of its session, or a few.
 
-Decided here: how a batch's inputs are fed and its outputs cut, and that large members may run one by one, on as many
-threads at once as the session has, where that was measured to be quicker (onnx_apart.py). How a session is opened and
-what its file says is decided elsewhere; instances whose tensors lie on a device are in onnx_device.py.
+Decided here: how a batch's inputs are fed and its outputs cut, and that members which lie apart may run one by one
+where that was measured to be quicker (onnx_apart.py). How a session is opened and what its file says is decided
+elsewhere; instances whose tensors lie on a device are in onnx_device.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flowserve.backends.base import ClockNs, Results, Work
-from flowserve.backends.lanes import Lanes
 from flowserve.backends.onnx_apart import MEMBER_BYTES_MIN, Ways
 from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts, part_of
 from flowserve.backends.onnx_session import Execute, Feed
@@ -23,9 +20,9 @@ from flowserve.backends.onnx_signature import Port
 from flowserve.backends.onnx_values import checked, cleaned, prepared, promised
 from flowserve.errors import ModelFailed
 from flowserve.memory.assemble import gather, pieces, scatter
-from flowserve.memory.pool import HOST
+from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, DType, TensorSpec
+from flowserve.values import Array, TensorSpec
 
 if TYPE_CHECKING:
     from flowserve.backends.onnxruntime import OnnxModel
@@ -36,75 +33,56 @@ class OnnxInstance:
 
     wrong_rows = "its first dimension is no batch dimension, so set max_batch_size to 0"
 
-    def __init__(self, model: OnnxModel, open_execute: Callable[[], Any], threads: int = 1) -> None:
-        """`threads`: how many its session may keep busy."""
+    def __init__(self, model: OnnxModel, open_execute: Callable[[], Any]) -> None:
         self._model = model
         self._open_execute = open_execute
         self._judge: Callable[..., Array] = checked
         self._promised = [*map(promised, model.outputs)]
         # Where members may also run one by one; what is made of a whole batch needs them together.
         self._ways = Ways() if model.is_batching and not model.prepared and model.inputs else None
-        self._lanes = Lanes(threads)
-        # What lies together is only taken apart for them, and where what is made of it lies together again.
-        self._may_part = threads > 1 and all(0 <= _row_bytes(spec) < MEMBER_BYTES_MIN for spec in model.outputs)
 
     def open(self) -> None:
         self._execute: Execute = self._open_execute()
 
     def close(self) -> None:
         """The session goes with its last reference."""
-        self._lanes.close()
         del self._execute
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         ways = self._ways
-        if ways is None or len(work.rows) == 1 or not self._may_run_apart(work):
+        if ways is None or len(work.rows) == 1 or not _is_apart(work):
             return self._run_together(work, clock)
         began_ns = clock()
         results = self._run_apart(work, clock) if ways.is_apart() else self._run_together(work, clock)
         ways.measured(sum(work.rows), results.computed_ns - began_ns)
         return results
 
-    def _may_run_apart(self, work: Work) -> bool:
-        """Whether the members have many bytes, and taking them one by one costs nobody a copy."""
-        columns = work.inputs
-        if any(column[0] is None for column in columns):
-            return False
-        if sum([column[0].nbytes for column in columns if column[0] is not None]) < MEMBER_BYTES_MIN:
-            return False
-        if not all(tensor.shape[0] for tensor in columns[0]):  # type: ignore[union-attr]  # nobody lacks one
-            return False  # one without rows, which `work.rows` counts as one
-        return self._may_part or any(len(pieces(column)) > 1 for column in columns)  # type: ignore[arg-type]
-
     def _run_apart(self, work: Work, clock: ClockNs) -> Results:
         """Each member by itself, as it lies; small outputs are laid side by side for whoever reads them together."""
         model = self._model
         names, indices = model.asked(work.wanted)
         gathered_ns = clock()
-        made = self._lanes.map(partial(self._run_member, work, names), len(work.rows))
+        made: list[Sequence[Array]] = []
+        copied = [0] * len(model.inputs)
+        for m in range(len(work.rows)):
+            feed: Feed = {}
+            for i, spec in enumerate(model.inputs):
+                feed[spec.name], nbytes = gather([work.inputs[i][m]], HOST)  # type: ignore[list-item]  # none lacks it
+                copied[i] += nbytes
+            made.append(self._executed(names, feed))
         computed_ns = clock()
         outputs: list[list[Tensor | None]] = [[None] * len(work.rows)] * len(model.outputs)
         for k, j in enumerate(indices):
             arrays = [
                 self._judge(arrays[k], model.outputs[j], total, model.name, self.wrong_rows)
-                for (arrays, _), total in zip(made, work.rows, strict=True)
+                for arrays, total in zip(made, work.rows, strict=True)
             ]
-            is_small = max([array.nbytes for array in arrays]) < MEMBER_BYTES_MIN
+            is_small = sum([array.nbytes for array in arrays]) < POOLED_BYTES_MIN
             if is_small and len({array.shape[1:] for array in arrays}) == 1:  # values may say how
                 outputs[j] = [*scatter(np.concatenate(arrays), work.rows)]
             else:
                 outputs[j] = [Tensor(array, 0, len(array)) for array in arrays]
-        copied = [sum(nbytes) for nbytes in zip(*[copied for _, copied in made], strict=True)]
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
-
-    def _run_member(self, work: Work, names: list[str], m: int) -> tuple[Sequence[Array], list[int]]:
-        """What the model makes of one member, and the bytes of each input that had to be copied. On any thread."""
-        feed: Feed = {}
-        copied: list[int] = []
-        for spec, column in zip(self._model.inputs, work.inputs, strict=True):
-            feed[spec.name], nbytes = gather([column[m]], HOST)  # type: ignore[list-item]  # none lacks it
-            copied.append(nbytes)
-        return self._executed(names, feed), copied
 
     def _run_together(self, work: Work, clock: ClockNs) -> Results:
         model = self._model
@@ -201,6 +179,12 @@ class RaggedInstance(OnnxInstance):
         return judged
 
 
-def _row_bytes(spec: TensorSpec) -> int:
-    """The bytes of one row, below zero where they differ."""
-    return -1 if spec.dtype is DType.BYTES or -1 in spec.dims else prod(spec.dims) * spec.dtype.itemsize
+def _is_apart(work: Work) -> bool:
+    """Whether members of many bytes lie so that one run would take a copy of them."""
+    if any(column[0] is None for column in work.inputs):
+        return False
+    if sum([column[0].nbytes for column in work.inputs if column[0] is not None]) < MEMBER_BYTES_MIN:
+        return False
+    if not all(tensor.shape[0] for tensor in work.inputs[0]):  # type: ignore[union-attr]  # nobody lacks one
+        return False  # one without rows, which `work.rows` counts as one
+    return any(len(pieces(column)) > 1 for column in work.inputs)  # type: ignore[arg-type]  # nor here

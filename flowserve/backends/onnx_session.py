@@ -140,12 +140,6 @@ def _graph_level(config: ModelConfig) -> int:
     return int((optimization.get("graph") or {}).get("level", 0))
 
 
-def threads_of(session: Any) -> int:
-    """How many threads the session may keep busy."""
-    threads: int = session.get_session_options().intra_op_num_threads
-    return threads
-
-
 def signature_of(session: Any) -> Signature:
     """What the file says about itself."""
     inputs = [_port(node, is_optional=node.type.startswith("optional(")) for node in session.get_inputs()]

@@ -33,7 +33,6 @@ from flowserve.backends.onnx_session import (
     run_without_waiting,
     settings,
     signature_of,
-    threads_of,
     to_be_asked_only,
 )
 from flowserve.backends.onnx_signature import Signature, completion, disagreements, with_flat_controls
@@ -115,20 +114,17 @@ class OnnxModel:
         self.output_ports = [answers[spec.name] for spec in config.outputs]
         self._config = config
         self.execute = None if session is None else executor(session, config)
-        self._threads = 1 if session is None else threads_of(session)
         self._open_session = opening
         self._ragged = RaggedPorts(config) if RaggedPorts.are_in(config) else None
         self._asked: dict[tuple[str, ...], tuple[list[str], list[int]]] = {}
 
     def instance(self, name: str, group: InstanceGroup) -> OnnxInstance | OnnxDeviceInstance:
         if group.kind != KIND_GPU:
-            return self._instance(lambda: self.execute, self._threads)
+            return self._instance(lambda: self.execute)
         memory = devices()[group.gpus[0] if group.gpus else 0]
         gpu = memory.place.number
         if not stays_on_device(self._config):
-            return self._instance(
-                lambda: executor(self._open_session(gpu_providers(self._config, gpu)), self._config), 1
-            )
+            return self._instance(lambda: executor(self._open_session(gpu_providers(self._config, gpu)), self._config))
 
         def open_session_on(stream: int) -> Any:
             return self._open_session(gpu_providers(self._config, gpu, stream))
@@ -138,11 +134,11 @@ class OnnxModel:
             return OnnxGraphInstance(self, memory, open_session_on, run_without_waiting, sizes)
         return OnnxDeviceInstance(self, memory, open_session_on, run_without_waiting)
 
-    def _instance(self, open_execute: Callable[[], Any], threads: int) -> OnnxInstance:
-        """One whose tensors lie on the host, wherever it computes. `threads`: that it may keep busy."""
+    def _instance(self, open_execute: Callable[[], Any]) -> OnnxInstance:
+        """One whose tensors lie on the host, wherever it computes."""
         if self._ragged is not None:
             return RaggedInstance(self, open_execute, self._ragged)
-        return OnnxInstance(self, open_execute, threads)
+        return OnnxInstance(self, open_execute)
 
     def close(self) -> None:
         """The session goes with its last reference."""

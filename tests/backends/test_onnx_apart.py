@@ -13,12 +13,10 @@ from onnx import TensorProto, helper
 
 from flowserve.backends.base import Work
 from flowserve.backends.onnx_apart import MEMBER_BYTES_MIN, Ways
-from flowserve.backends.onnx_instance import OnnxInstance
-from flowserve.memory.assemble import scatter
 from flowserve.memory.tensor import Tensor
 from flowserve.testing.backends import Opened, Repository, config_of, spec
 from flowserve.testing.onnx_files import onnx_identity
-from flowserve.values import Array, DType, Request
+from flowserve.values import DType, Request
 
 Open = Callable[..., Opened]
 
@@ -132,53 +130,3 @@ def test_small_members_always_run_together(images: Opened, repository: Repositor
     for _ in range(12):
         results = small.run(*({"x": np.zeros((1, 4), np.float32)} for _ in range(3)))
         assert sum(results.copied) == 3 * 16
-
-
-def test_large_members_that_lie_together_run_one_by_one_too_where_their_answers_are_small_and_lie_together_again(
-    repository: Repository, opened: Open
-) -> None:
-    width = MEMBER_BYTES_MIN // 4
-    ports = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", end]) for name, end in (("x", width), ("y", 1))
-    ]
-    graph = helper.make_graph([helper.make_node("ReduceMax", ["x"], ["y"], axes=[1])], "g", ports[:1], ports[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    repository.write("m", "1/model.onnx", model.SerializeToString())
-    most = opened(
-        config_of(
-            "onnxruntime",
-            max_batch_size=8,
-            inputs=[spec("x", (width,))],
-            outputs=[spec("y", (1,))],
-            parameters={"intra_op_thread_count": "2"},
-        )
-    )
-    assert isinstance(most.instance, OnnxInstance)
-    runs: list[int] = []
-    execute = most.instance._execute
-
-    def counted(names: list[str], feed: dict[str, Array]) -> list[Array]:
-        runs.append(len(feed["x"]))
-        return execute(names, feed)
-
-    most.instance._execute = counted
-    block = np.repeat(np.arange(4, dtype=np.float32), width).reshape(4, width)
-    for _ in range(12):
-        results = most.instance.run(together(block, (1, 2, 1)), time.monotonic_ns)
-        tensors = [one for one in results.outputs[0] if one is not None]
-        assert [one.array.ravel().tolist() for one in tensors] == [[0], [1, 2], [3]]
-        assert len({id(one.block) for one in tensors}) == 1
-        assert sum(results.copied) == 0
-    assert {*runs} == {4, 1, 2}
-
-
-def test_large_members_that_lie_together_stay_so_where_their_answers_are_large(images: Opened) -> None:
-    block = np.ones((3, MEMBER_BYTES_MIN // 4), np.float32)
-    for _ in range(12):
-        results = images.instance.run(together(block, (1, 1, 1)), time.monotonic_ns)
-        assert len({id(one.block) for one in results.outputs[0] if one is not None}) == 1
-
-
-def together(block: Array, rows: tuple[int, ...]) -> Work:
-    """A batch of neighbours in one block."""
-    return Work([[*scatter(block, rows)]], [*rows], [Request({}) for _ in rows], [("y",)] * len(rows))
