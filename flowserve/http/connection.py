@@ -18,9 +18,11 @@ wakes it, with the bytes.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
+import trio
 from trio.lowlevel import (
     Abort,
     RaiseCancelT,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from flowserve.http.server import Server
 
 _LINGER_S: Final = 2.0
+_DELIVERY_LOOK_S: Final = 0.01
 
 _log = logging.getLogger("flowserve.http")
 
@@ -87,7 +90,7 @@ class Connection(Exchange):
                     if self._keeps_alive:
                         continue
                 await self.settle()
-                if super().has_input():
+                if super().has_input() or self.has_undelivered():
                     await self._linger()
                 return
         except Refused as refused:
@@ -359,17 +362,30 @@ class Connection(Exchange):
     async def _refuse(self, refused: Refused) -> None:
         """Answer and close, in a way that lets a client who is still sending read why."""
         await self.write([refusal(refused.status, str(refused))])
-        await self._linger()
+        await self._linger(is_sending=True)
 
-    async def _linger(self) -> None:
-        """Say that no more answers come, and read on for a while: closing with input unread makes the kernel reset the
-        connection, and what it had not delivered yet would be lost.
+    def end(self) -> None:
+        """No request is under way on it, and none may come any more. The task lingers where that is of any use."""
+        if self._parked is not None and self.has_undelivered():
+            self._unpark()
+        else:
+            self.scope.cancel()
+
+    async def _linger(self, *, is_sending: bool = False) -> None:
+        """Say that no more answers come, and read on for a while: closing with input unread, or input that comes to a
+        closed socket, makes the kernel reset the connection, and what it had not delivered yet would be lost. A client
+        who is not sending has heard all when that is delivered.
         """
         self.enter(Phase.CLOSING, _LINGER_S)
         self.sock.shutdown(socket.SHUT_WR)
         scratch = bytearray(RECEIVE_BYTES)
-        while True:
-            await wait_readable(self.sock)
+        is_sending = is_sending or super().has_input()
+        while is_sending or self.has_undelivered():
+            with trio.move_on_after(math.inf if is_sending else _DELIVERY_LOOK_S) as look:
+                await wait_readable(self.sock)
+            if look.cancelled_caught:
+                continue
+            is_sending = True
             if not self.sock.recv_into(scratch):
                 return
 

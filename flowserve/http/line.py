@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import fcntl
 import socket
 import struct
+import termios
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -93,6 +95,18 @@ class Line:
                 raise ClientLeft("the client closed in the middle of a body")
             got += count
             self.deadline += count / bytes_per_s
+
+    def has_undelivered(self) -> bool:
+        """Whether some of what was sent is not confirmed by the other side's kernel. False where ours cannot tell."""
+        try:
+            (count,) = struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
+        except OSError:
+            return False
+        return bool(count)
+
+    def end(self) -> None:
+        """No request is under way on it, and none may come any more."""
+        self.scope.cancel()
 
     @property
     def is_settled(self) -> bool:
@@ -194,7 +208,7 @@ class Line:
                 # With input unread the task is about to say itself that no more answers come: closing now would make
                 # the kernel drop what it has not delivered.
                 if self.server.is_draining and not self.has_input():
-                    self.scope.cancel()
+                    self.end()
 
     def reset_on_close(self) -> None:
         """Make the kernel drop what nobody reads instead of keeping it for minutes."""

@@ -128,7 +128,7 @@ class Server:
         self.outbox.flush()
         for connection in self._connections.values():
             if connection.phase is Phase.IDLE and connection.is_settled and not connection.has_input():
-                connection.scope.cancel()
+                connection.end()
 
     def start_soon(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         """Run a connection's side task; `serve` does not return before it is done."""

@@ -579,6 +579,42 @@ async def test_an_answer_that_closes_arrives_whole_though_the_client_went_on_sen
     assert (await client.rest()).count(0) == size
 
 
+@pytest.mark.parametrize("how", ["close", "drain"])
+async def test_what_the_kernel_has_not_delivered_arrives_though_the_client_sends_after_the_last_answer(
+    start: Start, how: str
+) -> None:
+    size = 300_000  # what the server's kernel takes at once, and the client's does not
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["flowserve.exchange"].reply(200, (), [bytes(size)])
+
+    running = await start(large)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", running.port))
+        sock.setblocking(False)
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+        await stream.send_all(GET if how == "drain" else b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+        received = len(await stream.receive_some())
+        if how == "drain":
+            await running.until(lambda: running.server.statistics().idle)
+            running.server.drain()
+        await running.until(lambda: running.server.statistics().idle + running.server.statistics().running == 0)
+        await stream.send_all(GET)
+        with trio.move_on_after(20):
+            while data := await stream.receive_some():
+                received += len(data)
+    assert received > size
+
+
+async def test_who_has_heard_all_is_not_waited_for(start: Start, patient_clock: MockClock) -> None:
+    running = await start(echo)
+    client = await running.connect()
+    await client.ask(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+    await running.until(lambda: not running.server.statistics().connections)
+    assert trio.current_time() < 1
+
+
 # ---------------------------------------------------------------------------------------------- bursts
 
 
