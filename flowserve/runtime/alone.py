@@ -35,12 +35,12 @@ class Company:
     def begins(self, batch: Batch) -> bool:
         """A batch is sent to its process. Whether it is taken to be alone."""
         tickets = batch.tickets
-        stamp = tickets[0].flow.stamp
-        if len(tickets) == 1 and (not self._running or stamp == self._stamp):
-            self._streak += 1
+        if len(tickets) == 1:  # some of several may be nobody's, where slots of sequences are empty
+            stamp = tickets[0].flow.stamp
+            self._streak = self._streak + 1 if not self._running or stamp == self._stamp else 0
+            self._stamp = stamp
         else:
-            self._streak = 0
-        self._stamp = stamp
+            self._streak = self._stamp = 0
         self._running += 1
         return self._streak > STREAK and self._streak % LOOK_EVERY != 0
 
