@@ -146,7 +146,7 @@ class _Hopeless:
         circle = " -> ".join(f"'{name}'" for name in names)
         why = "whoever could answer it waits for it"
         hint = "give one of these models another instance (instance_group count), or join them in an ensemble"
-        if names[0] != names[-1]:
+        if names[0] != names[-1] or sum(batch.queue is queue for batch in self.stuck) < len(queue.instances):
             why = f"'{names[-1]}' needs resources that '{names[0]}' holds until then"
             hint = "there must be more of them (--rate-limit-resource), or the models must ask for less"
         return f"model {circle}: this call can never be answered, because {why}; {hint}"

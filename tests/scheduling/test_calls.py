@@ -268,6 +268,17 @@ def test_what_its_caller_holds_is_nothing_a_call_can_wait_for() -> None:
         call(server, caller, plain_graph(B))
 
 
+def test_a_model_that_calls_itself_is_told_what_it_lacks() -> None:
+    for amount, why in ((1, "'a' needs resources that 'a' holds"), (2, "whoever could answer it waits for it")):
+        server = Recorder(limiter=Limiter([Available("R", amount)]))
+        server.serve(A, instances=2, needs=[needs(R=1)] * 2)
+        caller = run(server, plain_graph(A))
+        if amount > 1:
+            caller = called(server, caller, plain_graph(A))
+        with pytest.raises(Unavailable, match=rf"'a' -> 'a': this call can never be answered, because {why}"):
+            call(server, caller, plain_graph(A))
+
+
 @pytest.mark.fault("R10")
 def test_what_is_kept_for_somebody_is_not_kept_from_those_it_waits_for() -> None:
     """A holder calls a model that needs a copy which is free, and kept for somebody who waits for the holder."""
