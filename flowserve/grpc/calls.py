@@ -125,6 +125,7 @@ class Call:
         "_context",
         "_deployment",
         "_flow",
+        "_handed_on",
         "_room",
         "_scope",
         "_target",
@@ -141,6 +142,7 @@ class Call:
         self._watch: Watch | None = None  # where it is traced
         self._flow: Flow | None = None
         self._scope: trio.CancelScope | None = None  # of the task that takes many answers
+        self._handed_on: trio.Event | None = None  # when it has handed on the last of them
         self._windows: dict[str, Window] = {}
 
     @property
@@ -170,17 +172,20 @@ class Call:
         self._flow = engine.submit(deployment, request, make)
         return self._flow
 
-    def begin(self, told: Told, many: Told) -> None:
+    def begin(self, told: Told, many: Told, before: Call | None = None) -> None:
         """`told` is called in the loop, once, with the outcome; of a deployment that may answer any number of times
-        `many` is told each answer, then what ended them: None, or the error.
+        `many` is told each answer, then what ended them: None, or the error. Not before the last of those of `before`,
+        the request before it of its sequence: what is told in one turn of the loop has no order there.
         """
+        turn = self._handed_on = None if before is None else before._handed_on
         try:
             flow = self.submit()
             if flow is None:
                 self._room = trio.Semaphore(AHEAD_MAX)
                 self._scope = trio.CancelScope()
                 answers = self._calls.engine.stream(self._deployment, self.asked.request, self._watch)
-                self._calls.nursery.start_soon(self._hand_on, answers, self._scope, many)
+                self._handed_on = trio.Event()
+                self._calls.nursery.start_soon(self._hand_on, answers, self._scope, many, turn, self._handed_on)
         except FlowserveError as error:
             told(error)
             return
@@ -237,12 +242,16 @@ class Call:
         except Exception as error:
             return broken(error)
 
-    async def _hand_on(self, answers: Answers, scope: trio.CancelScope, many: Told) -> None:
+    async def _hand_on(
+        self, answers: Answers, scope: trio.CancelScope, many: Told, turn: trio.Event | None, over: trio.Event
+    ) -> None:
         post = self._calls.guest.post
         end: FlowserveError | None = Unavailable(STOPPING)
         try:
             with scope:
                 async with answers:
+                    if turn is not None:
+                        await turn.wait()
                     async for response in answers:
                         await self._room.acquire()
                         post(many, response)
@@ -253,6 +262,7 @@ class Call:
             end = broken(error)
         finally:
             post(many, end)
+            over.set()
 
 
 def broken(error: Exception) -> Internal:

@@ -38,6 +38,7 @@ from flowserve.runtime.restriction import by_group
 UNIX: Final = "unix:"
 CLOSE_S_MAX: Final = 5.0
 HANDSHAKE_MS_MAX: Final = 10_000
+QUIET_S: Final = 2.0  # so long a client has, when nothing of its own is under way any more, to hear that all is over
 
 
 class GrpcServer:
@@ -109,7 +110,10 @@ class GrpcServer:
 
         async def stop() -> None:
             self._stopping.set()
-            await server.stop(within_s)
+            ending = asyncio.create_task(server.stop(within_s))
+            while not (await asyncio.wait([ending], timeout=QUIET_S))[0]:
+                if not _is_any_call_under_way(besides=ending):  # who still is connected does not answer
+                    await server.stop(None)
             self._ended.set()
 
         self._guest.begin(stop())
@@ -217,6 +221,15 @@ def _reader(kind: type[Message]) -> Callable[[bytes], Message | FlowserveError]:
             return Invalid(f"the request is not a {kind.DESCRIPTOR.full_name} message")
 
     return read
+
+
+def _is_any_call_under_way(besides: asyncio.Task[None]) -> bool:
+    """Each call is a task of grpcio's, until its answer is written. What else there is of tasks is told by its name;
+    one that is not known counts as a call, which only means to wait.
+    """
+    known = {besides, asyncio.current_task()}
+    others = [task.get_coro() for task in asyncio.all_tasks() if task not in known]
+    return not all(getattr(one, "__qualname__", "").startswith("AioServer.") for one in others)
 
 
 def _written(message: Message) -> bytes:

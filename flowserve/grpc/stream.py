@@ -26,14 +26,17 @@ Answer = bytes | FlowserveError
 
 
 class _Member:
-    """One request of a stream. `answer` is its only one, once it is there and where there is one."""
+    """One request of a stream. `answer` is its only one, once it is there and where there is one. `sequence` names the
+    one it belongs to, by its model and id.
+    """
 
-    __slots__ = ("answer", "call", "id", "is_settled", "target")
+    __slots__ = ("answer", "call", "id", "is_settled", "sequence", "target")
 
     def __init__(self, message: Incoming) -> None:
         self.id = message.asked.request.id
         self.target = message.target
         self.call: Call | None = None
+        self.sequence: tuple[tuple[str, str], int | str] | None = None
         self.is_settled = False
         self.answer: Answer | None = None
 
@@ -48,6 +51,9 @@ class Stream:
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
         self._order: deque[_Member] = deque()
         self._members: set[_Member] = set()
+        self._sequences: dict[
+            tuple[tuple[str, str], int | str], Call
+        ] = {}  # the last request of each that is under way
         # What is to be written, and who is told then.
         self._outbox: asyncio.Queue[tuple[Answer | None, Callable[[], None]]] = asyncio.Queue()
         self._is_read = False
@@ -104,8 +110,13 @@ class Stream:
         except FlowserveError as error:
             self._settle(member, error)
             return
-        member.call = Call(self._calls, member.target, asked)
-        member.call.begin(partial(self._settle, member), partial(self._one, member))
+        call = member.call = Call(self._calls, member.target, asked)
+        before = None
+        if asked.request.sequence_id:
+            member.sequence = member.target, asked.request.sequence_id
+            before = self._sequences.get(member.sequence)
+            self._sequences[member.sequence] = call
+        call.begin(partial(self._settle, member), partial(self._one, member), before)
 
     # ------------------------------------------------------------------ out
 
@@ -146,6 +157,8 @@ class Stream:
     def _over(self, member: _Member) -> None:
         if member.call is not None:
             member.call.close()
+        if member.sequence is not None and self._sequences.get(member.sequence) is member.call:
+            del self._sequences[member.sequence]
         self._members.discard(member)
         self._room.release()
         self._end_if_done()
