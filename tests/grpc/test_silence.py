@@ -21,6 +21,24 @@ def until_closed(silent: socket.socket) -> None:
         pass
 
 
+async def test_a_drain_does_not_wait_for_a_client_that_stopped_while_nothing_was_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "QUIET_S", 0.1)
+    front = server.GrpcServer(GrpcOptions())
+    port = front.bind("127.0.0.1", 0)
+    nobody: Any = None  # no call is made
+    with trio.fail_after(DRAIN_S / 2):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(front.serve, nobody, None, ClientMemory(), LogSettings())
+            stopped = socket.create_connection(("127.0.0.1", port))
+            stopped.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # no settings
+            assert await trio.to_thread.run_sync(stopped.recv, 4096)
+            await trio.sleep(0.05)  # the server has its settings
+            front.drain(DRAIN_S)
+    stopped.close()
+
+
 async def test_who_says_nothing_is_closed_and_the_drain_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_MS_MAX", 200)
     front = server.GrpcServer(GrpcOptions())
