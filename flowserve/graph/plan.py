@@ -86,95 +86,128 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     Triton. Numbers are the same in every plan of a graph.
     """
     edges = _needed(graph, outputs)
+    wires = _wires(graph, edges)
+    made_by_nodes = range(len(graph.inputs), wires.count)
+    missing = tuple(sum(slot in made_by_nodes for slot in dict.fromkeys(reads)) for reads in wires.reads)
+    nested = nesting(graph, edges, wires.slot_of)
+    nodes = tuple(_plan_node(graph, node, wires, missing, is_nested=nested is not None) for node in graph.nodes)
+    return Plan(
+        graph=graph,
+        nodes=nodes,
+        blank=(None,) * (len(wires.readers) - len(graph.inputs)),
+        first=tuple(node.index for node in nodes if node.writes and not missing[node.index]),
+        missing=missing,
+        consumers=tuple(map(tuple, wires.consumers)),
+        needed_by=tuple(wires.needed_by),
+        readers=tuple(wires.readers),
+        output_slots=tuple(wires.output_slots),
+        converted=wires.count,
+        lacking=tuple(_lacking(graph, edges)),
+        nesting=nested,
+    )
+
+
+@dataclass(slots=True)
+class _Wires:
+    """What the edges come to. By node: the slots it `reads`, its `checks`, what it `converts`. By slot: the nodes that
+    are its `consumers`, how many `readers` it has, the first node by which it is `needed_by`. There are `count` slots
+    of tensors; those of inputs whose shape changes on the way come behind them. `fed`: the slot of each (node, input);
+    `read`: all that have a reader.
+    """
+
+    slot_of: dict[tuple[int, int], int]
+    count: int
+    fed: dict[tuple[int, int], int]
+    reads: list[list[int]]
+    checks: list[list[tuple[int, tuple[int, ...]]]]
+    converts: list[list[tuple[int, int, Conversion]]]
+    consumers: list[list[int]]
+    readers: list[int]
+    needed_by: list[str]
+    output_slots: list[int]
+    read: set[int]
+
+
+def _wires(graph: Graph, edges: Sequence[Edge]) -> _Wires:
     slot_of: dict[tuple[int, int], int] = {(GRAPH, i): i for i in range(len(graph.inputs))}
-    checks: dict[int, list[tuple[int, tuple[int, ...]]]] = {node.index: [] for node in graph.nodes}
     for edge in graph.edges:
         slot_of.setdefault((edge.producer, edge.output), len(slot_of))
+    count = len(slot_of)
     own: dict[tuple[int, int], int] = {}  # of inputs whose shape changes on the way, the same in every plan of a graph
     for edge in graph.edges:
         if edge.conversion is not None and edge.consumer != GRAPH:
-            own[edge.consumer, edge.input] = len(slot_of) + len(own)
-    fed: dict[tuple[int, int], int] = {}
-    consumers: list[list[int]] = [[] for _ in slot_of]
-    readers = [0] * len(slot_of) + [1] * len(own)
-    converts: list[list[tuple[int, int, Conversion]]] = [[] for _ in graph.nodes]
-    reads: list[list[int]] = [[] for _ in graph.nodes]
-    needed_by = [""] * len(slot_of)
-    output_slots = [NO_SLOT] * len(graph.outputs)
-    read: set[int] = set()
+            own[edge.consumer, edge.input] = count + len(own)
+    wires = _Wires(
+        slot_of=slot_of,
+        count=count,
+        fed={},
+        reads=[[] for _ in graph.nodes],
+        checks=[[] for _ in graph.nodes],
+        converts=[[] for _ in graph.nodes],
+        consumers=[[] for _ in range(count)],
+        readers=[0] * count + [1] * len(own),
+        needed_by=[""] * count,
+        output_slots=[NO_SLOT] * len(graph.outputs),
+        read=set(),
+    )
     for edge in edges:
         slot = slot_of[edge.producer, edge.output]
-        read.add(slot)
+        wires.read.add(slot)
         if edge.consumer == GRAPH:
-            output_slots[edge.input] = slot
-            readers[slot] += 1
-            continue
-        fed[edge.consumer, edge.input] = slot
-        reads[edge.consumer].append(slot)
-        if edge.conversion is not None:
-            fed[edge.consumer, edge.input] = own[edge.consumer, edge.input]
-            converts[edge.consumer].append((slot, own[edge.consumer, edge.input], edge.conversion))
-        reader = graph.nodes[edge.consumer]
-        spec = reader.inputs[edge.input]
-        if _may_disagree(graph, edge):
-            checks[edge.consumer].append((edge.input, spec.dims))
-        if not spec.optional and not needed_by[slot]:
-            needed_by[slot] = reader.name
-        if edge.consumer not in consumers[slot]:
-            consumers[slot].append(edge.consumer)
-            readers[slot] += 1
-    made_by_nodes = range(len(graph.inputs), len(slot_of))
-    missing = tuple(sum(slot in made_by_nodes for slot in dict.fromkeys(reads[node.index])) for node in graph.nodes)
-    nested = nesting(graph, edges, slot_of)
-    nodes = []
-    for node in graph.nodes:
-        inputs = tuple(fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs)))
-        made = [slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs))]
-        written = tuple(slot if slot in read else NO_SLOT for slot in made)
-        writes = tuple((j, slot, tuple(consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT)
-        variable = tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged)
-        optional = any(spec.optional for spec in node.inputs)
-        sole = tuple(
-            nested is None and 0 <= slot < len(slot_of) and readers[slot] == inputs.count(slot) == 1 for slot in inputs
-        )
-        is_plain = len(inputs) == 1 and not (
-            variable or optional or checks[node.index] or converts[node.index] or not node.max_batch_size
-        )
-        nodes.append(
-            PlanNode(
-                index=node.index,
-                name=node.name,
-                model=node.model,
-                inputs=inputs,
-                distinct_inputs=tuple(
-                    dict.fromkeys([*reads[node.index], *(slot for slot in inputs if slot >= len(slot_of))])
-                ),
-                outputs=written,
-                writes=writes,
-                max_batch_size=node.max_batch_size,
-                variable=variable,
-                optional=optional,
-                checks=tuple(checks[node.index]),
-                wanted=_names(node, written) if graph.is_ensemble else (),
-                converts=tuple(converts[node.index]),
-                sole=sole,
-                plain=inputs[0] if is_plain else NO_SLOT,
-                then=_then(writes, readers, missing),
-            )
-        )
-    return Plan(
-        graph=graph,
-        nodes=tuple(nodes),
-        blank=(None,) * (len(slot_of) + len(own) - len(graph.inputs)),
-        first=tuple(node.index for node in nodes if node.writes and not missing[node.index]),
-        missing=missing,
-        consumers=tuple(tuple(nodes_) for nodes_ in consumers),
-        needed_by=tuple(needed_by),
-        readers=tuple(readers),
-        output_slots=tuple(output_slots),
-        converted=len(slot_of),
-        lacking=tuple(_lacking(graph, edges)),
-        nesting=nested,
+            wires.output_slots[edge.input] = slot
+            wires.readers[slot] += 1
+        else:
+            _wire_input(graph, edge, slot, own.get((edge.consumer, edge.input), slot), wires)
+    return wires
+
+
+def _wire_input(graph: Graph, edge: Edge, slot: int, read_slot: int, wires: _Wires) -> None:
+    """Note an edge that a node reads: the tensor in `slot`, as it lies in `read_slot`."""
+    reader = graph.nodes[edge.consumer]
+    spec = reader.inputs[edge.input]
+    wires.fed[edge.consumer, edge.input] = read_slot
+    wires.reads[edge.consumer].append(slot)
+    if edge.conversion is not None:
+        wires.converts[edge.consumer].append((slot, read_slot, edge.conversion))
+    if _may_disagree(graph, edge):
+        wires.checks[edge.consumer].append((edge.input, spec.dims))
+    if not spec.optional and not wires.needed_by[slot]:
+        wires.needed_by[slot] = reader.name
+    if edge.consumer not in wires.consumers[slot]:
+        wires.consumers[slot].append(edge.consumer)
+        wires.readers[slot] += 1
+
+
+def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], *, is_nested: bool) -> PlanNode:
+    inputs = tuple(wires.fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs)))
+    made = [wires.slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs))]
+    written = tuple(slot if slot in wires.read else NO_SLOT for slot in made)
+    writes = tuple((j, slot, tuple(wires.consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT)
+    converted = [slot for slot in inputs if slot >= wires.count]
+    checks, converts = wires.checks[node.index], wires.converts[node.index]
+    variable = tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged)
+    optional = any(spec.optional for spec in node.inputs)
+    sole = tuple(
+        not is_nested and 0 <= slot < wires.count and wires.readers[slot] == inputs.count(slot) == 1 for slot in inputs
+    )
+    is_plain = len(inputs) == 1 and not (variable or optional or checks or converts or not node.max_batch_size)
+    return PlanNode(
+        index=node.index,
+        name=node.name,
+        model=node.model,
+        inputs=inputs,
+        distinct_inputs=tuple(dict.fromkeys([*wires.reads[node.index], *converted])),
+        outputs=written,
+        writes=writes,
+        max_batch_size=node.max_batch_size,
+        variable=variable,
+        optional=optional,
+        checks=tuple(checks),
+        wanted=_names(node, written) if graph.is_ensemble else (),
+        converts=tuple(converts),
+        sole=sole,
+        plain=inputs[0] if is_plain else NO_SLOT,
+        then=_then(writes, wires.readers, missing),
     )
 
 
