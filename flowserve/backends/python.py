@@ -1,8 +1,8 @@
 """Python models written for Triton: a class `TritonPythonModel` in model.py.
 
-Decided here: when the class's methods are called and with what, and what their failures become. Models import
-`triton_python_backend_utils`, which is our module of that name; each instance has its model's code in a namespace of
-its own (python_import.py); what they answer is judged and taken over in python_answers.py.
+Decided here: when the class's methods are called and with what, and what the failures of `execute` become. Each
+instance has its model's code in a namespace of its own (python_import.py); what is known of that code is
+python_source.py's, what models answer is judged and taken over in python_answers.py.
 
 A model's own traceback goes to the log, never into an answer. This file does not know whether it runs on a thread or
 on the loop.
@@ -12,25 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import repeat
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from flowserve.backends import triton_python_backend_utils as pb_utils
 from flowserve.backends.base import Caller, ClockNs, ModelFiles, Remote, Results, Work
-from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_async import SideBySide
 from flowserve.backends.python_calls import ModelCalls
-from flowserve.backends.python_code import NO_CODE, Code, code_in
-from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model, import_model, raised_at
+from flowserve.backends.python_code import Code, code_in
+from flowserve.backends.python_completion import ENTRY, completed_here, completion
+from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model
 from flowserve.backends.python_requests import Executing, GivenRequest, ModelFacts, hand_out
 from flowserve.backends.python_sender import (
     ResponseSender,
@@ -39,28 +34,23 @@ from flowserve.backends.python_sender import (
     collect,
     refuse_returned,
 )
+from flowserve.backends.python_source import CLASS, MODEL_FILE, RAISED, Source, reason
 from flowserve.backends.triton_objects import InferenceRequest
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, ModelFailed, Place, Problem, Problems
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.graph.transfers import stays_on_device
 from flowserve.memory.devices import devices
-from flowserve.values import DType, TensorSpec
 
 log = logging.getLogger("flowserve.python")
 
-CLASS: Final = "TritonPythonModel"
 _WAITS: Final = ("InferenceRequest", "load_model")
-_BY_CONFIG_NAME: Final = {dtype.config_name: dtype for dtype in DType}
-# What a model may raise without ending the thread it runs on: everything. Its sys.exit() and its asyncio.CancelledError
-# are its own failure too, and behind a dead thread requests would wait for ever.
-_RAISED: Final = BaseException
 
 
 class PythonBackend:
     """The backend. A version is a folder with model.py, and whatever that imports from beside itself."""
 
     name = "python"
-    default_filename = "model.py"
+    default_filename = MODEL_FILE
     default_instance_count = 1
     gpu_instance_count = 1
 
@@ -72,8 +62,8 @@ class PythonBackend:
         """The same, with the model imported by `run`."""
         if "auto_complete_config" not in Source(config, files).text():
             return Completion()
-        written = run(Remote(f"{__name__}:completed_here", (config, files)))
-        return Completion() if written is None else _completion(config, written)
+        written = run(Remote(ENTRY, (config, files)))
+        return Completion() if written is None else completion(config, written)
 
     def verify(self, config: ModelConfig, files: ModelFiles) -> None:
         """Whether the file is Python and speaks of the class; it is not imported."""
@@ -114,28 +104,6 @@ class PythonModel:
 
     def close(self) -> None:
         """Nothing is held between instances."""
-
-
-def completed_here(config: ModelConfig, files: ModelFiles) -> dict[str, Any] | None:
-    """What the model's `auto_complete_config` makes of its configuration, None where it has none; in the process where
-    it is called.
-    """
-    source = Source(config, files)
-    module = source.import_fresh()
-    try:
-        function = getattr(source.model_class(module), "auto_complete_config", None)
-        if function is None:
-            return None
-        with source.running("auto_complete_config"):
-            answer = function(pb_utils.ModelConfig(json.dumps(config.json)))
-    finally:
-        forget_model(module)
-    if not isinstance(answer, pb_utils.ModelConfig):
-        raise Invalid(
-            f"auto_complete_config function in model '{config.name}' must return a valid pb.ModelConfig object, "
-            f"it returned {type(answer).__name__}"
-        )
-    return answer.as_dict()
 
 
 def instance_here(
@@ -234,7 +202,7 @@ class PythonInstance:
                 # A list of our own: who else holds an answer is told from its reference count.
                 responses: list[Any] = [None] * count if answered is None else [*answered]
                 del answered
-            except _RAISED as error:
+            except RAISED as error:
                 failed = self._failed(error)
                 for sender in work.senders or ():
                     sender.fail(failed)  # before its frames let go of what they had: that would say something else
@@ -301,7 +269,7 @@ class PythonInstance:
     def _failed(self, error: BaseException) -> ModelFailed:
         log.error("model '%s', instance '%s' failed", self._about.name, self._name, exc_info=error)
         return ModelFailed(
-            f"Failed to process the request(s) for model instance '{self._name}', message: {_text(error)} "
+            f"Failed to process the request(s) for model instance '{self._name}', message: {reason(error)} "
             f"(model '{self._about.name}')"
         )
 
@@ -311,111 +279,3 @@ class PythonInstance:
     @staticmethod
     def _run_coroutine(execute: Callable[[Any], Any], loop: asyncio.AbstractEventLoop) -> Callable[[Any], Any]:
         return lambda requests: loop.run_until_complete(execute(requests))
-
-
-class Source:
-    """Where a model's code is, and how it is brought to life. `code`: as it was loaded; what is not in it is read."""
-
-    def __init__(self, config: ModelConfig, files: ModelFiles, code: Code = NO_CODE) -> None:
-        self.config = config
-        self.files = files
-        self.path: Path = model_file(config, files, PythonBackend.default_filename)
-        self.shown = relative(self.path, files)
-        # Both, in this order, as on Triton.
-        self.owner = Owner(config.name, [str(self.path.parent), str(files.folder)], code=code)
-
-    def text(self) -> str:
-        """The file. Raises `Invalid` where it is not Python."""
-        try:
-            known = self.owner.code.get(str(self.path))
-            text = self.path.read_text(encoding="utf-8") if known is None else known.decode()
-            compile(text, self.shown, "exec", dont_inherit=True)
-        except SyntaxError as error:
-            place = Place(self.shown, error.lineno or 1, error.offset or 1)
-            text = f"model '{self.config.name}' is not valid Python: {error.msg}"
-            raise Problems([Problem(text, place)]) from error
-        except (OSError, ValueError) as error:
-            raise Invalid(f"{self.shown}: model '{self.config.name}' cannot be read: {error}") from error
-        return text
-
-    def mentions(self, name: str) -> bool:
-        """Whether the name stands anywhere in the model's code, as far as that is known."""
-        return any(name.encode() in text for text in self.owner.code.values() or [self.path.read_bytes()])
-
-    def import_fresh(self) -> ModuleType:
-        # Other people's models are written for a module of this name, wherever it comes from.
-        sys.modules["triton_python_backend_utils"] = pb_utils
-        with self.running("import"):
-            return import_model(self.path, self.owner)
-
-    def model_class(self, module: ModuleType) -> Any:
-        found = getattr(module, CLASS, None)
-        if found is None:
-            raise self.no_class()
-        return found
-
-    def no_class(self) -> Problems:
-        return Problems([Problem(f"model '{self.config.name}' has no class {CLASS}", Place(self.shown))])
-
-    def arguments(self, instance: str, group: InstanceGroup) -> dict[str, str]:
-        """What `initialize` gets, all strings, as on Triton."""
-        return {
-            "model_config": json.dumps(self.config.json),
-            "model_instance_kind": group.kind.removeprefix("KIND_"),
-            "model_instance_name": instance,
-            "model_instance_device_id": str(group.gpus[0] if group.gpus else 0),
-            "model_repository": str(self.files.folder),
-            "model_version": str(self.files.version),
-            "model_name": self.config.name,
-        }
-
-    @contextmanager
-    def running(self, what: str) -> Iterator[None]:
-        """Around a call into the model that is not `execute`: failures name it and keep their traceback to the log."""
-        try:
-            with WorkingFor(self.owner):
-                yield
-        except FlowserveError:
-            raise
-        except _RAISED as error:
-            log.error("model '%s': %s failed", self.config.name, what, exc_info=error)
-            where = self.shown
-            if (line := raised_at(error, self.owner)) is not None:
-                where = f"{relative(Path(line.filename), self.files)}:{line.lineno}"
-            raise ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {_text(error)}") from error
-
-
-def _text(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _completion(config: ModelConfig, written: Mapping[str, Any]) -> Completion:
-    """What the model added to its configuration. Tensors are given whole: the user's own are among them, unchanged."""
-    policy = written.get("model_transaction_policy")
-    return Completion(
-        inputs=tuple(_spec(config, entry) for entry in written.get("input", ())) or None,
-        outputs=tuple(_spec(config, entry) for entry in written.get("output", ())) or None,
-        max_batch_size=None if config.max_batch_size else written.get("max_batch_size") or None,
-        dynamic_batching="dynamic_batching" in written and config.dynamic_batching is None,
-        decoupled=None if policy is None else bool(policy.get("decoupled", False)),
-    )
-
-
-def _spec(config: ModelConfig, entry: Mapping[str, Any]) -> TensorSpec:
-    dtype = _BY_CONFIG_NAME.get(entry["data_type"])
-    if dtype is None:
-        raise Invalid(
-            f"auto_complete_config function in model '{config.name}': tensor '{entry['name']}' has data type "
-            f"'{entry['data_type']}', which is none of {', '.join(_BY_CONFIG_NAME)}"
-        )
-    reshape = entry.get("reshape")
-    return TensorSpec(
-        name=entry["name"],
-        dtype=dtype,
-        dims=tuple(int(dim) for dim in entry["dims"]),
-        optional=bool(entry.get("optional", False)),
-        ragged=bool(entry.get("allow_ragged_batch", False)),
-        reshape=None if reshape is None else tuple(int(dim) for dim in reshape.get("shape", ())),
-        labels=entry.get("label_filename", ""),
-    )

@@ -13,9 +13,10 @@ from typing import Any
 
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.backends.device import DeviceWork
-from flowserve.backends.python import PythonInstance, Source
+from flowserve.backends.python import PythonInstance
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_requests import GivenRequest
+from flowserve.backends.python_source import Source
 from flowserve.backends.shapes import fits, shown
 from flowserve.backends.triton_objects import InferenceResponse
 from flowserve.backends.triton_tensors import GpuTensor, Tensor, inner_shape

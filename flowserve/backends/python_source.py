@@ -1,0 +1,111 @@
+"""A Python model's code: where it is, what can be told of it unrun, and how it is brought to life.
+
+Decided here: which file it is, what `initialize` is told, and what failures become that are not `execute`'s: those of
+the import, of `initialize`, `finalize` and `auto_complete_config`. Models import `triton_python_backend_utils`, which
+is our module of that name. A model's own traceback goes to the log, never into an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from flowserve.backends import triton_python_backend_utils as pb_utils
+from flowserve.backends.base import ModelFiles
+from flowserve.backends.files import model_file, relative
+from flowserve.backends.python_code import NO_CODE, Code
+from flowserve.backends.python_import import Owner, WorkingFor, import_model, raised_at
+from flowserve.config.types import InstanceGroup, ModelConfig
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, Place, Problem, Problems
+
+log = logging.getLogger("flowserve.python")
+
+CLASS: Final = "TritonPythonModel"
+MODEL_FILE: Final = "model.py"
+# What a model may raise without ending the thread it runs on: everything. Its sys.exit() and its asyncio.CancelledError
+# are its own failure too, and behind a dead thread requests would wait for ever.
+RAISED: Final = BaseException
+
+
+class Source:
+    """Where a model's code is, and how it is brought to life. `code`: as it was loaded; what is not in it is read."""
+
+    def __init__(self, config: ModelConfig, files: ModelFiles, code: Code = NO_CODE) -> None:
+        self.config = config
+        self.files = files
+        self.path: Path = model_file(config, files, MODEL_FILE)
+        self.shown = relative(self.path, files)
+        # Both, in this order, as on Triton.
+        self.owner = Owner(config.name, [str(self.path.parent), str(files.folder)], code=code)
+
+    def text(self) -> str:
+        """The file. Raises Problems where it is not Python, Invalid where it cannot be read."""
+        try:
+            known = self.owner.code.get(str(self.path))
+            text = self.path.read_text(encoding="utf-8") if known is None else known.decode()
+            compile(text, self.shown, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            place = Place(self.shown, error.lineno or 1, error.offset or 1)
+            text = f"model '{self.config.name}' is not valid Python: {error.msg}"
+            raise Problems([Problem(text, place)]) from error
+        except (OSError, ValueError) as error:
+            raise Invalid(f"{self.shown}: model '{self.config.name}' cannot be read: {error}") from error
+        return text
+
+    def mentions(self, name: str) -> bool:
+        """Whether the name stands anywhere in the model's code, as far as that is known."""
+        return any(name.encode() in text for text in self.owner.code.values() or [self.path.read_bytes()])
+
+    def import_fresh(self) -> ModuleType:
+        # Other people's models are written for a module of this name, wherever it comes from.
+        sys.modules["triton_python_backend_utils"] = pb_utils
+        with self.running("import"):
+            return import_model(self.path, self.owner)
+
+    def model_class(self, module: ModuleType) -> Any:
+        found = getattr(module, CLASS, None)
+        if found is None:
+            raise self.no_class()
+        return found
+
+    def no_class(self) -> Problems:
+        return Problems([Problem(f"model '{self.config.name}' has no class {CLASS}", Place(self.shown))])
+
+    def arguments(self, instance: str, group: InstanceGroup) -> dict[str, str]:
+        """What `initialize` gets, all strings, as on Triton."""
+        return {
+            "model_config": json.dumps(self.config.json),
+            "model_instance_kind": group.kind.removeprefix("KIND_"),
+            "model_instance_name": instance,
+            "model_instance_device_id": str(group.gpus[0] if group.gpus else 0),
+            "model_repository": str(self.files.folder),
+            "model_version": str(self.files.version),
+            "model_name": self.config.name,
+        }
+
+    @contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """Around a call into the model that is not `execute`: failures name it and keep their traceback to the log."""
+        try:
+            with WorkingFor(self.owner):
+                yield
+        except FlowserveError:
+            raise
+        except RAISED as error:
+            log.error("model '%s': %s failed", self.config.name, what, exc_info=error)
+            where = self.shown
+            if (line := raised_at(error, self.owner)) is not None:
+                where = f"{relative(Path(line.filename), self.files)}:{line.lineno}"
+            raise ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What a model raised, as clients and the log read it."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
