@@ -1,8 +1,9 @@
 """One ModelStreamInfer: requests come, answers go, each in its time.
 
 Decided here: that answers of deployments that answer once leave in the order of their requests, that others' leave as
-they come, what marks a request's last answer, and that a request that fails says so and ends nothing (unless the
-client asked for that by the header `triton_grpc_error`). Everything here runs in grpcio's loop.
+they come, but those of one sequence in the order of its requests, what marks a request's last answer, and that a
+request that fails says so and ends nothing (unless the client asked for that by the header `triton_grpc_error`).
+Everything here runs in grpcio's loop.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ IN_FLIGHT_MAX: Final = 1024  # of one stream; what a client sends beyond waits u
 
 Whole = Callable[[Incoming], Asked]
 Answer = bytes | FlowserveError
+SequenceKey = tuple[tuple[str, str], int | str]  # its model and version, and its id
 
 
 class _Member:
     """One request of a stream. `answer` is its only one, once it is there and where there is one. `sequence` names the
-    one it belongs to, by its model and id.
+    one it belongs to.
     """
 
     __slots__ = ("answer", "call", "id", "is_settled", "sequence", "target")
@@ -36,7 +38,7 @@ class _Member:
         self.id = message.asked.request.id
         self.target = message.target
         self.call: Call | None = None
-        self.sequence: tuple[tuple[str, str], int | str] | None = None
+        self.sequence: SequenceKey | None = None
         self.is_settled = False
         self.answer: Answer | None = None
 
@@ -51,9 +53,7 @@ class Stream:
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
         self._order: deque[_Member] = deque()
         self._members: set[_Member] = set()
-        self._sequences: dict[
-            tuple[tuple[str, str], int | str], Call
-        ] = {}  # the last request of each that is under way
+        self._sequences: dict[SequenceKey, Call] = {}  # of each, the last request that is under way
         # What is to be written, and who is told then.
         self._outbox: asyncio.Queue[tuple[Answer | None, Callable[[], None]]] = asyncio.Queue()
         self._is_read = False

@@ -56,8 +56,8 @@ class Decoder:
             if not 0 <= header_length <= len(body):
                 raise Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
             header = self._header(bytes(body[:header_length]), model)
-        if header.places and header.nbytes == len(body) - header_length:
-            inputs = raw.placed(body, header_length, header.places)
+        if header.extents and header.nbytes == len(body) - header_length:
+            inputs = raw.numbers_at(body, header_length, header.extents)
         else:
             inputs = _arrays(header, body, header_length, model, self._client_memory)
         form = header.form

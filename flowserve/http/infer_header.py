@@ -69,7 +69,7 @@ class InputHeader:
 @dataclass(frozen=True, slots=True)
 class InferHeader:
     """The whole JSON, checked. Fields mean what `Request`'s do. `portions`: where in the client's memory outputs go.
-    `places`: where the inputs lie in the `nbytes` of the binary part, where all of them do as numbers; else ().
+    `extents`: where the inputs lie in the `nbytes` of the binary part, where all of them do as numbers; else ().
     """
 
     inputs: tuple[InputHeader, ...]
@@ -83,7 +83,7 @@ class InferHeader:
     sequence_end: bool
     parameters: Mapping[str, Parameter]
     portions: Mapping[str, Portion]
-    places: tuple[raw.Place, ...]
+    extents: tuple[raw.Extent, ...]
     nbytes: int
 
     @property
@@ -99,7 +99,7 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
     parameters = object_of(document, "parameters")
     outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
     inputs = _inputs(document, model)
-    places, nbytes = _places(inputs)
+    extents, nbytes = _extents(inputs)
     return InferHeader(
         inputs=inputs,
         outputs=outputs,
@@ -112,7 +112,7 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
         sequence_end=bool_of(parameters, "sequence_end"),
         parameters=_custom_parameters(parameters),
         portions=portions,
-        places=places,
+        extents=extents,
         nbytes=nbytes,
     )
 
@@ -199,15 +199,15 @@ def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
     return InputHeader(name, dtype, shape, count, size, data, portion)
 
 
-def _places(inputs: Iterable[InputHeader]) -> tuple[tuple[raw.Place, ...], int]:
-    places = []
+def _extents(inputs: Iterable[InputHeader]) -> tuple[tuple[raw.Extent, ...], int]:
+    extents = []
     end = 0
     for one in inputs:
         if not one.binary_size or one.dtype in (DType.BYTES, DType.BOOL):
             return (), 0
-        places.append(raw.Place(one.name, one.shape, one.dtype.numpy, end))
+        extents.append(raw.Extent(one.name, one.shape, one.dtype.numpy, end))
         end += one.binary_size
-    return tuple(places), end
+    return tuple(extents), end
 
 
 def _shape(entry: Mapping[str, Any], where: str) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ def numbers(data: Buffer, offset: int, name: str, dtype: DType, shape: tuple[int
     return array if array.flags.aligned else array.copy()
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where in a body an input of numbers lies: what `numbers` needs, worked out. `start` counts from its first."""
 
     name: str
@@ -76,12 +76,12 @@ class Place(NamedTuple):
     start: int
 
 
-def placed(data: Buffer, offset: int, places: Iterable[Place]) -> dict[str, Array]:
+def numbers_at(data: Buffer, offset: int, extents: Iterable[Extent]) -> dict[str, Array]:
     """All inputs of a body whose first begins at `offset`, as `numbers` makes each of them. `data` has room for all,
     none of them is BOOL or empty. Raises `Invalid`.
     """
     arrays: dict[str, Array] = {}
-    for name, shape, dtype, start in places:
+    for name, shape, dtype, start in extents:
         try:
             array: Array = ndarray(shape, dtype, data, offset + start)
         except ValueError as error:

@@ -214,7 +214,7 @@ def check_buckets(kind: str, given: Sequence[object] | None) -> tuple[float, ...
     if given is None:
         raise Invalid("a histogram has buckets: give the upper bound of each")
     try:
-        buckets = tuple(float(one) for one in given)  # type: ignore[arg-type]
+        buckets = tuple(float(one) for one in given)  # type: ignore[arg-type]  # what is no number raises
     except (TypeError, ValueError, OverflowError):
         buckets = (nan,)
     if len(buckets) > BUCKETS_MAX or not all(map(isfinite, buckets)):

@@ -22,7 +22,7 @@ QUICK_NS: Final = 300_000
 WAIT_NS_MAX: Final = 1_000_000
 
 
-class Company:
+class Occupancy:
     """What runs in all processes of a server, as far as it tells whether a request is alone. Touched on the loop."""
 
     __slots__ = ("_running", "_stamp", "_streak")

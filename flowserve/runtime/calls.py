@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from array import array as cells_of
+from array import array as number_array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -196,7 +196,7 @@ class ThreadCaller:
         return answer_or_raise(answers.get())
 
     def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
-        cells = cells_of("d", bytes(8 * count))
+        cells = number_array("d", bytes(8 * count))
         self._calls.asks.show((family, labels, buckets), cells)
         return cells
 

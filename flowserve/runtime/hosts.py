@@ -17,7 +17,7 @@ from flowserve.backends.base import LoadedModel, RunsInProcess
 from flowserve.backends.device import OnDevice
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
-from flowserve.runtime.alone import Company
+from flowserve.runtime.alone import Occupancy
 from flowserve.runtime.children import SUPPORTED, Children
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.device_host import DeviceHost
@@ -50,7 +50,7 @@ class Processes:
     def __init__(self, clock: ClockNs, pump: Bursts) -> None:
         self.children = Children(clock)
         self.readiness = Readiness(pump)
-        self.company = Company()
+        self.occupancy = Occupancy()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve them. Ends by cancellation, after `close`."""
@@ -178,7 +178,7 @@ def _in_processes(
         packer,
         processes.children,
         processes.readiness,
-        processes.company,
+        processes.occupancy,
         clock,
     )
 

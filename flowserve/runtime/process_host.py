@@ -24,7 +24,7 @@ from flowserve.backends.child.main import Job
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.memory.arena import Arena
-from flowserve.runtime.alone import WAIT_NS_MAX, Company, Pace
+from flowserve.runtime.alone import WAIT_NS_MAX, Occupancy, Pace
 from flowserve.runtime.children import Child, Children
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome, gather
@@ -59,7 +59,7 @@ class ProcessHost:
         packer: InputPacker,
         children: Children,
         readiness: Readiness,
-        company: Company,
+        occupancy: Occupancy,
         clock: ClockNs,
     ) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class ProcessHost:
         self._packer = packer
         self._children = children
         self._readiness = readiness
-        self._company = company
+        self._occupancy = occupancy
         self._pace = Pace()
         self._answer = select.poll()  # on which it is waited for in place
         self._clock = clock
@@ -130,7 +130,7 @@ class ProcessHost:
             return Unavailable(f"model '{self._model}', instance '{self.name}': its process is not running")
         batch.started_ns = self._clock()
         self.running = batch
-        is_alone = self._company.begins(batch)
+        is_alone = self._occupancy.begins(batch)
         try:
             self._send(link, batch)
         except ConnectionError:
@@ -293,7 +293,7 @@ class ProcessHost:
         """What its process was busy with, which it is no more."""
         batch, self.running = self.running, None
         if batch is not None:
-            self._company.ends()
+            self._occupancy.ends()
         return batch
 
     def _judge(self, batch: Batch, outcome: Outcome) -> None:

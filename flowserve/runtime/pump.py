@@ -1,4 +1,4 @@
-"""Where the dispatcher meets the loop: one task that wakes when there is something to do, once per turn.
+"""Where the dispatcher meets the loop: at the end of what came at once, and in one task that wakes once per turn.
 
 Decided here: when `Dispatcher.pump` is called. Whoever is told of many things at once takes them in as one *burst*, and
 the dispatcher is pumped at its end. What comes otherwise pokes the task, which runs in the next turn of the loop, so

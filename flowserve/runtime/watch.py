@@ -25,7 +25,7 @@ class Watch:
     __slots__ = ("_flow", "_has_tensors", "_marks", "_parent", "_told", "_trace_id", "_tracing", "trace")
 
     def __init__(
-        self, tracing: Tracing, told: Sequence[Told], parent: str, *, has_tensors: bool, trace_id: int = 0
+        self, tracing: Tracing, told: Sequence[Told], parent: str, *, has_tensors: bool, trace_id: int
     ) -> None:
         self._tracing = tracing
         self._told = told

@@ -9,54 +9,54 @@ from typing import Any
 
 import pytest
 
-from flowserve.runtime.alone import LOOK_EVERY, QUICK_NS, STREAK, WAIT_NS_MAX, Company, Pace
+from flowserve.runtime.alone import LOOK_EVERY, QUICK_NS, STREAK, WAIT_NS_MAX, Occupancy, Pace
 
 
 def batch(stamp: int, members: int = 1) -> Any:
     return SimpleNamespace(tickets=[SimpleNamespace(flow=SimpleNamespace(stamp=stamp))] * members)
 
 
-def lone(company: Company, count: int) -> list[bool]:
+def lone(occupancy: Occupancy, count: int) -> list[bool]:
     found = []
     for stamp in range(1, count + 1):
-        found.append(company.begins(batch(stamp)))
-        company.ends()
+        found.append(occupancy.begins(batch(stamp)))
+        occupancy.ends()
     return found
 
 
 def test_a_request_is_taken_to_be_alone_when_many_before_it_were() -> None:
-    found = lone(Company(), STREAK + 1)
+    found = lone(Occupancy(), STREAK + 1)
     assert found == [False] * STREAK + [True]
 
 
 def test_every_now_and_then_one_is_not_waited_for_so_that_company_is_seen() -> None:
-    found = lone(Company(), STREAK + 10 * LOOK_EVERY)[STREAK:]
+    found = lone(Occupancy(), STREAK + 10 * LOOK_EVERY)[STREAK:]
     assert found.count(False) == 10
     assert found[LOOK_EVERY - 1 :: LOOK_EVERY] == [False] * 10
 
 
 @pytest.mark.parametrize("members", [1, 2])
 def test_whoever_comes_beside_another_ends_it_for_a_while(members: int) -> None:
-    company = Company()
-    lone(company, STREAK + 2)
-    company.begins(batch(1000))
-    assert not company.begins(batch(1001, members))
-    company.ends()
-    company.ends()
-    assert lone(company, STREAK) == [False] * STREAK
+    occupancy = Occupancy()
+    lone(occupancy, STREAK + 2)
+    occupancy.begins(batch(1000))
+    assert not occupancy.begins(batch(1001, members))
+    occupancy.ends()
+    occupancy.ends()
+    assert lone(occupancy, STREAK) == [False] * STREAK
 
 
 def test_two_requests_in_one_batch_are_company() -> None:
-    company = Company()
-    lone(company, STREAK + 2)
-    assert not company.begins(batch(1000, 2))
+    occupancy = Occupancy()
+    lone(occupancy, STREAK + 2)
+    assert not occupancy.begins(batch(1000, 2))
 
 
 def test_steps_of_one_request_beside_each_other_are_no_company() -> None:
-    company = Company()
-    lone(company, STREAK + 2)
-    assert company.begins(batch(1000))
-    assert company.begins(batch(1000)), "its other branch"
+    occupancy = Occupancy()
+    lone(occupancy, STREAK + 2)
+    assert occupancy.begins(batch(1000))
+    assert occupancy.begins(batch(1000)), "its other branch"
 
 
 def test_a_model_is_quick_once_it_was_measured_to_be_and_as_long_as_it_is() -> None:
