@@ -58,7 +58,7 @@ class FastPath:
             tensors = self._admission.admit(request)
         except FlowserveError:
             return None
-        rows = _rows(tensors)
+        rows = next((tensor.stop - tensor.start for tensor in tensors if tensor is not None and tensor.stop >= 0), 1)
         host: LocalHost = queue.free[0]
         wanted = self._admission.wanted(request)
         results = host.run_alone(Work([[tensors[slot]] for slot in self._slots], [rows], [request], [wanted]))
@@ -94,10 +94,3 @@ class FastPath:
             tensor = tensors[self._slots[edge.input]]
             nbytes = 0 if tensor is None else tensor.nbytes
             edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
-
-
-def _rows(tensors: Sequence[Tensor | None]) -> int:
-    for tensor in tensors:
-        if tensor is not None:
-            return tensor.stop - tensor.start if tensor.stop >= 0 else 1
-    return 1

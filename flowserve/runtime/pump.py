@@ -21,6 +21,8 @@ from flowserve.scheduling.dispatcher import Dispatcher
 LONE_TURNS: Final = 64
 # ... but after so many one waits for the end of its turn, where it is seen whether others came in it.
 _UNSEEN_MAX: Final = 7
+# The same for those that are answered on the spot: what each of a crowd would cost alone is little.
+_ON_THE_SPOT_MAX: Final = 15
 
 _SEEN: Final = -1  # the size of a burst of one request that was looked at
 
@@ -83,7 +85,7 @@ class Pump:
         """A request was submitted. Where requests have come one by one for a while, it does not wait for company, and
         where it is answered at once the task sleeps on: a turn of the loop costs as much as a cheap step.
         """
-        if self._is_alone():
+        if self._is_alone(_UNSEEN_MAX):
             self._note_alone()
             self._pump_now()
             if not self._burst:
@@ -95,15 +97,15 @@ class Pump:
 
     def takes_alone(self) -> bool:
         """Whether a request that comes now is taken to be alone, with nothing else under way. Asked once for each."""
-        if self._dispatcher.in_flight or not self._is_alone():
+        if self._dispatcher.in_flight or not self._is_alone(_ON_THE_SPOT_MAX):
             return False
         self._note_alone()
         return True
 
-    def _is_alone(self) -> bool:
+    def _is_alone(self, unseen_max: int) -> bool:
         if self._burst:
             return self._burst == 1
-        return self._lone_turns >= LONE_TURNS and self._task is not None and self._unseen < _UNSEEN_MAX
+        return self._lone_turns >= LONE_TURNS and self._task is not None and self._unseen < unseen_max
 
     def _note_alone(self) -> None:
         if self._burst:

@@ -72,7 +72,7 @@ async def test_a_request_alone_is_answered_on_the_spot_and_counted_as_any_other(
                 assert answer.outputs["OUT"].tolist() == [[4.0] * 4] * rows
                 await wait_all_tasks_blocked()
             ways.append(len(flows))
-        assert ways[0] <= 1, "they went the common way"  # one in eight does, to see whether others come too
+        assert ways[0] <= 1, "they went the common way"  # one in sixteen does, to see whether others come too
         assert ways[1] - ways[0] == 3, "a model that may not be run twice went the short way"
         one, other = (engine.statistics(name)[0] for name in ("double", "other"))
         assert instance.batches[-3:] == [[1], [3], [2]]
