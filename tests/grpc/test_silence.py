@@ -32,9 +32,11 @@ async def test_a_drain_does_not_wait_for_a_client_that_stopped_while_nothing_was
         async with trio.open_nursery() as nursery:
             await nursery.start(front.serve, nobody, None, ClientMemory(), LogSettings())
             stopped = socket.create_connection(("127.0.0.1", port))
-            stopped.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # no settings
-            assert await trio.to_thread.run_sync(stopped.recv, 4096)
-            await trio.sleep(0.05)  # the server has its settings
+            settings, taken = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), bytes([0, 0, 0, 4, 1, 0, 0, 0, 0])
+            stopped.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+            said = b""
+            while taken not in said:
+                said += await trio.to_thread.run_sync(stopped.recv, 4096)
             front.drain(DRAIN_S)
     stopped.close()
 
