@@ -1,8 +1,8 @@
-"""From a checked configuration to the frozen Graph that everything else runs, draws and counts.
+"""From an ensemble's checked configuration to the frozen Graph that everything else runs, draws and counts.
 
 Decided here: how nested ensembles are folded in, how nodes are named and numbered, and how large a graph may get.
 What is wrong with an ensemble is said by rules.py before anything is folded; only what shows after folding is said
-here.
+here. Plain models are plain.py's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the hot path reads of a graph: integers and tuples, worked out once at load.
 
 Decided here: every tensor of a graph gets a *slot* (graph inputs first, in order, then node outputs), every node
-knows its slots, every slot its consumers. A flow is then two lists of that length and no dictionary. Nothing here
-knows what lies in a slot.
+knows its slots, every slot its consumers. A flow is then two lists of that length and no dictionary. What is usual of a
+node (one input, one reader, one node that follows) is told here, too. Nothing here knows what lies in a slot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The ASGI server: listeners, connections, and the few tasks that look after all of them.
 
 Decided here: who is accepted, who is given up on, and how the server ends. Two housekeeping tasks serve every
-connection: the *sweeper*, which compares deadlines a few times a second, and the *watch*, which the kernel tells
-when a client hangs up. Neither costs a request anything. What is said on a connection is decided in connection.py.
+connection: the *sweeper*, which compares deadlines a few times a second, and the *watch*, which the kernel tells when
+a parked connection has something and when a client hangs up; what it is told of at once is taken in as one burst. What
+is said on a connection is decided in connection.py.
 
 Ending has two steps. `drain` stops accepting, closes connections that have nothing to say, and lets requests in
 flight finish (their answers carry `Connection: close`); past its deadline the rest is cancelled. `serve` returns

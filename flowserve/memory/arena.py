@@ -3,8 +3,9 @@
 Decided here: a block is whole pages, so that no two blocks share one (a reader's own writes live in pages, and must
 never show in somebody else's tensors); tensors in it are aligned to 64 bytes. Blocks are found first-fit, lowest
 address first, and grow together again when they come home, so that memory that is warm is used first and odd sizes do
-not pile up. An arena grows by whole segments, each twice the last, and keeps them: warm memory costs no page faults.
-Only the pages of very large blocks go back to the kernel: one such request must not cost its room for ever.
+not pile up; only some single pages, which most small batches want, stay at hand instead. An arena grows by whole
+segments, each twice the last, and keeps them: warm memory costs no page faults. Only the pages of very large blocks go
+back to the kernel: one such request must not cost its room for ever.
 
 One process writes an arena, from one thread; who may read it is decided by who is given its segments. This file does
 not know messages.

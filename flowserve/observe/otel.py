@@ -76,7 +76,7 @@ class Spans:
         resource = Resource.create({_SERVICE: "flowserve"}).merge(Resource(dict(given)))
         self._ids = _Ids(RandomIdGenerator())
         # Not at exit: a collector that is gone must not keep the process.
-        ids: Any = self._ids  # of no base class: that would have to be imported with this module
+        ids: Any = self._ids  # of no base class of theirs, which would have to be imported with this module
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=ids)
         sent = exporter or OTLPSpanExporter(endpoint=settings.get("url", (DEFAULT_URL,))[-1])
         limits: dict[str, Any] = {_BSP[name]: int(values[-1]) for name, values in settings.items() if name in _BSP}

@@ -2,8 +2,8 @@
 
 Decided here: the sockets of all child processes (and whatever else of theirs can become readable) stand in one epoll
 set, and trio waits for that set. A wait of trio's own for each of them would cost a task switch and two system calls
-per message; so one wait serves everything that became ready, in the order in which it did. This file does not know
-what is read.
+per message; so one wait serves everything that became ready, in the order in which it did, as one burst, and what
+became ready meanwhile, a few times over. This file does not know what is read.
 """
 
 from __future__ import annotations
