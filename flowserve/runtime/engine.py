@@ -160,7 +160,7 @@ class Engine(Directory):
                 self.tracing.end(flow)
                 raise
 
-        begun: Called = self.submit(deployment, request, make, take)  # type: ignore[assignment]
+        begun: Called = self.submit(deployment, request, make, take)  # type: ignore[assignment]  # what `make` makes
         return begun
 
     def submit(

@@ -236,7 +236,8 @@ class Streams:
         stream = _stream(source)
         if stream.slots is None:
             return UNREAD_MAX
-        limits = [stream.slots.limits[n] for n in stream.nesting.firsts[source.flow.depth]]  # type: ignore[attr-defined]
+        depth = source.flow.depth  # type: ignore[attr-defined]  # an iteration
+        limits = [stream.slots.limits[n] for n in stream.nesting.firsts[depth]]
         return min([UNREAD_MAX, *filter(None, limits)])
 
     def _forget(self, source: Source) -> None:

@@ -161,7 +161,7 @@ class StreamFlow(Iteration):
         """Give so many credits, or (negative) take them back."""
         source.credit += count
         if self.slots is not None:
-            for n in self.nesting.firsts[source.flow.depth]:  # type: ignore[attr-defined]
+            for n in self.nesting.firsts[source.flow.depth]:  # type: ignore[attr-defined]  # an iteration
                 if self.slots.limits[n]:
                     self.slots.promised[n] += count
 

@@ -17,7 +17,7 @@ from random import Random
 
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.nesting import are_nested, joined
-from flowserve.graph.plan import NO_SLOT, make_plan
+from flowserve.graph.plan import NO_SLOT, Plan, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
@@ -147,9 +147,8 @@ def right_answers(graph: Graph, models: dict[ModelKey, Model], request: StreamRe
     return [*loop(0, {GRAPH: Content((request.number,))})]
 
 
-def _depth(plan: object, n: int) -> int:
-    nesting = plan.nesting  # type: ignore[attr-defined]
-    return 0 if nesting is None else int(nesting.depth[n])
+def _depth(plan: Plan, n: int) -> int:
+    return 0 if plan.nesting is None else plan.nesting.depth[n]
 
 
 def _inputs(graph: Graph, n: int) -> list[Edge]:
