@@ -21,6 +21,7 @@ from flowserve.errors import FlowserveError, Invalid, Unavailable
 from flowserve.runtime.clock import SECOND_NS, running_clock
 
 WARM_UP: Final = 0.2  # of the measured time, before it
+PATIENCE_S: Final = 10.0  # what is not answered so long after the end is given up
 Ask = Callable[[], Awaitable[None]]  # one request, answered; raises FlowserveError
 
 
@@ -60,9 +61,12 @@ async def measure(askers: Sequence[Ask], seconds: float) -> Measured:
                 latencies.append(now_ns - begun_ns)
             begun_ns = now_ns
 
-    async with trio.open_nursery() as nursery:
-        for ask in askers:
-            nursery.start_soon(keep_asking, ask)
+    with trio.move_on_after(seconds * (1 + WARM_UP) + PATIENCE_S) as patience:
+        async with trio.open_nursery() as nursery:
+            for ask in askers:
+                nursery.start_soon(keep_asking, ask)
+    if patience.cancelled_caught:
+        failures.append(Unavailable(f"requests were not answered within {PATIENCE_S:g} s of the end"))
     if not latencies:
         raise failures[0] if failures else Unavailable(f"no request was answered within {seconds:g} s")
     p50, p90, p99 = percentiles(latencies)
