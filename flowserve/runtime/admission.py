@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from flowserve.config.suggest import meant
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
 from flowserve.memory.tensor import Tensor
@@ -82,7 +83,8 @@ class Admission:
         name = self._graph.name
         for output in request.outputs or ():
             if output not in self._outputs:
-                _refuse(request, f"unexpected inference output '{output}' for model '{name}'")
+                hint = meant(output, self._all_outputs)
+                _refuse(request, f"unexpected inference output '{output}' for model '{name}'{hint}")
         total, given = len(self._specs), len(request.inputs)
         if not self._required <= given <= total:
             if self._required == total:
@@ -90,7 +92,8 @@ class Admission:
             self._refuse_missing(request, f"expected number of inputs between {self._required} and {total}")
         for unknown in request.inputs:
             if unknown not in self._index:
-                _refuse(request, f"unexpected inference input '{unknown}' for model '{name}'")
+                hint = meant(unknown, [one for one in self._index if one not in request.inputs])
+                _refuse(request, f"unexpected inference input '{unknown}' for model '{name}'{hint}")
         if self._missing(request):
             # Triton only counts, so that an optional input can hide a required one that is missing.
             self._refuse_missing(request, f"expected {self._required} required inputs")

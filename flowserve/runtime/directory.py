@@ -7,10 +7,11 @@ loaded, nor how requests run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flowserve.config.gate import gate_options
+from flowserve.config.suggest import meant
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, NotFound, Unavailable
 from flowserve.graph.types import GRAPH, Graph, ModelKey
@@ -98,7 +99,7 @@ class Directory:
                 f"failed to get model version from specified version string '{version}': not a positive number"
             )
         if entry is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
+            raise NotFound(f"Request for unknown model: '{name}' is not found{meant(name, self._served())}")
         if version and int(version) in entry.ready:
             return entry.ready[int(version)]
         if entry.state != "READY":
@@ -108,6 +109,9 @@ class Directory:
         if not version:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
         raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+
+    def _served(self) -> Iterator[str]:
+        return (name for name, entry in self.entries.items() if entry.ready)
 
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
         """Rows of the repository index: one per loaded version, one per name that has none."""

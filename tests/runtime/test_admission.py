@@ -104,6 +104,15 @@ def test_unknown_and_missing_names_are_named() -> None:
     assert refusal(optional, Request({"A": one, "C": two})) == "unexpected inference input 'C' for model 'idf'"
 
 
+def test_a_name_that_is_nearly_right_is_told_the_right_one() -> None:
+    admission = door(floats("left", 3), floats("right", 3))
+    given = {"left": zeros(1, 3), "rihgt": zeros(1, 3)}
+    text = "unexpected inference input 'rihgt' for model 'idf' (did you mean 'right'?)"
+    assert refusal(admission, Request(given)) == text
+    text = refusal(admission, Request({"left": zeros(1, 3), "lefft": zeros(1, 3)}))
+    assert text == "unexpected inference input 'lefft' for model 'idf'"  # the only name near is given already
+
+
 def test_a_refusal_carries_the_requests_id() -> None:
     with pytest.raises(Invalid, match=r"^\[request id: r7\] unexpected inference output"):
         door(floats("A", 3)).admit(Request({"A": zeros(1, 3)}, outputs=("NOPE",), id="r7"))

@@ -261,6 +261,8 @@ async def test_unknown_names_and_versions_say_what_is_missing() -> None:
         assert engine.find("double", "1") is engine.find("double")
         with pytest.raises(NotFound, match="Request for unknown model: 'nope' is not found"):
             engine.find("nope")
+        with pytest.raises(NotFound, match=r"unknown model: 'doubel' is not found \(did you mean 'double'\?\)$"):
+            engine.find("doubel")
         with pytest.raises(NotFound, match="Request for unknown model: 'double' version 9 is not found"):
             engine.find("double", "9")
         for version in ("0", "-1", "abc", "1x", "99999999999999999999999"):
