@@ -43,12 +43,14 @@ class Found:
 
 def find_models(repositories: Sequence[Path], only: Collection[str] | None = None) -> Found:
     """Scan every repository, for everything or `only` for these names. Raises NotFound or Problems where one of them
-    cannot be read.
+    cannot be read, or is none: one model's own folder.
     """
     by_name: dict[str, list[ModelFolder]] = {}
     warnings: list[Problem] = []
     for repository in dict.fromkeys(repositories):
         folders, skipped = _scan(repository, only)
+        if not folders and only is None and is_model_folder(repository):
+            raise Problems([_no_repository(repository)])
         warnings += skipped
         for folder in folders:
             by_name.setdefault(folder.name, []).append(folder)
@@ -114,10 +116,12 @@ def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[M
         else:
             text = f"neither {CONFIG_FILE} nor a version folder in it; not a model, skipped"
             warnings.append(Problem(text, Place(entry.name), "R4"))
-    if not folders and only is None and is_model_folder(repository):
-        text = f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"
-        warnings = [Problem(text, rule="R5")]
     return folders, warnings
+
+
+def _no_repository(repository: Path) -> Problem:
+    text = f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"
+    return Problem(text, rule="R5", hint=f"give '{Path(os.path.abspath(repository)).parent}'")
 
 
 def _entries(repository: Path, only: Collection[str] | None) -> list[os.DirEntry[str]]:

@@ -73,11 +73,10 @@ def test_a_folder_without_configuration_and_versions_is_skipped_with_a_warning(m
 
 def test_a_models_folder_given_as_repository_is_said_to_be_one(make: Make) -> None:
     root = make("m/1", "m/config.pbtxt")
-    found = find_models([root / "m"])
-    assert found.folders == ()
-    (warning,) = found.warnings
-    assert warning.message == (
-        f"'{root / 'm'}' is the folder of one model; a repository is the folder that holds such folders"
+    with pytest.raises(Problems) as refused:
+        find_models([root / "m"])
+    assert str(refused.value).startswith(
+        f"'{root / 'm'}' is the folder of one model; a repository is the folder that holds such folders (give '{root}')"
     )
 
 
