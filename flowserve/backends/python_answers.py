@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends.base import Results, Work
+from flowserve.backends.python_strays import Strays
 from flowserve.backends.shapes import fits, shown
 from flowserve.backends.triton_objects import InferenceResponse, TritonError
 from flowserve.backends.triton_tensors import OnGpu, on_host
@@ -82,6 +83,7 @@ class AnswerReader:
         self._specs = config.outputs
         self._batches = config.max_batch_size > 0
         self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
+        self._strays = Strays(config.name, self._outputs)
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
         """What one response for each member, in a list that nobody else holds, come to."""
@@ -162,7 +164,9 @@ class AnswerReader:
         return Results(outputs, _NONE, placed=placed, parameters=_NONE)
 
     def _sort(self, responses: list[InferenceResponse], work: Work, errors: Errors) -> list[list[Place]]:
-        """Where the answers for each output stand. Tensors that nobody asked for, or configured, are ignored."""
+        """Where the answers for each output stand. Tensors that nobody asked for are ignored, and so are those that
+        nobody configured, which the log tells.
+        """
         columns: list[list[Place]] = [[] for _ in self._specs]
         for m, response in enumerate(responses):
             if type(response) is not InferenceResponse or response._error is not None:
@@ -172,7 +176,10 @@ class AnswerReader:
             rows = work.rows[m]
             for k, tensor in enumerate(response._outputs):
                 output = self._outputs.get(tensor._name)
-                if output is None or tensor._name not in wanted:
+                if output is None:
+                    self._strays.tell(tensor._name)
+                    continue
+                if tensor._name not in wanted:
                     continue
                 array = tensor.as_numpy()
                 # Right at first glance in nearly every case; all the others are looked at closely.

@@ -76,7 +76,10 @@ class DeviceAnswerReader(AnswerReader):
             responses[m] = InferenceResponse(rest, parameters=response._parameters)
             for one in there:
                 output = self._outputs.get(one._name)
-                if output is None or one._name not in work.wanted[m]:
+                if output is None:
+                    self._strays.tell(one._name)
+                    continue
+                if one._name not in work.wanted[m]:
                     continue
                 assert isinstance(one, GpuTensor)
                 text = self._disagreement(one, output.spec, output.inner, work.rows[m])

@@ -1,6 +1,7 @@
 """Fields that are read and then left alone: hints about speed or naming on hardware that is not here.
 
-Decided here: which those are. Each is told once per load in the log, so that nobody wonders.
+Decided here: which those are. Each is told once per load in the log, so that nobody wonders. And the parameter that
+a model may lean on all the same, which is worth a warning: an environment of its own.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from flowserve.config.types import SourceMap
+from flowserve.config.types import ModelConfig, SourceMap
+from flowserve.errors import Problem
 
 IGNORED: Final = (
     "optimization.priority",
@@ -25,6 +27,7 @@ IGNORED: Final = (
     "runtime",
 )
 IGNORED_IN_GROUPS: Final = ("secondary_devices", "host_policy")
+ENVIRONMENT: Final = "EXECUTION_ENV_PATH"
 
 
 def ignored_fields(source: SourceMap, group_count: int) -> Iterator[str]:
@@ -34,3 +37,11 @@ def ignored_fields(source: SourceMap, group_count: int) -> Iterator[str]:
         for field in IGNORED_IN_GROUPS:
             if (path := f"instance_group[{index}].{field}") in source.places:
                 yield path
+
+
+def unused_environment(config: ModelConfig) -> Iterator[Problem]:
+    """A warning where a Python model asks for an environment that it does not get."""
+    if config.backend == "python" and config.parameters.get(ENVIRONMENT):
+        text = f"{ENVIRONMENT} is not used: model '{config.name}' runs in the server's own Python environment"
+        place = config.source.place(f"parameters[{ENVIRONMENT}]")
+        yield Problem(text, place, "R9", "install the packages that the model imports there")

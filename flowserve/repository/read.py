@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from flowserve.config.ignored import unused_environment
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, draft_of, finish, parse_model_config, read_draft
 from flowserve.config.types import Completion, ModelConfig
@@ -131,7 +132,8 @@ def _ask(draft: Draft, folder: ModelFolder, version: int, complete: Complete) ->
 
 def _warnings(folder: ModelFolder, config: ModelConfig) -> list[Problem]:
     place = config.source.place("version_policy")
-    return [
+    missing = [
         Problem(f"version {version} of its version policy is not there; served without it", place, "R8")
         for version in missing_versions(folder, config.version_policy)
     ]
+    return [*missing, *unused_environment(config)]

@@ -264,6 +264,16 @@ def test_initialize_gets_tritons_arguments_and_finalize_is_called_once(
     }
 
 
+def test_an_output_that_the_configuration_does_not_have_is_told_once(
+    python: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = python(executing(answer("x", "yy")))
+    for _ in range(2):
+        assert model.run({"x": rows(1)}).outputs == [[None]]
+    told = "model 'm' answered output 'yy', which its configuration does not have; it is left out (did you mean 'y'?)"
+    assert caplog.messages == [told]
+
+
 def test_a_models_log_messages_carry_its_name(python: Open, caplog: pytest.LogCaptureFixture) -> None:
     body = (
         "logger = pb_utils.Logger\nlogger.log_info('100% fine')\nlogger.log_warn('w')\nlogger.log_error('e')\n"

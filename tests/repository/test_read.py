@@ -132,6 +132,21 @@ def test_versions_asked_for_and_not_there_are_a_warning(folder: Make) -> None:
     assert str(warning) == "m/config.pbtxt:1:1: version 7 of its version policy is not there; served without it [R8]"
 
 
+def test_an_environment_of_its_own_is_a_warning_for_a_python_model_only(folder: Make) -> None:
+    text = f"""backend: "python"\n{INPUT}\n{OUTPUT}\nparameters {{
+  key: "EXECUTION_ENV_PATH" value {{ string_value: "/env.tar.gz" }} }}"""
+    home = folder(text, "1", files=False)
+    (home.path / "1" / "model.py").touch()
+    (warning,) = read_model(home, FILES | {"python": "model.py"}, says).warnings
+    assert str(warning) == (
+        "m/config.pbtxt:5:3: EXECUTION_ENV_PATH is not used: model 'm' runs in the server's own Python environment "
+        "(install the packages that the model imports there) [R9]"
+    )
+    (home.path / "1" / "model.onnx").touch()
+    (home.path / "config.pbtxt").write_text(text.replace("python", "onnxruntime"))
+    assert read_model(home, FILES, says).warnings == ()
+
+
 @pytest.mark.fault("C14")
 def test_a_configuration_that_changes_while_its_model_is_asked_counts_as_it_was(folder: Make) -> None:
     home = folder(f"max_batch_size: 4\n{INPUT}\n{OUTPUT}", "1")
