@@ -13,6 +13,7 @@ import ctypes
 import io
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache
@@ -65,11 +66,20 @@ def open_session(
         session = ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:
         text = cleaned(str(error)).replace(f"{files.repository}/", "")
-        raise Invalid(f"{where} is not an ONNX model that onnxruntime {ort.__version__} can run: {text}") from error
+        reason = f"{text}{_what_to_do(text)}"
+        raise Invalid(f"{where} is not an ONNX model that onnxruntime {ort.__version__} can run: {reason}") from error
     missing = [name for name, _ in providers if name not in session.get_providers()]
     if missing:  # onnxruntime runs it on what is left, and says so on nobody's log but its own
         raise Invalid(why_not_on_gpu(where, missing, ort.__version__, ort.get_available_providers()))
     return session
+
+
+def _what_to_do(text: str) -> str:
+    """About a refusal that onnxruntime leaves its reader alone with, "" for the others."""
+    newest = re.search(r"max supported IR version: ([0-9]+)", text)
+    if newest is None:
+        return ""
+    return f"; write the file with onnx.helper.make_model(..., ir_version={newest[1]}), or install a newer onnxruntime"
 
 
 @cache

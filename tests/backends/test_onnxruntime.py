@@ -300,6 +300,18 @@ def test_a_broken_file_is_refused_by_its_relative_path_in_one_line(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_file_of_a_format_too_new_is_refused_with_how_to_write_another(repository: Repository) -> None:
+    model = onnx.load_from_string(onnx_identity())
+    model.ir_version = 999
+    repository.write("m", FILE, model.SerializeToString())
+    text = load_error(repository, onnx_config())
+    newest = text.partition("max supported IR version: ")[2].partition(";")[0]
+    assert f"onnx.helper.make_model(..., ir_version={newest}), or install a newer onnxruntime" in text
+    model.ir_version = int(newest)
+    repository.write("m", FILE, model.SerializeToString())
+    assert registry.find("onnxruntime").load(onnx_config(), repository.files(), {})
+
+
 def test_a_file_outside_the_versions_folder_is_refused(repository: Repository) -> None:
     repository.write("m", "model.onnx", onnx_identity())
     repository.write("m", FILE, onnx_identity())
