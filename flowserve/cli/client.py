@@ -106,7 +106,10 @@ def no_answer(address: Address, error: Exception) -> Unavailable:
         return Unavailable(f"no answer from {address}: {text}")
     if isinstance(error, ssl.SSLError):
         return Unavailable(f"no answer from {address}: {error.reason or error}; does it speak HTTPS?")
-    return Unavailable(f"no answer from {address}: {str(error) or type(error).__name__}; is a server running?")
+    # A server that ends without a word is a BadStatusLine too, and a ConnectionError besides.
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
+        return Unavailable(f"no answer from {address}: this does not speak HTTP; is it the gRPC port?")
+    return Unavailable(f"no answer from {address}: {_shown(str(error)) or type(error).__name__}; is a server running?")
 
 
 def said(content: bytes) -> str:
@@ -115,7 +118,12 @@ def said(content: bytes) -> str:
         found = json.loads(content)
         return str(found["error"]) if isinstance(found, dict) and "error" in found else str(found)
     except ValueError:
-        return content[:500].decode(errors="replace").strip() or "nothing more"
+        return _shown(content[:500].decode(errors="replace").strip()) or "nothing more"
+
+
+def _shown(text: str) -> str:
+    """What a terminal would obey, or cannot show, as a question mark; lines as they are."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
 def metadata(address: Address, model: str, version: str = "") -> dict[str, Any]:

@@ -6,8 +6,10 @@ import argparse
 import io
 import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -280,6 +282,33 @@ def test_a_server_that_speaks_no_tls_is_one_sentence(served: Served, capsys: pyt
 def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["infer", "127.0.0.1:9", "songs"]) == 1
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"\0\0\x18\4\0\0\0\0\0\0\4\0@\0\0", "this does not speak HTTP; is it the gRPC port?"),  # HTTP/2's settings
+        (b"HTTP/1.1 500 No\r\n\r\n\x1b[31mred\r\n", "answered 500: ?[31mred"),
+    ],
+)
+def test_what_something_else_than_a_server_says_is_not_shown_to_the_terminal(
+    answer: bytes, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        assert main(["infer", f"127.0.0.1:{listener.getsockname()[1]}", "songs"]) == 1
+        speaker.join()
+    said = capsys.readouterr().err
+    assert said.rstrip().endswith(told)
+    assert said.replace("\n", "").isprintable()
 
 
 @pytest.mark.server
