@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import islice
 from typing import Final
 
 KNOWN_MAX: Final = 64
@@ -22,7 +23,7 @@ def meant(name: str, known: Iterable[str]) -> str:
     Comparing takes tens of microseconds for each known name, so there is none among more than `KNOWN_MAX`, and a client
     that goes on asking for the same wrong name is compared once.
     """
-    names = tuple(known)
+    names = tuple(islice(known, KNOWN_MAX + 1))
     return _meant(name, names) if len(names) <= KNOWN_MAX else ""
 
 
