@@ -146,7 +146,7 @@ def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str])
     if name in INSTEAD:
         parser.error(f"{name}: {INSTEAD[name]}")
     if name in NOT_YET:
-        parser.error(f"{name}: {NOT_YET[name]} is not supported yet")
+        parser.error(f"{name}: {NOT_YET[name]} not supported yet")
     known = [word for action in parser._actions for word in action.option_strings]
     near = difflib.get_close_matches(name, known, n=1)
     parser.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))

@@ -33,6 +33,7 @@ from flowserve.cli.option_values import (
     resource,
     whole_number,
 )
+from flowserve.cli.refused_options import add_arguments_without_effect
 from flowserve.cli.trace_options import TraceSetting, trace_choice, trace_setting
 from flowserve.observe.log_settings import LogChoice
 
@@ -65,6 +66,7 @@ class RunOptions:
     cache_bytes: int | None = None
     trace: tuple[TraceSetting, ...] = ()
     log: LogChoice = field(default_factory=LogChoice)
+    without_effect: tuple[str, ...] = ()
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,6 +180,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="level=TIMESTAMPS, level=TENSORS, rate=N, count=N, mode=triton or mode=opentelemetry; triton,file=PATH, "
         "triton,log-frequency=N; opentelemetry,url=URL, opentelemetry,resource=KEY=VALUE; repeatable",
     )
+    add_arguments_without_effect(parser)
 
 
 def add_config_name(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -232,4 +235,5 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         cache_bytes=arguments.cache_config,
         trace=tuple(arguments.trace_config),
         log=log_choice(arguments),
+        without_effect=tuple(arguments.without_effect),
     )

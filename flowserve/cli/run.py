@@ -24,6 +24,7 @@ from flowserve.cli.grpc_front import open_grpc
 from flowserve.cli.listen import UNIX, listen, url
 from flowserve.cli.options import RunOptions
 from flowserve.cli.progress import Progress, progress
+from flowserve.cli.refused_options import warning_of
 from flowserve.cli.shutdown import Shutdown, end_now
 from flowserve.cli.trace_options import opentelemetry_settings, trace_choice
 from flowserve.config.instances import OFF, Gpus
@@ -61,6 +62,8 @@ def run(options: RunOptions) -> int:
         log_settings = logs.configure(options.log)
     except OSError as error:
         return _failed(f"--log-file: '{options.log.log_file}' cannot be written: {error.strerror}")
+    if options.without_effect:
+        _log.warning("%s", warning_of(options.without_effect))
     tune_malloc()
     # A worker thread that finished computing waits this long for a busy loop to let go of the interpreter; Python's
     # own 5 ms are longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the throughput.

@@ -12,8 +12,8 @@ import pytest
 from flowserve.cli.grpc_options import GrpcChoice, grpc_choice
 from flowserve.cli.main import main
 from flowserve.cli.metrics_options import QUANTILES, MetricsOptions, metrics_options
-from flowserve.cli.options import add_run_arguments
-from flowserve.cli.refused_options import INSTEAD, NOT_YET
+from flowserve.cli.options import add_run_arguments, run_options
+from flowserve.cli.refused_options import AGREED, INSTEAD, NOT_YET, WITHOUT_EFFECT, warning_of
 from flowserve.observe.metrics_choice import MetricsChoice
 from flowserve.runtime.restriction import Restriction
 from flowserve.version import __version__
@@ -129,7 +129,30 @@ def test_a_wrong_option_is_one_line_that_names_it(
 def test_every_option_of_tritonserver_that_is_missing_names_its_feature(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"{option}: {NOT_YET[option]} is not supported yet" in _complaint(["run", option, "x", "models"], capsys)
+    assert f"{option}: {NOT_YET[option]} not supported yet" in _complaint(["run", option, "x", "models"], capsys)
+
+
+@pytest.mark.parametrize("option", sorted(AGREED))
+def test_a_switch_is_taken_as_it_is_anyway_and_names_its_feature_the_other_way(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value, feature = AGREED[option]
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    for word in ("true", "1") if value else ("false", "0"):
+        assert run_options(parser.parse_args(["models", f"{option}={word}"])).without_effect == ()
+    refused = _complaint(["run", "models", f"{option}={str(not value).lower()}"], capsys)
+    assert f"{option}: {feature} not supported yet" in refused
+
+
+def test_options_that_only_tune_are_taken_with_a_word_about_each() -> None:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    given = run_options(parser.parse_args(["models", *(f"{option}=4" for option in WITHOUT_EFFECT)])).without_effect
+    assert set(given) == set(WITHOUT_EFFECT)
+    assert warning_of(["--http-thread-count", "--http-thread-count"]) == (
+        "without effect here: --http-thread-count (one event loop serves all HTTP connections)"
+    )
 
 
 # What tritonserver can be told, in the order of its help; some are there only where it was built with the feature.
