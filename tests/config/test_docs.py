@@ -69,3 +69,27 @@ def test_every_field_has_a_row_and_every_row_a_field(rows: dict[str, str]) -> No
 def test_what_it_calls_ignored_is_what_the_log_tells(rows: dict[str, str]) -> None:
     said = {row.removesuffix(".*") for row, what in rows.items() if what.startswith("ignored")}
     assert said == {*IGNORED, *(f"instance_group.{field}" for field in IGNORED_IN_GROUPS)}
+
+
+MODEL = (
+    'backend: "python" input { name: "X" data_type: TYPE_FP32 dims: 1 %s }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: 1 %s }'
+)
+REFUSED = {
+    "input.is_shape_tensor": MODEL % ("is_shape_tensor: true", ""),
+    "input.is_non_linear_format_io": MODEL % ("is_non_linear_format_io: true", ""),
+    "output.is_shape_tensor": MODEL % ("", "is_shape_tensor: true"),
+    "output.is_non_linear_format_io": MODEL % ("", "is_non_linear_format_io: true"),
+    "ensemble_scheduling.step.model_namespace": (MODEL % ("", "")).replace('backend: "python"', 'platform: "ensemble"')
+    + ' ensemble_scheduling { step { model_name: "a" model_version: -1 model_namespace: "n"'
+    ' input_map { key: "A" value: "X" } output_map { key: "B" value: "Y" } } }',
+    "model_operations": MODEL % ("", "") + ' model_operations { op_library_filename: "a.so" }',
+    "model_repository_agents": MODEL % ("", "") + ' model_repository_agents { agents { name: "checksum" } }',
+}
+
+
+def test_what_it_calls_refused_is_refused(rows: dict[str, str], draft: Read) -> None:
+    assert {row.removesuffix(".*") for row, what in rows.items() if what == "refused"} == REFUSED.keys()
+    for field, text in REFUSED.items():
+        with pytest.raises(Problems, match=f"{field.rpartition('.')[2]}.* is not supported yet"):
+            finish(draft(text, "1/model.py"), None)
