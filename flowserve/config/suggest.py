@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Final
 
 KNOWN_MAX: Final = 64
+NAME_CHARS_MAX: Final = 128
 
 
 def did_you_mean(name: str, known: Iterable[str], quote: str = '"') -> str:
@@ -20,9 +21,12 @@ def did_you_mean(name: str, known: Iterable[str], quote: str = '"') -> str:
 def meant(name: str, known: Iterable[str]) -> str:
     """What a refused request is told besides, or whoever reads the log: " (did you mean 'input'?)", or "".
 
-    Comparing takes tens of microseconds for each known name, so there is none among more than `KNOWN_MAX`, and a client
-    that goes on asking for the same wrong name is compared once.
+    Comparing takes tens of microseconds for each known name, and more for a longer one: so there is none among more
+    than `KNOWN_MAX` or for what is too long for a name, and a client that goes on asking for the same wrong name is
+    compared once.
     """
+    if len(name) > NAME_CHARS_MAX:
+        return ""
     names = tuple(islice(known, KNOWN_MAX + 1))
     return _meant(name, names) if len(names) <= KNOWN_MAX else ""
 

@@ -1,0 +1,21 @@
+"""What was probably meant, and when nobody guesses."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowserve.config.suggest import KNOWN_MAX, NAME_CHARS_MAX, meant
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("normalise", ["digit", "normalize"], " (did you mean 'normalize'?)"),
+        ("zebra", ["digit", "normalize"], ""),
+        ("normalise", ["normalize"] * (KNOWN_MAX + 1), ""),
+        ("n" * (NAME_CHARS_MAX + 1), ["n" * NAME_CHARS_MAX], ""),
+    ],
+    ids=["close", "far", "many", "long"],
+)
+def test_a_close_name_is_told_unless_comparing_would_take_long(name: str, known: list[str], hint: str) -> None:
+    assert meant(name, known) == hint
