@@ -11,30 +11,47 @@ from collections.abc import Iterator, Mapping
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problem
 from flowserve.graph.functions import BACKEND
-from flowserve.graph.types import Graph, ModelKey
+from flowserve.graph.types import GRAPH, Graph
 
 
 def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[Problem]:
-    """One per model of an ensemble that breaks up what its other models batch together.
+    """At most one for each model of an ensemble that reads what another made in batches, and breaks these up.
 
-    Silent where none of them forms batches. `configs` has every model of the graph by name.
+    Batches come apart only behind the model that formed them: a small model in front of a larger one is none. Nor is
+    one behind a model that answers many times, whose answers come one by one. `configs` has every model of the graph
+    by name.
     """
-    models = {node.model: configs[node.model.name] for node in graph.nodes if node.is_batching}
-    batchers = {key: config for key, config in models.items() if config.dynamic_batching is not None}
-    if not batchers:
-        return
-    largest = max(batchers, key=lambda key: batchers[key].max_batch_size)
-    for key, config in models.items():
-        yield from _breaks(graph, key, config, largest, batchers[largest].max_batch_size)
+    largest: dict[str, ModelConfig] = {}
+    for edge in graph.edges:
+        if GRAPH in (edge.producer, edge.consumer):
+            continue
+        first, second = (configs[graph.nodes[end].model.name] for end in (edge.producer, edge.consumer))
+        if _hands_on_batches(first) and _rows(first) > _rows(largest.get(second.name)):
+            largest[second.name] = first
+    for name in sorted(largest):
+        yield from _breaks(graph, largest[name], configs[name])
 
 
-def _breaks(graph: Graph, key: ModelKey, config: ModelConfig, largest: ModelKey, rows: int) -> Iterator[Problem]:
-    place = config.source.place("max_batch_size")
-    where = f"ensemble '{graph.name}': batches fall apart at model '{key.name}'"
-    if config.decoupled and config.backend == BACKEND:
-        return  # such a function takes one request at a time, whatever its configuration says
-    if config.dynamic_batching is None and config.max_batch_size > 1:
-        yield Problem(f"{where}: it has no dynamic_batching", place, "A1", "add `dynamic_batching { }`")
-    elif config.max_batch_size < rows:
-        rows_here = "1 row" if config.max_batch_size == 1 else f"{config.max_batch_size} rows"
-        yield Problem(f"{where}: it takes {rows_here} at once and model '{largest.name}' {rows}", place, "A2")
+def _hands_on_batches(config: ModelConfig) -> bool:
+    return config.dynamic_batching is not None and config.max_batch_size > 1 and not config.decoupled
+
+
+def _rows(config: ModelConfig | None) -> int:
+    return 0 if config is None else config.max_batch_size
+
+
+def _breaks(graph: Graph, first: ModelConfig, second: ModelConfig) -> Iterator[Problem]:
+    if second.sequence is not None or second.max_batch_size < 1 or (second.decoupled and second.backend == BACKEND):
+        return  # sequences batch in their own way, the others not at all, whatever a configuration says
+    place = second.source.place("max_batch_size")
+    where = f"ensemble '{graph.name}': batches fall apart at model '{second.name}'"
+    rows = first.max_batch_size
+    before = f"model '{first.name}' before it makes batches of up to {rows} rows"
+    if second.dynamic_batching is None and second.max_batch_size > 1:
+        text = f"{where}: {before}, and it takes them request by request: it has no dynamic_batching"
+        yield Problem(text, place, "A1", "add `dynamic_batching { }`")
+    elif second.max_batch_size < rows:
+        takes = "single rows" if second.max_batch_size == 1 else f"{second.max_batch_size} rows at most"
+        hint = f"raise its max_batch_size to {rows}"
+        hint += f", or lower that of '{first.name}' to {second.max_batch_size}" if second.max_batch_size > 1 else ""
+        yield Problem(f"{where}: {before}, and it takes {takes}", place, "A2", hint)

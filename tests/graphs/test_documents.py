@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from flowserve.graph.advice import advise
 from flowserve.render.mermaid import render_mermaid
-from flowserve.runtime.reading import read_repositories
+from flowserve.runtime.reading import Reading, read_repositories
 from flowserve.testing.serve import Served
 
 GRAPHS = Path(__file__).resolve().parents[2] / "graphs"
@@ -42,9 +43,14 @@ def _requests() -> list[tuple[Path, str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Mapping[str, str]:
+def reading() -> Reading:
+    """All examples."""
+    return read_repositories([GRAPHS])
+
+
+@pytest.fixture(scope="module")
+def pictures(reading: Reading) -> Mapping[str, str]:
     """The graph of each example as Mermaid draws it."""
-    reading = read_repositories([GRAPHS])
     graphs, facts = reading.resolution.graphs, reading.facts()
     assert not reading.resolution.failed
     return {name: render_mermaid(versions[max(versions)], facts) for name, versions in graphs.items()}
@@ -52,6 +58,12 @@ def pictures() -> Mapping[str, str]:
 
 def test_every_example_is_right_as_it_stands(pictures: Mapping[str, str]) -> None:
     assert {"read_text", "digit", "detect_language"} <= set(pictures)
+
+
+def test_no_example_needs_a_warning(reading: Reading) -> None:
+    graphs = [graph for versions in reading.resolution.graphs.values() for graph in versions.values()]
+    assert not reading.warnings
+    assert [str(problem) for graph in graphs for problem in advise(graph, reading.configs)] == []
 
 
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda path: path.name)
