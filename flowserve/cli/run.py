@@ -43,6 +43,7 @@ from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import PYTHON_EXECUTION
 from flowserve.runtime.opening import open_engine
 from flowserve.runtime.request_parameters import forwarding_of
+from flowserve.runtime.restriction import hides_names
 from flowserve.runtime.traces import TraceOptions
 from flowserve.scheduling.limiter import Available
 
@@ -116,6 +117,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             backend_settings=options.backend_settings,
             trace=trace,
             model_config_name=options.model_config_name,
+            tells_names=not hides_names((*options.http.restrictions, *options.grpc.options.restrictions)),
             summaries=options.metrics.choice is not None and bool(options.metrics.choice.quantiles),
         )
         if options.rate_limit_resources and not options.rate_limit:

@@ -14,8 +14,9 @@ from typing import Final
 
 from flowserve.config.backends import is_version
 from flowserve.config.load import CONFIG_FILE
+from flowserve.config.suggest import meant
 from flowserve.config.types import VersionPolicy
-from flowserve.errors import NotFound, Place, Problem, Problems
+from flowserve.errors import FlowserveError, NotFound, Place, Problem, Problems
 
 # Folders of a model that are no versions: Triton's own, and what Python leaves behind.
 SET_ASIDE: Final = frozenset({"warmup", "initial_state", "configs", "labels", "__pycache__"})
@@ -64,6 +65,20 @@ def find_models(repositories: Sequence[Path], only: Collection[str] | None = Non
 def scan(repository: Path) -> list[ModelFolder]:
     """The models of one repository, by name. Raises NotFound or Problems where it cannot be read."""
     return _scan(repository)[0]
+
+
+def why_missing(repositories: Sequence[Path], name: str) -> str:
+    """Why `find_models` knows no model of that name, and which one was probably meant."""
+    names: set[str] = set()
+    for repository in repositories:
+        try:
+            names |= {entry.name for entry in _entries(repository, None) if _is_folder(entry)}
+        except FlowserveError:
+            continue
+    if name in names and not _is_hidden(name):
+        return f"its folder holds neither {CONFIG_FILE} nor a version folder"
+    known = (one for one in sorted(names) if not _is_hidden(one))
+    return f"there is no folder '{name}' in it{meant(name, known)}"
 
 
 def is_model_folder(path: Path) -> bool:

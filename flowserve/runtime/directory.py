@@ -99,11 +99,12 @@ class Directory:
                 f"failed to get model version from specified version string '{version}': not a positive number"
             )
         if entry is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found{meant(name, self._served())}")
+            hint = meant(name, self._served()) if self.options.tells_names else ""
+            raise NotFound(f"Request for unknown model: '{name}' is not found{hint}")
         if version and int(version) in entry.ready:
             return entry.ready[int(version)]
         if entry.state != "READY":
-            reason = f": {entry.reason}" if entry.reason else ""
+            reason = f": {entry.reason}" if entry.reason and self.options.tells_names else ""
             which = f" version {version}" if version else ""
             raise Unavailable(f"Request for unknown model: '{name}'{which} is not at ready state{reason}")
         if not version:

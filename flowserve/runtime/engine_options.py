@@ -26,6 +26,7 @@ class EngineOptions:
     `cache_bytes`: how much the answers that are remembered may weigh, None for no such cache.
     `summaries`: quantiles of the last minute's durations are worked out.
     `model_config_name`: which of the configurations that models have by name counts, where they have it.
+    `tells_names`: whoever asks for what is not there, or not ready, may read the names of others, and why.
     """
 
     python_execution: str = PYTHON_EXECUTION
@@ -38,3 +39,4 @@ class EngineOptions:
     trace: TraceOptions = field(default_factory=TraceOptions)
     summaries: bool = False
     model_config_name: str = ""
+    tells_names: bool = True

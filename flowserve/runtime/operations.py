@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import trio
 
 from flowserve.errors import FlowserveError, Invalid
-from flowserve.repository.layout import Found, ModelFolder, find_models, look_again
+from flowserve.repository.layout import Found, ModelFolder, find_models, look_again, why_missing
 from flowserve.repository.override import Override, write_files
 from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
@@ -167,7 +167,7 @@ class Operations:
             private = await _in_thread(lambda: find_models([files.path]).folders)
             folder = private[0] if private else None
         if folder is None:
-            raise Invalid(not_polled(name))
+            raise NotThere(name, await _in_thread(lambda: why_missing(self._repositories, name)))
         mark = ""
         if self._is_lasting and files is None:
             mark, folder = await _digest(folder)
@@ -281,9 +281,16 @@ class Operations:
         # It is kept, and what it went through is not: the files that came with the call, a process, half a model.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         errors[name] = error
-        if str(error) == not_polled(name) and name not in self._engine.entries:
+        if isinstance(error, NotThere) and name not in self._engine.entries:
             return  # nothing of that name anywhere: the index has no row for what somebody mistyped
         self._registry.fail(name, error)
+
+
+class NotThere(Invalid):
+    """No repository has a model of that name."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{not_polled(name)}: {why}")
 
 
 def not_polled(name: str) -> str:

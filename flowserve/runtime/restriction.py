@@ -1,7 +1,8 @@
 """Groups of calls that answer only to those who have their key, whichever protocol they come by.
 
-Decided here: which groups there are, how the operator says which of them have which key, and that keys are compared in
-constant time. Which call belongs to which group, and how one without its key is turned away, each protocol decides.
+Decided here: which groups there are, how the operator says which of them have which key, that keys are compared in
+constant time, and when errors keep to themselves which models there are. Which call belongs to which group, and how one
+without its key is turned away, each protocol decides.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ GROUPS: Final = (
     "trace",
     "logging",
 )
+INDEX: Final = "model-repository"  # the group that tells which models there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ def parse_restriction(text: str) -> Restriction:
     if not (name.isascii() and value.isprintable()):
         raise Invalid("a header's name is ASCII and its value printable")
     return Restriction(groups, name.strip().lower(), value)
+
+
+def hides_names(restrictions: Iterable[Restriction]) -> bool:
+    """Whether the names of models, and what is wrong with them, are for those only who have a key."""
+    return INDEX in by_group(restrictions)
 
 
 def by_group(restrictions: Iterable[Restriction]) -> dict[str, Restriction]:

@@ -25,11 +25,12 @@ from flowserve.testing.engine import add_chain, add_function
 from flowserve.values import Array, Request
 
 HOUR_NS = 3_600_000_000_000
+OPTIONS = EngineOptions()
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Engine]:
-    async with open_engine(EngineOptions()) as engine:
+async def running(options: EngineOptions = OPTIONS) -> AsyncIterator[Engine]:
+    async with open_engine(options) as engine:
         await wait_all_tasks_blocked()  # the pump sleeps: what a test submits in one turn is one turn
         yield engine
         await wait_all_tasks_blocked()
@@ -265,9 +266,22 @@ async def test_unknown_names_and_versions_say_what_is_missing() -> None:
             engine.find("doubel")
         with pytest.raises(NotFound, match="Request for unknown model: 'double' version 9 is not found"):
             engine.find("double", "9")
+        engine.withdraw_name("triple", "ensemble 'triple' contains models that are not there (did you mean 'double'?)")
+        with pytest.raises(Unavailable, match=r"'triple' is not at ready state: .* \(did you mean 'double'\?\)$"):
+            engine.find("triple")
         for version in ("0", "-1", "abc", "1x", "99999999999999999999999"):
             with pytest.raises(Invalid, match="version"):
                 engine.find("double", version)
+
+
+async def test_where_names_are_for_some_only_errors_give_away_none() -> None:
+    async with running(EngineOptions(tells_names=False)) as engine:
+        add_function(engine, "double", [double])
+        engine.withdraw_name("triple", "ensemble 'triple' contains models that are not there (did you mean 'double'?)")
+        with pytest.raises(NotFound, match=r"unknown model: 'doubel' is not found$"):
+            engine.find("doubel")
+        with pytest.raises(Unavailable, match=r"unknown model: 'triple' is not at ready state$"):
+            engine.find("triple")
 
 
 @pytest.mark.fault("R11")

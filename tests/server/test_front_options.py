@@ -111,6 +111,14 @@ def test_restricted_groups_need_their_key(client: triton.InferenceServerClient) 
         assert call(headers={"admin-key": "secret"})
 
 
+@pytest.mark.fault("Z6")
+def test_whoever_may_not_see_the_index_is_not_told_which_models_there_are(client: triton.InferenceServerClient) -> None:
+    for call in (client.get_model_metadata, client.get_model_config, lambda name: client.infer(name, [numbers(1)])):
+        with pytest.raises(InferenceServerException) as unknown:
+            call("score")
+        assert unknown.value.message() == "Request for unknown model: 'score' is not found"
+
+
 def test_headers_reach_the_model(client: triton.InferenceServerClient) -> None:
     one = triton.InferInput("IN", [1], "FP32").set_data_from_numpy(np.ones(1, np.float32))
     answer = client.infer("tells", [one], headers={"X-Tenant": "blue", "Tenant": "red"}, parameters={"depth": 2})

@@ -198,8 +198,22 @@ def test_an_unknown_name_cannot_be_loaded_and_leaves_no_trace(explicit: Explicit
         before = client.get_model_repository_index()
         assert refusal(client.load_model, "nope") == (
             400,
-            "failed to load 'nope', failed to poll from model repository",
+            "failed to load 'nope', failed to poll from model repository: there is no folder 'nope' in it",
         )
+        explicit.put("detect_faces", 2)
+        (explicit.folder / "empty").mkdir()
+        for name, why in {
+            "detect_face": "there is no folder 'detect_face' in it (did you mean 'detect_faces'?)",
+            "empty": "its folder holds neither config.pbtxt nor a version folder",
+            "no" * 100: f"there is no folder '{'no' * 100}' in it",
+        }.items():
+            assert refusal(client.load_model, name)[1].endswith(f"failed to poll from model repository: {why}")
+        assert [row["name"] for row in client.get_model_repository_index()] == [
+            *(row["name"] for row in before),
+            "detect_faces",
+        ]
+        shutil.rmtree(explicit.folder / "detect_faces")
+        (explicit.folder / "empty").rmdir()
         assert client.get_model_repository_index() == before
         assert client.is_server_ready()
         client.unload_model("nope")
