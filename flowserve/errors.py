@@ -76,13 +76,18 @@ class InstanceDied(ModelFailed):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Where something was written. `file` is relative to the repository; lines and columns count from 1."""
+    """Where something was written. `file` is relative to the repository; lines and columns count from 1. `path`: the
+    field that it is ("input[0].dims"), which is said instead of them where a program wrote the text.
+    """
 
     file: str
     line: int = 0
     column: int = 0
+    path: str = ""
 
     def __str__(self) -> str:
+        if self.path:
+            return f"{self.file}: {self.path}"
         return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
 

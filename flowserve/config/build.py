@@ -1,6 +1,7 @@
 """Gives a tree its meaning: fills a message of the schema, notes where every field was written, collects every mistake.
 
-Decided here: which spellings of a value count as what, in either notation, and that a field given twice is a mistake.
+Decided here: which spellings of a value count as what, in either notation, that a field given twice is a mistake, and
+that a mistake in a file is told with its line, one in JSON with its field.
 It knows types, not rules: whether `max_batch_size: -1` makes sense is decided in rules/.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final, Literal
 
 from google.protobuf.message import Message as ProtoMessage
@@ -57,16 +59,19 @@ class Builder:
         self.problems: list[Problem] = []
         self._text = text
         self._is_json = notation == "json"
+        self._path = ""  # of the field that is being read
 
     def fill(self, message: ProtoMessage, schema: Message, block: Block, prefix: str = "") -> None:
         """Everything `block` says, into `message`. `prefix` is the path of the message, with its dot."""
         seen: dict[str, Entry] = {}
         for entry in block.entries:
+            self._path = prefix + entry.name
             field = self._field(schema, entry)
             if field is None or self._is_null(entry.value):
                 continue
             if not self._is_clash(field, entry, seen):
-                self._set(message, field, entry, prefix + field.name)
+                self._path = prefix + field.name
+                self._set(message, field, entry, self._path)
 
     def _field(self, schema: Message, entry: Entry) -> Field | None:
         field = schema.fields.get(entry.name)
@@ -87,16 +92,16 @@ class Builder:
         first = seen.setdefault(field.oneof or field.name, entry)
         if first is entry:
             return False
-        where = f"the first is at {self._text.place(first.at)}"
+        where = "" if self._is_json else f"the first is at {self._text.place(first.at)}"
         if first.name == entry.name:
             self._problem(entry.at, f'Non-repeated field "{field.name}" is specified multiple times', where)
         else:
             text = f'Field "{field.name}" is specified along with field "{first.name}", another member of oneof'
-            self._problem(entry.at, f'{text} "{field.oneof}"', f"keep one of them; {where}")
+            self._problem(entry.at, f'{text} "{field.oneof}"', f"keep one of them{where and '; '}{where}")
         return True
 
     def _set(self, message: ProtoMessage, field: Field, entry: Entry, path: str) -> None:
-        self.places.setdefault(path, self._text.place(entry.at))
+        self.places.setdefault(path, self._place(entry.at))
         if field.is_map:
             self._set_map(message, field, entry, path)
         elif field.is_repeated:
@@ -117,9 +122,10 @@ class Builder:
             self._problem(entry.value.at, f'field "{field.name}" takes a list')
             return
         target = getattr(message, field.name)
-        for at, value in _each(entry):
+        for index, (at, value) in enumerate(_each(entry), len(target)):
+            self._path = f"{path}[{index}]"
             item_path = f"{path}[{len(target)}]"
-            self.places[item_path] = self._text.place(at)
+            self.places[item_path] = self._place(at)
             if field.kind == "message":
                 self._fill_child(target.add(), field, value, item_path)
             elif (plain := self._plain(field, value)) is not None:
@@ -129,7 +135,8 @@ class Builder:
         if isinstance(value, Block):
             self.fill(child, MESSAGES[field.type], value, path + ".")
         else:
-            self._problem(value.at, f'field "{field.name}" takes a block: {field.name} {{ ... }}')
+            wanted = "an object" if self._is_json else f"a block: {field.name} {{ ... }}"
+            self._problem(value.at, f'field "{field.name}" takes {wanted}')
 
     def _set_map(self, message: ProtoMessage, field: Field, entry: Entry, path: str) -> None:
         key_field, value_field = (MESSAGES[field.type].fields[name] for name in ("key", "value"))
@@ -138,12 +145,12 @@ class Builder:
             plain_key = self._plain(key_field, key, is_key=True)
             if plain_key is None:
                 continue
-            item_path = f"{path}[{plain_key}]"
+            item_path = self._path = f"{path}[{plain_key}]"
             if item_path in self.places:
-                where = f"the first is at {self.places[item_path]}"
+                where = "" if self._is_json else f"the first is at {self.places[item_path]}"
                 self._problem(at, f'key "{plain_key}" is given twice in "{field.name}"', where)
                 continue
-            self.places[item_path] = self._text.place(at)
+            self.places[item_path] = self._place(at)
             if value_field.kind == "message":
                 child = target[plain_key]
                 if value is not None:
@@ -253,10 +260,15 @@ class Builder:
             raise WrongValue(f'Unknown enumeration value of "{value.text}" for {short}; {hint}')
         raise WrongValue(f"Expected one of {', '.join(members)} without quotes, found {_shown(value)}")
 
+    def _place(self, at: int) -> Place:
+        """JSON comes from programs, which know fields and not columns."""
+        place = self._text.place(at)
+        return replace(place, path=self._path) if self._is_json else place
+
     def _problem(self, at: int, message: str, hint: str = "") -> None:
-        self.problems.append(Problem(message, self._text.place(at), hint=hint))
+        self.problems.append(Problem(message, self._place(at), hint=hint))
         if len(self.problems) == PROBLEMS_MAX:
-            raise Problems([*self.problems, Problem("more mistakes follow", self._text.place(at))])
+            raise Problems([*self.problems, Problem("more mistakes follow", self._place(at))])
 
 
 def _each(entry: Entry) -> Iterator[tuple[int, Value]]:

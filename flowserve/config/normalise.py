@@ -1,7 +1,7 @@
 """Writes down what a configuration leaves unsaid, as Triton does, so that everybody reads the same defaults.
 
-Decided here: every default of the file. How many copies a model gets by default is for its backend to say, and is
-handed in.
+Decided here: every default of the file, and which of them go again where the file comes back changed. How many copies
+a model gets by default is for its backend to say, and is handed in.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.model_config_pb2 import ModelInstanceGroup
-from flowserve.config.types import Completion
+from flowserve.config.types import Completion, ModelConfig
 
 SEQUENCE_IDLE_DEFAULT_US: Final = 1_000_000
 
@@ -35,6 +35,20 @@ def fill_defaults(message: ModelConfigProto, completion: Completion | None = Non
     else:
         _fill_pinned_memory(message)
         _fill_instance_groups(message, completion or Completion(), gpus)
+
+
+def forget_defaults(message: ModelConfigProto, served: ModelConfig) -> None:
+    """Take out of a configuration that was read from a server what had been filled in there, where it would no longer
+    fit: with another max_batch_size another size is preferred. `served`: what that name is, or was last.
+    """
+    if message.max_batch_size == served.max_batch_size:
+        return
+    for sizes in (
+        message.dynamic_batching.preferred_batch_size,
+        message.sequence_batching.oldest.preferred_batch_size,
+    ):
+        if [*sizes] == [served.max_batch_size]:
+            del sizes[:]
 
 
 def _prefer_the_largest(sizes: MutableSequence[int], max_batch_size: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from flowserve.config.ignored import unused_environment
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, draft_of, finish, parse_model_config, read_draft
+from flowserve.config.normalise import forget_defaults
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.config.unsupported import OTHER_BACKENDS
 from flowserve.errors import FlowserveError, Place, Problem, Problems
@@ -45,17 +46,18 @@ def read_model(
     gpus: Gpus = NO_GPUS,
     config_json: str = "",
     config_name: str = "",
+    served: ModelConfig | None = None,
 ) -> ReadModel:
     """Read one folder; its files are opened once, so that a change meanwhile gives the old or the new state, never a
     mixture.
 
     `default_files`: what a version folder holds, by backend. `gpus`: those that instances may be on.
-    `config_json`: a configuration in the place of the folder's own; `config_name`: which of those that it has by name
-    counts. Blocks.
+    `config_json`: a configuration in the place of the folder's own, perhaps that of `served` (what this name is, or was
+    last) with changes; `config_name`: which of those that it has by name counts. Blocks.
     Raises Problems with every mistake of the folder.
     """
     try:
-        draft = _draft(folder, default_files, config_json, config_name)
+        draft = _draft(folder, default_files, config_json, config_name, served)
     except OSError as error:
         raise Problems([Problem(f"cannot be read: {error.strerror}", Place(folder.name))]) from error
     versions, problems = _versions(folder, draft)
@@ -91,7 +93,13 @@ def read_steps(
         return frozenset()
 
 
-def _draft(folder: ModelFolder, default_files: Mapping[str, str], config_json: str, config_name: str) -> Draft:
+def _draft(
+    folder: ModelFolder,
+    default_files: Mapping[str, str],
+    config_json: str,
+    config_name: str,
+    served: ModelConfig | None = None,
+) -> Draft:
     if not config_json:
         return read_draft(folder.path, folder.repository, default_files, config_name)
     try:
@@ -100,6 +108,8 @@ def _draft(folder: ModelFolder, default_files: Mapping[str, str], config_json: s
         first, *others = problems.problems
         said = replace(first, message=f"Invalid config override: {first.message}")
         raise Problems([said, *others]) from None
+    if served is not None:
+        forget_defaults(message, served)
     return draft_of(message, source, folder.path, default_files)
 
 

@@ -55,8 +55,10 @@ class Loader:
         options = engine.options
         self._complete = Completer(options.python_execution, engine.processes, options.backend_settings)
 
-    async def read(self, folder: ModelFolder, config_json: str = "") -> ReadModel:
-        """What a model's folder says. Raises FlowserveError."""
+    async def read(self, folder: ModelFolder, config_json: str = "", served: ModelConfig | None = None) -> ReadModel:
+        """What a model's folder says, or `config_json` in its place. `served`: what the name is, or was last. Raises
+        FlowserveError.
+        """
         read = await self._in_thread(
             lambda: read_model(
                 folder,
@@ -65,6 +67,7 @@ class Loader:
                 gpus=self._engine.options.gpus,
                 config_json=config_json,
                 config_name=self._engine.options.model_config_name,
+                served=served,
             )
         )
         for warning in read.warnings:

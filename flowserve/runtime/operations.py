@@ -258,7 +258,7 @@ class Operations:
     ) -> Built | FlowserveError:
         """A failure is returned: it is one of files that may be others by now."""
         try:
-            read = await self._loader.read(folder, candidate.config)
+            read = await self._loader.read(folder, candidate.config, self._registry.last.get(candidate.name))
             gathering.has_read(candidate.name, read)
             mark = "" if candidate.override is not None else mark
             known = Known(read, mark, candidate.files, candidate.is_explicit)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import trio
 
+from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.repository.containment import Containment, steps_of
@@ -77,6 +78,7 @@ class Registry:
         self.known: dict[str, Known] = {}
         self.made_of = Containment()  # exactly the names of `known`
         self.failed: dict[str, FlowserveError] = {}  # why a name is not served that is known, or was asked for
+        self.last: dict[str, ModelConfig] = {}  # how each name was configured when it served last
         self.report = report
         self._engine = engine
         self._loader = loader
@@ -185,6 +187,7 @@ class Registry:
         """Synchronous: no request sees half of it."""
         for name, one in built.items():
             self.known[name] = one.known
+            self.last[name] = one.known.read.config
             self.made_of.put(name, steps_of(one.known.read.config))
             self._loader.give(one.known.read, one.loaded, one.known.files)
             keys = [ModelKey(name, version) for version in one.loaded]

@@ -54,20 +54,36 @@ def test_what_the_server_answers_can_be_sent_back() -> None:
     assert parse(json.dumps(to_json(message))) == message
 
 
-def test_places_are_those_of_the_names() -> None:
+def test_places_are_the_paths_of_the_fields() -> None:
     source = parse_model_config('{\n "parameters": {\n  "k": {"string_value": "v"}}}', "override", "json")[1]
-    assert str(source.place("parameters[k]")) == "override:3:3"
-    assert str(source.place("parameters[k].string_value")) == "override:3:9"
+    assert str(source.place("parameters[k]")) == "override: parameters[k]"
+    assert str(source.place("parameters[k].string_value")) == "override: parameters[k].string_value"
+    assert str(source.place("parameters[k].int_value")) == "override: parameters[k]"
+    assert str(source.place("input")) == "override"
 
 
 @pytest.mark.fault("C2")
 def test_all_unknown_fields_and_wrong_types_are_told_at_once() -> None:
     assert refusal('{"nme": 1,\n "max_batch_size": "x",\n "input": {}, "parameters": [], "name": 3}').splitlines() == [
-        'override:1:2: Message type "inference.ModelConfig" has no field named "nme" (did you mean "name"?)',
-        'override:2:20: field "max_batch_size": Expected integer, found "x"',
-        'override:3:11: field "input" takes a list',
-        'override:3:29: field "parameters" takes an object',
-        'override:3:41: field "name": Expected string, found 3 (did you mean "3", in quotes?)',
+        'override: nme: Message type "inference.ModelConfig" has no field named "nme" (did you mean "name"?)',
+        'override: max_batch_size: field "max_batch_size": Expected integer, found "x"',
+        'override: input: field "input" takes a list',
+        'override: parameters: field "parameters" takes an object',
+        'override: name: field "name": Expected string, found 3 (did you mean "3", in quotes?)',
+    ]
+
+
+def test_a_mistake_deep_inside_is_told_with_its_whole_path() -> None:
+    inputs = '[{"name": "x"}, {"name": "y", "dims": [1, "a", 2, {}], "reshape": [], "kind": 1}]'
+    queues = "dynamic_batching.priority_queue_policy"
+    batching = '{"priority_queue_policy": {"1": {"max_queue_size": "many"}, "2": 7}}'
+    assert refusal(f'{{"input": {inputs}, "dynamic_batching": {batching}}}').splitlines() == [
+        'override: input[1].dims[1]: field "dims": Expected integer, found "a"',
+        'override: input[1].dims[3]: field "dims" takes a plain value, not a block',
+        'override: input[1].reshape: field "reshape" takes one value, not a list',
+        'override: input[1].kind: Message type "inference.ModelInput" has no field named "kind"',
+        f'override: {queues}[1].max_queue_size: field "max_queue_size": Expected integer, found "many"',
+        f'override: {queues}[2]: field "value" takes an object',
     ]
 
 
@@ -82,8 +98,8 @@ def test_all_unknown_fields_and_wrong_types_are_told_at_once() -> None:
         ('{"name": "m" "x"}', '1:14: Expected "," or "}"'),
         ('{"name": tru}', "1:10: Expected a value, found 't'"),
         ('{"name": "m', "1:10: Unterminated string starting at"),
-        ('{"name": "\\ud800"}', '1:10: field "name": the string holds half of a surrogate pair'),
-        ('{"name": "a", "name": "b"}', '1:15: Non-repeated field "name" is specified multiple times (the first is at'),
+        ('{"name": "\\ud800"}', ' name: field "name": the string holds half of a surrogate pair'),
+        ('{"name": "a", "name": "b"}', ' name: Non-repeated field "name" is specified multiple times'),
         ('{"a":' * 10_000, "1:321: nested deeper than 64 levels"),
         ("[" * 10_000, "1:65: nested deeper than 64 levels"),
     ],

@@ -608,7 +608,11 @@ def _post(served: Served, path: str, body: bytes) -> bytes:
     ("parameters", "said"),
     [
         ({"config": "{"}, "Invalid config override: "),
-        ({"config": '{"no_such_field": 1}'}, "Invalid config override: "),
+        ({"config": '{"no_such_field": 1}'}, "m/config: no_such_field: Invalid config override: Message type"),
+        (
+            {"config": '{"max_batch_size": 4, "input": [{"name": "IN", "dims": [0]}]}'},
+            "m/config: input[0].dims[0]: model input",
+        ),
         ({"config": 7}, "the parameter 'config' is a string"),
         ({"config": "{}", "file:1/model.onnx": "%%%"}, "the parameter 'file:1/model.onnx' is not base64"),
         ({"config": "{}", "file:1/model.onnx": 1}, "the parameter 'file:1/model.onnx' is a string of base64"),
@@ -658,7 +662,7 @@ def control_server(private: Path, make_arithmetic: MakeFile) -> Iterator[Served]
 def test_the_examples_of_the_page_do_what_it_says(repository: Repository, serve: Serve, root: Path) -> None:
     page = (root / "docs/model-control.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 6
     repository.put("double", 2)
     repository.put_chain("chain", "double", "double")
     with client_of(serve(repository.folder, EXPLICIT)) as client:
