@@ -36,10 +36,12 @@ from flowserve.http.settings import settings_routes
 from flowserve.http.shared_memory import shared_memory_routes
 from flowserve.http.traced import TracedInferRoute
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.observe.deployment_metrics import deployment_metrics
+from flowserve.observe.exposition import CONTENT_TYPE
 from flowserve.observe.gpus import GpuMeter
 from flowserve.observe.log_settings import LogSettings
 from flowserve.observe.machine import Machine
-from flowserve.observe.metrics import CONTENT_TYPE, metrics_text
+from flowserve.observe.metrics import machine_text
 from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
 from flowserve.runtime.control import Control
 from flowserve.runtime.deployment import Deployment
@@ -228,15 +230,33 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None) -> list[Route]
 class _Metrics:
     def __init__(self, engine: Engine, choice: MetricsChoice) -> None:
         self._engine = engine
-        self._choice = choice
+        self._deployments = deployment_metrics(choice)
         self._machine = Machine(interval_ms=choice.interval_ms) if choice.has_machine else None
         self._gpus = GpuMeter() if choice.has_gpus else None
 
     async def page(self, request: Request) -> Response:
-        # Off the loop: with many deployments the text takes a tenth of a second to write.
-        shown = self._engine.counters(), self._machine, self._choice, self._gpus, self._engine.asks.metrics
-        text = await trio.to_thread.run_sync(metrics_text, *shown)
-        return Response(text, media_type=CONTENT_TYPE)
+        parts = [await trio.to_thread.run_sync(machine_text, self._machine, self._gpus, self._engine.asks.metrics)]
+        # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
+        # loop lets go of it.
+        for part in self._deployments.pieces(self._engine.counters()):
+            parts.append(part)
+            await trio.lowlevel.checkpoint()
+        return _InParts(parts)
+
+
+class _InParts(Response):
+    """The exposition, never copied into one piece: that alone would keep the loop for milliseconds."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = [part for part in parts if part]
+        length = str(sum(map(len, self._parts)))
+        super().__init__(headers={"content-length": length}, media_type=CONTENT_TYPE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def _names(request: Request) -> tuple[str, str]:

@@ -19,14 +19,12 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, count, pairwise
-from math import isfinite, isnan, nan
+from math import isfinite, nan
 from typing import Final
 
 from flowserve.errors import Invalid
+from flowserve.observe.exposition import COUNTER, GAUGE, HISTOGRAM, head, number, shown
 
-COUNTER: Final = "counter"
-GAUGE: Final = "gauge"
-HISTOGRAM: Final = "histogram"
 KINDS: Final = (COUNTER, GAUGE, HISTOGRAM)
 BUCKETS_MAX: Final = 1000
 
@@ -83,18 +81,17 @@ class _Family:
     def lines(self) -> Iterator[str]:
         if not self.metrics:
             return
-        yield f"# HELP {self.name} {_escaped(self.description)}"
-        yield f"# TYPE {self.name} {self.kind}"
+        yield head(self.name, self.description, self.kind)
         for labels, metric in sorted(self.metrics.items()):
             if self.kind != HISTOGRAM:
-                yield f"{self.name}{_shown(labels)} {_number(metric.value())}"
+                yield f"{self.name}{shown(labels)} {number(metric.value())}\n"
                 continue
             total, *counts = metric.totals()
-            edges = [*map(_number, metric.buckets), "+Inf"]
+            edges = [*map(number, metric.buckets), "+Inf"]
             for edge, below in zip(edges, accumulate(counts), strict=True):
-                yield f"{self.name}_bucket{_shown((*labels, ('le', edge)))} {_number(below)}"
-            yield f"{self.name}_sum{_shown(labels)} {_number(total)}"
-            yield f"{self.name}_count{_shown(labels)} {_number(sum(counts))}"
+                yield f"{self.name}_bucket{shown((*labels, ('le', edge)))} {number(below)}\n"
+            yield f"{self.name}_sum{shown(labels)} {number(total)}\n"
+            yield f"{self.name}_count{shown(labels)} {number(sum(counts))}\n"
 
 
 class ModelMetrics:
@@ -118,10 +115,10 @@ class ModelMetrics:
                 family = self._families[name] = _Family(name, description, kind)
             elif family.kind != kind:
                 raise Invalid(f"the metric family '{name}' exists already, as a {family.kind} and not as a {kind}")
-            number = next(self._numbers)
-            family.holders.add(number)
-            self._held[number] = family
-            return number
+            holder = next(self._numbers)
+            family.holders.add(holder)
+            self._held[holder] = family
+            return holder
 
     def add(self, holder: int, labels: Labels, buckets: tuple[float, ...], cells: Cells) -> None:
         """From now on count what `cells` say for this metric of the holder's family. Raises `Invalid`."""
@@ -132,7 +129,7 @@ class ModelMetrics:
                 metric = family.metrics[labels] = _Metric(family.kind, buckets)
             elif metric.buckets != buckets:
                 raise Invalid(
-                    f"the metric '{family.name}{_shown(labels)}' exists already with the buckets {[*metric.buckets]}"
+                    f"the metric '{family.name}{shown(labels)}' exists already with the buckets {[*metric.buckets]}"
                 )
             metric.held[holder] = cells
 
@@ -152,7 +149,7 @@ class ModelMetrics:
         """In Prometheus' text format."""
         with self._settled():
             lines = [line for family in self._families.values() for line in family.lines()]
-        return "".join(f"{line}\n" for line in lines).encode(errors="replace")
+        return "".join(lines).encode(errors="replace")
 
     def kind_of(self, holder: int) -> str:
         """The kind of its family. Raises `Invalid` where it is gone."""
@@ -235,20 +232,3 @@ def _check_name(name: str, kind: str) -> None:
 
 def _lines_of(name: str, kind: str) -> set[str]:
     return {name, *(name + part for part in _PARTS)} if kind == HISTOGRAM else {name}
-
-
-def _shown(labels: Labels) -> str:
-    inside = ",".join(f'{name}="{_escaped(value, quotes=True)}"' for name, value in labels)
-    return f"{{{inside}}}" if inside else ""
-
-
-def _escaped(text: str, *, quotes: bool = False) -> str:
-    escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return escaped.replace('"', '\\"') if quotes else escaped
-
-
-def _number(value: float) -> str:
-    """As Prometheus and its readers write one: whole numbers without a point."""
-    if not isfinite(value):
-        return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
-    return repr(float(value)).removesuffix(".0")

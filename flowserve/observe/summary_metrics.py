@@ -6,16 +6,19 @@ Decided here: names and units. How quantiles come about is decided in summary.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
-from prometheus_client.core import Metric
-
+from flowserve.observe.exposition import SUMMARY, number
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.summary import SummarisedStatistics, Window
+from flowserve.observe.templates import Family, Line
 
 _NS_PER_US: Final = 1000
 
-_SUMMARIES: Final[tuple[tuple[str, str, Callable[[SummarisedStatistics], tuple[Window, int, int]]], ...]] = (
+Reading = Callable[[SummarisedStatistics], tuple[Window, int, int]]
+
+_SUMMARIES: Final[tuple[tuple[str, str, Reading], ...]] = (
     (
         "nv_inference_request_summary_us",
         "Successful requests of the last minute, from arrival to answer",
@@ -54,16 +57,21 @@ _SUMMARIES: Final[tuple[tuple[str, str, Callable[[SummarisedStatistics], tuple[W
 )
 
 
-def summaries(statistics: Sequence[Statistics], quantiles: Sequence[float]) -> Iterator[Metric]:
+def summaries(quantiles: Sequence[float]) -> Iterator[Family]:
     """The families; none where no quantiles are wanted."""
-    summarised = [one for one in statistics if isinstance(one, SummarisedStatistics)]
     for name, text, read in _SUMMARIES if quantiles else ():
-        family = Metric(name, text, "summary")
-        for one in summarised:
-            labels = {"model": one.name, "version": str(one.version)}
-            window, count, total_ns = read(one)
-            for share, value in zip(quantiles, window.quantiles(quantiles, one.clock()), strict=True):
-                family.add_sample(name, {**labels, "quantile": f"{share:g}"}, value / _NS_PER_US)
-            family.add_sample(f"{name}_count", labels, count)
-            family.add_sample(f"{name}_sum", labels, total_ns / _NS_PER_US)
-        yield family
+        yield Family(name, SUMMARY, text, partial(_lines, quantiles), partial(_values, quantiles, read))
+
+
+def _lines(quantiles: Sequence[float], one: Statistics) -> Iterator[Line]:
+    if isinstance(one, SummarisedStatistics):
+        labels = [("model", one.name), ("version", str(one.version))]
+        yield from (("", [*labels, ("quantile", f"{share:g}")]) for share in quantiles)
+        yield from (("_count", labels), ("_sum", labels))
+
+
+def _values(quantiles: Sequence[float], read: Reading, one: Statistics, _: int) -> Iterator[int | str]:
+    if isinstance(one, SummarisedStatistics):
+        window, count, total_ns = read(one)
+        yield from (number(value / _NS_PER_US) for value in window.quantiles(quantiles, one.clock()))
+        yield from (count, number(total_ns / _NS_PER_US))

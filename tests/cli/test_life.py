@@ -301,7 +301,7 @@ def test_a_request_that_still_waits_for_company_at_the_end_is_not_passed_over_in
     body = {"inputs": [{"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1.5]}]}
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(httpx.post, f"{served.base_url}/v2/models/waits/infer", json=body, trust_env=False)
-        pending = 'nv_inference_pending_request_count{model="waits",version="1"} 1.0'
+        pending = 'nv_inference_pending_request_count{model="waits",version="1"} 1'
         wait_until(lambda: pending in get(served, "/metrics").text, "the request waits")
         assert served.stop(within_s=3) == 1
         assert "--exit-timeout-secs): requests that wait in queues" in served.log

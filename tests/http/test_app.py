@@ -238,7 +238,7 @@ async def test_metrics_are_prometheus_text(api: Any) -> None:
     client = await api.connect()
     answer = await client.ask(http("GET", "/metrics"))
     assert answer.headers["content-type"].startswith("text/plain")
-    assert b'\nnv_inference_request_success{model="double",version="1"} 1.0\n' in answer.body
+    assert b'\nnv_inference_request_success{model="double",version="1"} 1\n' in answer.body
 
 
 @pytest.mark.fault("H17", "Z1")

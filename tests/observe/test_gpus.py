@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowserve.observe.gpus import GpuMeter, GpuReadings
-from flowserve.observe.metrics import metrics_text
+from flowserve.observe.metrics import machine_text
 
 NOT_SUPPORTED = 3
 
@@ -82,8 +82,8 @@ def test_every_figure_that_a_gpu_tells_is_read_in_tritons_units() -> None:
 
 def test_they_are_in_the_metrics_by_the_gpus_uuid_and_what_is_not_told_is_not_there() -> None:
     nvml = Nvml()
-    text = metrics_text([], gpus=GpuMeter(lambda _: nvml)).decode()
-    assert 'nv_energy_consumption{gpu_uuid="GPU-100"} 0.0' in text, "as Triton calls it"
+    text = machine_text(None, GpuMeter(lambda _: nvml), None).decode()
+    assert 'nv_energy_consumption{gpu_uuid="GPU-100"} 0' in text, "as Triton calls it"
     found = {
         (sample.name.removesuffix("_total"), sample.labels["gpu_uuid"]): sample.value
         for family in text_string_to_metric_families(text)
@@ -104,7 +104,7 @@ def test_they_are_in_the_metrics_by_the_gpus_uuid_and_what_is_not_told_is_not_th
 
 def test_without_nvml_there_is_nothing() -> None:
     assert GpuMeter(missing).read() == []
-    assert b"nv_gpu" not in metrics_text([], gpus=GpuMeter(missing))
+    assert b"nv_gpu" not in machine_text(None, GpuMeter(missing), None)
     nvml = Nvml()
     nvml.nvmlInit_v2 = lambda: 9  # type: ignore[method-assign]  # its driver is not loaded
     assert GpuMeter(lambda _: nvml).read() == []

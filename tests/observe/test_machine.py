@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowserve.observe.machine import Machine
-from flowserve.observe.metrics import metrics_text
+from flowserve.observe.metrics import machine_text
 
 MEMORY = "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 400 kB\nHugePages_Total: 0\n"
 
@@ -51,14 +51,14 @@ def test_a_system_that_does_not_tell_has_no_figures(tmp_path: Path) -> None:
     assert Machine(tmp_path).read() is None
     write(tmp_path, 1, 2, 3, 4, 5, 6, 7, 8, memory="nothing")
     assert Machine(tmp_path).read() is None
-    assert b"nv_cpu" not in metrics_text([], Machine(tmp_path))
+    assert b"nv_cpu" not in machine_text(Machine(tmp_path), None, None)
 
 
 def test_the_metrics_carry_the_figures_under_tritons_names(tmp_path: Path) -> None:
     write(tmp_path, 0, 0, 0, 0, 0, 0, 0, 0)
     machine = Machine(tmp_path)
     write(tmp_path, 1, 0, 0, 3, 0, 0, 0, 0)
-    text = metrics_text([], machine).decode()
+    text = machine_text(machine, None, None).decode()
     assert "nv_cpu_utilization 0.25" in text
-    assert "nv_cpu_memory_total_bytes 1.024e+06" in text
-    assert "nv_cpu_memory_used_bytes 614400.0" in text
+    assert "nv_cpu_memory_total_bytes 1024000" in text
+    assert "nv_cpu_memory_used_bytes 614400" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.devices import Devices, using
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
-from flowserve.observe.metrics import metrics_text
+from flowserve.observe.deployment_metrics import deployment_metrics
+from flowserve.observe.metrics import machine_text
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
+from flowserve.observe.templates import SLICE
 from flowserve.observe.traffic import node_traffics
 from flowserve.testing.fake_device import FakeInstance, FakeMachine, add_one
 from flowserve.values import DType, TensorSpec
@@ -31,8 +34,14 @@ ALONE = Graph(
 )
 
 
+def metrics_text(*counters: tuple[Statistics, int]) -> str:
+    """The whole page of these deployments."""
+    own = b"".join(deployment_metrics().pieces(counters))
+    return (own + machine_text(None, None, None)).decode()
+
+
 def samples(one: Statistics, pending: int = 0) -> dict[tuple[str, ...], float]:
-    text = metrics_text([(one, pending)]).decode()
+    text = metrics_text((one, pending))
     # The parser, too, insists on _total.
     return {
         (sample.name.removesuffix("_total"), *sample.labels.values()): sample.value
@@ -120,12 +129,47 @@ def test_nodes_and_edges_say_what_they_carried() -> None:
 
 
 def test_names_that_need_quoting_are_quoted() -> None:
-    found = samples(Statistics('nv_x_total"\n', 1))
-    assert found["nv_inference_count", 'nv_x_total"\n', "1"] == 0
+    found = samples(Statistics('nv_x_total"%d\n', 1))
+    assert found["nv_inference_count", 'nv_x_total"%d\n', "1"] == 0
+
+
+def test_a_page_of_many_deployments_is_written_in_pieces_and_says_the_same_of_each() -> None:
+    many = [(Statistics(f"m{number:03}", 1), number) for number in range(100)]
+    page = deployment_metrics()
+    first, again = ([*page.pieces(many)] for _ in range(2))
+    assert first == again
+    assert first[: 100 // SLICE] == [b""] * (100 // SLICE), "between any two pieces there are a few deployments"
+    text = b"".join(first).decode()
+    waiting = re.findall(r'^nv_inference_pending_request_count{model="m(\d+)",version="1"} (\d+)$', text, re.MULTILINE)
+    assert waiting == [(f"{number:03}", str(number)) for number in range(100)]
+    families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
+    runs = [name for name, _ in groupby(re.findall(r"^(\w+?)(?:_bucket|_count|_sum)?{", text, re.MULTILINE))]
+    assert [name for name in runs if runs.count(name) > 1] == [], "a family's lines stand together"
+    assert [name for name in families if name in runs] == [name for name in runs if name in families]
+
+
+def test_a_page_follows_a_deployment_whose_graph_is_replaced_and_forgets_one_that_is_gone() -> None:
+    page = deployment_metrics()
+    one = Statistics("m", 2)
+
+    def nodes(*counters: tuple[Statistics, int]) -> list[tuple[str, str]]:
+        text = b"".join(page.pieces(counters)).decode()
+        return re.findall(r'^flowserve_node_\w+{graph="m",node="(\w+)",version="2"} (\d+)$', text, re.MULTILINE)
+
+    assert nodes((one, 0)) == []
+    one.nodes = node_traffics(ALONE)
+    one.nodes[0].ran(3, placed=())
+    assert nodes((one, 0)) == [("m", "1"), ("m", "3")]
+    one.nodes[0].most_inflight = 2
+    assert nodes((one, 0)) == [("m", "1"), ("m", "3"), ("m", "2")]
+    assert nodes((one, 0)) == [("m", "1"), ("m", "3"), ("m", "2")]
+    assert nodes() == []
+    one.nodes = node_traffics(ALONE)
+    assert nodes((one, 0)) == [("m", "0"), ("m", "0")]
 
 
 def test_counters_keep_tritons_names() -> None:
-    text = metrics_text([(Statistics("m", 1), 0)]).decode()
+    text = metrics_text((Statistics("m", 1), 0))
     assert "# TYPE nv_inference_request_success counter\n" in text
     assert not re.search(r"\bnv_\w+_total", text)
 
@@ -133,7 +177,7 @@ def test_counters_keep_tritons_names() -> None:
 def test_every_family_stands_in_the_docs() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     with using(Devices(FakeMachine().devices)):
-        text = metrics_text([(Statistics("m", 1), 0)]).decode()
+        text = metrics_text((Statistics("m", 1), 0))
     families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
     assert len(families) == 31
     assert [name for name in families if f"`{name}`" not in docs] == []

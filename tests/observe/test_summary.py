@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from flowserve.observe.metrics import metrics_text
+from flowserve.observe.deployment_metrics import deployment_metrics
 from flowserve.observe.metrics_choice import MetricsChoice
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.summary import PARTS, WINDOW_NS, Window, summarising
@@ -58,7 +58,7 @@ def busy() -> Statistics:
 
 
 def samples(choice: MetricsChoice) -> dict[tuple[str, ...], float]:
-    text = metrics_text([(busy(), 0)], choice=choice).decode()
+    text = b"".join(deployment_metrics(choice).pieces([(busy(), 0)])).decode()
     return {
         (sample.name.removesuffix("_total"), *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
