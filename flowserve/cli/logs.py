@@ -1,7 +1,8 @@
 """How the program's log reads: one line per record, on standard error or in the operator's file.
 
 Decided here: the shape of a line, and that nothing a client or a file sent can forge one: control characters leave
-escaped, whatever room wrote them. Who logs what is each room's own matter (`logging.getLogger(__name__)`).
+escaped, whatever room wrote them. Only a traceback has lines of its own below that line; each begins with blanks, as no
+record does, so they forge none either. Who logs what is each room's own matter (`logging.getLogger(__name__)`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from logging.handlers import WatchedFileHandler
 from typing import Final
 
 from flowserve.observe.log_settings import LogChoice, LogSettings
+from flowserve.runtime.tracebacks import OF_LINES
 
 # C0 and C1 controls, DEL, and the two separators that some viewers break lines at.
 _ESCAPES: Final = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
     for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 } | {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+_BELOW: Final = "    "
 
 
 def escape(text: str) -> str:
@@ -35,10 +38,15 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, tz=UTC)
-        text = escape(super().format(record))  # with the traceback, where there is one
+        first, *below = super().format(record).split("\n")  # with the traceback, where there is one
+        text = "".join((first, *(f"\n{_BELOW}{escape(line)}" for line in below)))
         if self._time == "ISO8601":
             return f"{when:%Y-%m-%dT%H:%M:%S.%f}Z {record.levelname} {record.name}] {text}"
         return f"{record.levelname[0]}{when:%m%d %H:%M:%S.%f} {record.name}] {text}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        message = super().formatMessage(record)
+        return "\n".join(map(escape, message.split("\n"))) if getattr(record, OF_LINES, False) else escape(message)
 
 
 class _Chosen(logging.Filter):

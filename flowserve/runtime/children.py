@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from math import inf
 from typing import Final, Self
 
 import trio
@@ -27,7 +28,8 @@ import trio
 from flowserve.backends.child.forkserver import REPORT
 from flowserve.errors import Unavailable
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.printed import Line, Printed
+from flowserve.runtime.printed import Printed
+from flowserve.runtime.tracebacks import OF_LINES, PATIENCE_S, Record
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -311,8 +313,11 @@ class _Log:
     async def read(self) -> None:
         """Until its end, or for ever."""
         while True:
-            await trio.lowlevel.wait_readable(self._fd)
-            if not self._read_piece():
+            with trio.move_on_after(PATIENCE_S if self._printed.is_waiting else inf) as patience:
+                await trio.lowlevel.wait_readable(self._fd)
+            if patience.cancelled_caught:
+                self._write(self._printed.nothing_more())
+            elif not self._read_piece():
                 return
 
     def read_last_words(self) -> None:
@@ -327,9 +332,9 @@ class _Log:
         self._write(self._printed.take(piece, self._clock()))
         return len(piece)
 
-    def _write(self, lines: list[Line]) -> None:
-        for level, text in lines:
-            self._log.log(level, "%s", text)
+    def _write(self, records: list[Record]) -> None:
+        for level, text in records:
+            self._log.log(level, "%s", text, extra={OF_LINES: "\n" in text})
 
 
 def _how(status: int | None) -> str:

@@ -25,15 +25,28 @@ def test_what_a_client_sent_cannot_forge_a_line() -> None:
     assert len(line.splitlines()) == 1
 
 
-def test_a_traceback_stays_on_the_line_of_its_record() -> None:
-    record = _record("a model failed")
+@pytest.mark.fault("Z4")
+def test_a_traceback_is_lines_below_its_record_none_of_which_can_be_taken_for_another() -> None:
+    record = _record("a model failed\nI0101 forged")
     try:
-        raise ValueError("first\nsecond")
+        raise ValueError("first\nE1121 14:03:05.250000 flowserve.http] forged\r\x1b[2K\u2028I0101 forged")
     except ValueError as error:
         record.exc_info = (type(error), error, error.__traceback__)
-    line = LineFormatter("default").format(record)
-    assert len(line.splitlines()) == 1
-    assert "ValueError: first\\nsecond" in line
+    for style in ("default", "ISO8601"):
+        first, *below = LineFormatter(style).format(record).splitlines()
+        assert first.endswith("flowserve.http] a model failed\\nI0101 forged")
+        assert below[0] == "    Traceback (most recent call last):"
+        assert below[-2] == "    ValueError: first"
+        assert below[-1] == "    E1121 14:03:05.250000 flowserve.http] forged\\r\\x1b[2K\\u2028I0101 forged"
+        assert all(line.startswith("    ") for line in below)
+
+
+def test_lines_that_a_models_process_printed_as_one_record_are_one() -> None:
+    record = _record("%s", "Traceback (most recent call last):\n  File\nValueError: \x1b[2Kx")
+    record.of_lines = True
+    first, *below = LineFormatter("default").format(record).splitlines()
+    assert first.endswith("] Traceback (most recent call last):")
+    assert below == ["      File", "    ValueError: \\x1b[2Kx"]
 
 
 def test_both_formats_tell_time_level_and_room() -> None:

@@ -265,6 +265,44 @@ async def test_what_is_printed_is_logged_under_the_models_name(
     ]
 
 
+async def test_tracebacks_of_a_child_are_one_record_each_whoever_prints_them(
+    children: Children, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flowserve.model.m")
+    text = """
+        import logging, threading, traceback
+        def fail():
+            raise ValueError("one\\ntwo")
+        def work():
+            raise KeyError("in a thread")
+        try:
+            fail()
+        except ValueError:
+            logging.exception("noticed")
+        one = threading.Thread(target=work, name="worker")
+        one.start()
+        one.join()
+        try:
+            work()
+        except KeyError:
+            traceback.print_exc()
+        time.sleep(600)
+    """
+    child = await begin(children, text)
+    with trio.fail_after(30):
+        # Nothing comes after the last one, and it is told all the same.
+        while len(caplog.records) < 3:  # noqa: ASYNC110  # a log wakes nobody
+            await trio.sleep(0.01)
+    child.kill(why="seen enough")
+    await end_of(child)
+    records = [(record.levelname, record.getMessage().splitlines()) for record in caplog.records]
+    assert [level for level, _ in records] == ["ERROR"] * 3
+    (_, logged), (_, threads), (_, printed) = records
+    assert (logged[0], logged[-2:]) == ("noticed", ["ValueError: one", "two"])
+    assert (threads[0], threads[-1]) == ("Exception in thread worker:", "KeyError: 'in a thread'")
+    assert (printed[0], printed[-1]) == ("Traceback (most recent call last):", "KeyError: 'in a thread'")
+
+
 @pytest.mark.fault("R6")
 async def test_a_crash_says_in_the_log_where_it_happened(children: Children, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flowserve.model.m")

@@ -241,11 +241,17 @@ class Beginning:
 
 
 class LineFormatter(logging.Formatter):
-    """A record as one line that begins with its severity."""
+    """A record as one line that begins with its severity; those of a traceback follow, and all but the last say that
+    there is more.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         severity = next((number for level, number in _SEVERITIES if record.levelno >= level), 7)
-        return f"<{severity}>" + super().format(record).replace("\n", "\\n")
+        *above, last = super().format(record).split("\n")
+        return "".join(f"<{severity}+>{line}\n" for line in above) + f"<{severity}>{last}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).replace("\n", "\\n")
 
 
 def _write_lines(level: int) -> None:
