@@ -84,6 +84,8 @@ class AnswerReader:
         self._batches = config.max_batch_size > 0
         self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
         self._strays = Strays(config.name, self._outputs)
+        # Whether an output that is not there was left out: each of a decoupled model's answers may have others.
+        self._has_all = not config.decoupled
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
         """What one response for each member, in a list that nobody else holds, come to."""
@@ -95,6 +97,10 @@ class AnswerReader:
             placed = [0] * len(outputs)
             errors: Errors = {}
             for j, column in enumerate(self._sort(responses, work, errors)):
+                if self._has_all and len(column) + len(errors) < len(responses):
+                    there = {m for m, _ in column}
+                    missing = (names for m, names in enumerate(work.wanted) if m not in there and m not in errors)
+                    self._strays.left_out(self._specs[j].name, missing)
                 if column:
                     placed[j] = self._take(responses, column, self._specs[j], outputs[j])
         except OnGpu:
@@ -150,8 +156,10 @@ class AnswerReader:
     def _alike(self, taken: list[list[Array] | None], work: Work) -> Results:
         outputs: list[Any] = []  # what is no list is read as one
         placed = []
-        for arrays in taken:
+        for spec, arrays in zip(self._specs, taken, strict=True):
             if arrays is None:
+                if self._has_all:
+                    self._strays.left_out(spec.name, work.wanted)
                 outputs.append([None] * len(work.rows))
                 placed.append(0)
             elif self._copies:

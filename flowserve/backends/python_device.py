@@ -59,6 +59,7 @@ class DeviceAnswerReader(AnswerReader):
 
     def __init__(self, config: ModelConfig, stream: DeviceStream) -> None:
         super().__init__(config)
+        self._has_all = False  # what stays on the GPU is taken before the others are looked at
         self._stream = stream
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:

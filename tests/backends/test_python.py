@@ -271,7 +271,42 @@ def test_an_output_that_the_configuration_does_not_have_is_told_once(
     for _ in range(2):
         assert model.run({"x": rows(1)}).outputs == [[None]]
     told = "model 'm' answered output 'yy', which its configuration does not have; it is left out (did you mean 'y'?)"
-    assert caplog.messages == [told]
+    assert caplog.messages == [told, LEFT_OUT]
+
+
+LEFT_OUT = "model 'm' left out output 'y', which its configuration has and a request asked for; the answer lacks it"
+
+
+@pytest.mark.parametrize("large", [1, 200_000], ids=["answered alike", "looked at one by one"])
+def test_an_output_that_a_model_leaves_out_is_told_once_and_only_where_somebody_asked_for_it(
+    python: Open, caplog: pytest.LogCaptureFixture, large: int
+) -> None:
+    body = f"""
+        tensors = [pb_utils.Tensor('other', np.zeros((1, {large}), np.float32))]
+        if x[0, 0] > 5:
+            tensors.append(pb_utils.Tensor('y', x))
+        responses.append(pb_utils.InferenceResponse(tensors))
+    """
+    model = python(executing(body), outputs=(spec("y"), spec("other", dims=(large,))))
+    for _ in range(2):
+        results = model.run({"x": rows(9)}, wanted=("y", "other"))
+        assert results.outputs[0][0] is not None
+    model.run({"x": rows(1)}, wanted=("other",))
+    assert caplog.messages == []
+    for _ in range(2):
+        results = model.run({"x": rows(1)}, {"x": rows(9)}, wanted=("y", "other"))
+        assert [one is not None for one in results.outputs[0]] == [False, True]
+        assert results.errors == {}
+    assert caplog.messages == [LEFT_OUT]
+    model.run({"x": rows(1)}, wanted=("y",))
+    assert caplog.messages == [LEFT_OUT]
+
+
+def test_a_request_that_fails_leaves_nothing_out(python: Open, caplog: pytest.LogCaptureFixture) -> None:
+    python(executing("responses.append(pb_utils.InferenceResponse([], pb_utils.TritonError('no')))")).run(
+        {"x": rows(1)}
+    )
+    assert caplog.messages == []
 
 
 def test_a_models_log_messages_carry_its_name(python: Open, caplog: pytest.LogCaptureFixture) -> None:
