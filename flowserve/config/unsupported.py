@@ -13,12 +13,25 @@ from flowserve.config.rules.subject import Rule, Subject
 from flowserve.errors import Problem
 
 YET: Final = "is not supported yet"
-# What to do instead, by backend.
+_EXPORT: Final = "export it: torch.onnx.export(model, inputs, '1/model.onnx', dynamo=True), or call it in a model.py"
+_TENSORRT_LLM: Final = (
+    "its engines are no TensorRT plans: call TensorRT-LLM in a decoupled model.py, or run trtllm-serve beside"
+    " this server"
+)  # What to do instead, by backend.
 OTHER_BACKENDS: Final[Mapping[str, str]] = {
-    "pytorch": "export it: torch.onnx.export(model, inputs, '1/model.onnx', dynamo=True), or call it in a model.py",
+    "pytorch": _EXPORT,
+    "libtorch": _EXPORT,
+    "vllm": "call vLLM in a decoupled model.py, an answer for each piece of text, or run `vllm serve` beside this"
+    " server",
+    "tensorrtllm": _TENSORRT_LLM,
+    "tensorrt_llm": _TENSORRT_LLM,
+    "dali": "run the DALI pipeline, or the same steps with numpy and Pillow, in a model.py",
+    "fil": "convert the trees to ONNX (onnxmltools for XGBoost and LightGBM, skl2onnx for scikit-learn), or call their"
+    " library in a model.py",
+    "identity": "write a model.py that answers what it is given, or an ONNX file of Identity nodes",
     "tensorflow": "convert it to ONNX: pip install tf2onnx, then python -m tf2onnx.convert --saved-model"
     " 1/model.savedmodel --output 1/model.onnx, and leave `platform` out",
-    "openvino": "serve the ONNX file that the model was converted from: name it model.onnx and leave `backend` out",
+    "openvino": "serve the ONNX file that the model was converted from: name it model.onnx and leave `backend` and `platform` out",
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from flowserve.config.instances import OFF
 from flowserve.config.load import Draft, finish
-from flowserve.config.unsupported import BACKEND_RULE, UNSUPPORTED
+from flowserve.config.unsupported import BACKEND_RULE, OTHER_BACKENDS, UNSUPPORTED
 from flowserve.errors import Problems
 
 Read = Callable[..., Draft]
@@ -145,6 +145,13 @@ def test_refusal_N21_places_that_do_not_exist_yet(refused: Refused) -> None:
         ('backend: "pytorch"', (), "1:1", "pytorch_libtorch is not supported yet (export it: torch.onnx.export("),
         ('backend: "openvino"', (), "1:1", "openvino is not supported yet (serve the ONNX file"),
         ("", ("1/model.xml",), "", "openvino is not supported yet (serve the ONNX file"),
+        ('backend: "libtorch"', (), "1:1", "libtorch is not supported yet (export it: torch.onnx.export("),
+        ('backend: "vllm"', (), "1:1", "vllm is not supported yet (call vLLM in a decoupled model.py,"),
+        ('backend: "dali"', (), "1:1", "dali is not supported yet (run the DALI pipeline"),
+        ('backend: "fil"', (), "1:1", "fil is not supported yet (convert the trees to ONNX"),
+        ('backend: "identity"', (), "1:1", "identity is not supported yet (write a model.py"),
+        ('backend: "tensorrtllm"', (), "1:1", "tensorrtllm is not supported yet (its engines are no TensorRT plans:"),
+        ('backend: "tensorrt_llm"', (), "1:1", "tensorrt_llm is not supported yet (its engines are no TensorRT plans:"),
     ],
 )
 def test_refusal_N22_backends_that_are_not_here(
@@ -153,6 +160,19 @@ def test_refusal_N22_backends_that_are_not_here(
     text = (MODEL % "").replace('backend: "python"', said)
     (told,) = refused(text, *files)
     assert told.startswith(f"{where}: model 'm': {advice}" if where else f" model 'm': {advice}")
+
+
+def test_a_platform_that_is_such_a_backends_name_is_answered_with_what_to_do_and_not_with_the_next_refusal(
+    refused: Refused,
+) -> None:
+    (told,) = refused((MODEL % "").replace('backend: "python"', 'platform: "openvino"'))
+    assert told == f"1:1: unexpected platform type 'openvino' for m ({OTHER_BACKENDS['openvino']}) [M3]"
+
+
+def test_each_of_those_backends_stands_on_the_page_for_whoever_comes_from_triton() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "from-triton.md").read_text()
+    told = page[page.index("### Other backends") : page.index("## 2.")]
+    assert [name for name in OTHER_BACKENDS if f"`{name}`" not in told] == []
 
 
 def test_an_unknown_backend_is_for_the_registry_to_judge(refused: Refused) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 from flowserve.config.backends import BACKEND_OF_PLATFORM, BACKENDS_WITH_PLATFORMS, PLATFORM_OF_BACKEND
 from flowserve.config.rules.subject import ENSEMBLE, Subject
 from flowserve.config.suggest import did_you_mean
+from flowserve.config.unsupported import OTHER_BACKENDS
 from flowserve.errors import Problem
 
 INSTANCES_MAX: Final = 1024
@@ -48,7 +49,8 @@ def backend_is_known(s: Subject) -> Iterator[Problem]:
     if m.backend or s.is_ensemble:
         return
     if m.platform:
-        hint = did_you_mean(m.platform, [*BACKEND_OF_PLATFORM, ENSEMBLE]) or f'write `backend: "{m.platform}"`?'
+        hint = OTHER_BACKENDS.get(m.platform) or did_you_mean(m.platform, [*BACKEND_OF_PLATFORM, ENSEMBLE])
+        hint = hint or f'write `backend: "{m.platform}"`?'
         yield s.problem("platform", f"unexpected platform type '{m.platform}' for {m.name}", hint)
     elif m.default_model_filename:
         text = f"unexpected platform type '' for {m.name}"
