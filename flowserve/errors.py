@@ -16,6 +16,7 @@ class FlowserveError(Exception):
 
     kind: ClassVar[str] = "internal"
     lineage: str = ""  # which step of a graph it happened in, as it stands behind the message
+    place: Place | None = None  # what in the user's files it is about, where that is known
 
 
 class Invalid(FlowserveError):

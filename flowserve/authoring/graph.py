@@ -14,6 +14,7 @@ from flowserve.authoring.files import SavedPart, contents, write_private, write_
 from flowserve.authoring.parts import FolderModel
 from flowserve.backends import registry
 from flowserve.config.load import draft_of, finish
+from flowserve.config.parse import Parsed
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.config.write import message_of
 from flowserve.errors import FlowserveError, Problem, Problems
@@ -254,7 +255,8 @@ def _ambiguous(graphs: Sequence[Graph]) -> Iterator[Problem]:
 
 def _config(part: Declared) -> ModelConfig:
     message = message_of(part.config(), part.place.file)
-    return finish(draft_of(message, part.source(), Path(part.folder or part.name), registry.default_files()), None)
+    parsed = Parsed(message, part.source())
+    return finish(draft_of(parsed, Path(part.folder or part.name), registry.default_files()), None)
 
 
 def _problems_of(error: FlowserveError | None, part: Part) -> list[Problem]:

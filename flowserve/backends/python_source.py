@@ -99,10 +99,13 @@ class Source:
             raise
         except RAISED as error:
             log.error("model '%s': %s failed", self.config.name, what, exc_info=error)
-            where = self.shown
+            where, place = self.shown, Place(self.shown)
             if (line := raised_at(error, self.owner)) is not None:
-                where = f"{relative(Path(line.filename), self.files)}:{line.lineno}"
-            raise ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {reason(error)}") from error
+                place = Place(relative(Path(line.filename), self.files), line.lineno or 1, 1)
+                where = f"{place.file}:{place.line}"
+            failed = ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {reason(error)}")
+            failed.place = place
+            raise failed from error
 
 
 def reason(error: BaseException) -> str:

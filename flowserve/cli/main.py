@@ -60,6 +60,7 @@ CHECK_EXAMPLES: Final = """\
 examples:
   flowserve check graphs/                     print every problem as file:line:column, or the compiled graphs
   flowserve check graphs/read_text            one deployment of it
+  flowserve check graphs/ more/               two repositories that are served together
   flowserve check steps:graph                 a graph of that name in the Python module steps
   flowserve check graphs/ --json              for a program
 """
@@ -112,7 +113,11 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         allow_abbrev=False,
     )
     check.add_argument(
-        "repository", metavar="REPO", nargs="?", type=Path, help="a model repository, or one deployment's folder of it"
+        "repositories",
+        metavar="REPO",
+        nargs="*",
+        type=Path,
+        help="a model repository, or several that are served together; or one deployment's folder",
     )
     check.add_argument("--json", action="store_true", help="one line of JSON instead, on standard output")
     add_config_name(check)
@@ -177,7 +182,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
     command = subparsers[parsed.command]
-    if parsed.command == "run":
+    if parsed.command in ("run", "check"):
         if not any(word.startswith("-") for word in leftovers):
             parsed.repositories += map(Path, leftovers)  # those behind an option, which argparse leaves over
             leftovers = []
@@ -185,7 +190,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     _refuse_leftovers(command, leftovers)
     if parsed.command in ("infer", "bench", "new", "build-plan"):
         return run_command(parsed, command)
-    if not (parsed.repositories if parsed.command == "run" else parsed.repository):
+    if not (parsed.repository if parsed.command == "graph" else parsed.repositories):
         command.error(f"which repository? Say: {command.prog} REPO")
     match parsed.command:
         case "run":
@@ -199,7 +204,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             from flowserve.cli.check import check
 
             return check(
-                [parsed.repository],
+                parsed.repositories,
                 sys.stdout,
                 sys.stderr,
                 color=sys.stderr.isatty(),

@@ -52,11 +52,14 @@ class WrongValue(Exception):
 
 
 class Builder:
-    """Fills messages from trees. `places` and `problems` grow as it goes; a field with a problem stays unset."""
+    """Fills messages from trees. `places`, `problems` and the paths that are `broken` grow as it goes; a field with a
+    problem stays unset.
+    """
 
     def __init__(self, text: Text, notation: Format) -> None:
         self.places: dict[str, Place] = {}
         self.problems: list[Problem] = []
+        self.broken: set[str] = set()
         self._text = text
         self._is_json = notation == "json"
         self._path = ""  # of the field that is being read
@@ -267,6 +270,7 @@ class Builder:
 
     def _problem(self, at: int, message: str, hint: str = "") -> None:
         self.problems.append(Problem(message, self._place(at), hint=hint))
+        self.broken.add(self._path)
         if len(self.problems) == PROBLEMS_MAX:
             raise Problems([*self.problems, Problem("more mistakes follow", self._place(at))])
 

@@ -1,7 +1,7 @@
 """From a model's folder to a configuration that the rest of the program trusts, in two steps.
 
 Decided here: the order. `read_draft` reads what the user wrote and guesses the backend; the caller asks that backend
-what the model's own files say; `finish` joins both, judges the whole and applies the defaults. Nothing here reads model
+what the model's own files say; `judge` joins both, judges the whole and applies the defaults. Nothing here reads model
 files.
 """
 
@@ -16,18 +16,17 @@ from typing import Final
 from flowserve.config.backends import fill_backend
 from flowserve.config.complete import merge
 from flowserve.config.convert import to_config
+from flowserve.config.doubt import elsewhere, fields_of, may_go_on
 from flowserve.config.ignored import ignored_fields
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.normalise import fill_defaults, gpus_to_cpu
-from flowserve.config.parse import parse_model_config, read_text
+from flowserve.config.parse import Parsed, parse, read_text
 from flowserve.config.rules import find_problems
 from flowserve.config.rules.subject import Subject
 from flowserve.config.types import Completion, ModelConfig, SourceMap
 from flowserve.config.unsupported import UNSUPPORTED, refuse_backend
 from flowserve.errors import Place, Problem, Problems
-
-__all__ = ["CONFIG_FILE", "Draft", "finish", "parse_model_config", "read_draft"]
 
 log = logging.getLogger("flowserve.config")
 
@@ -37,7 +36,8 @@ VARIANTS: Final = "configs"  # the folder of configurations that have names
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What the user wrote for one model folder, before its own files were asked.
+    """What the user wrote for one model folder, before its own files were asked. Mistakes of the text may be among it,
+    but for those that leave nothing else to be judged.
 
     `name` is the folder's name. `backend` is "" for ensembles and where it cannot be told. `preliminary` is what was
     written so far, unchecked, for `Backend.complete`. `backends` are those that exist.
@@ -50,6 +50,18 @@ class Draft:
     backend: str
     preliminary: ModelConfig
     backends: frozenset[str]
+    parsed: Parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The configuration with its defaults; every mistake of the text and violation of every rule, sorted by place; and
+    whether what others say of the configuration would be said without these mistakes, too.
+    """
+
+    config: ModelConfig
+    problems: list[Problem]
+    is_sound: bool
 
 
 def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str], config_name: str = "") -> Draft:
@@ -64,18 +76,23 @@ def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str],
     found = next((name for name in (*named, CONFIG_FILE) if _is_there(folder / name)), None)
     if found is not None:
         file = f"{home}/{found}"
-        message, source = parse_model_config(read_text(folder / found, file), file)
+        parsed = parse(read_text(folder / found, file), file)
     else:
-        message, source = ModelConfigProto(), SourceMap(home)
-    return draft_of(message, source, folder, default_files)
+        parsed = Parsed(ModelConfigProto(), SourceMap(home))
+    return draft_of(parsed, folder, default_files)
 
 
 def _is_there(path: Path) -> bool:
     return path.exists() or path.is_symlink()  # a link that leads nowhere is a mistake and not a missing file
 
 
-def draft_of(message: ModelConfigProto, source: SourceMap, folder: Path, default_files: Mapping[str, str]) -> Draft:
-    """The draft of a configuration that is already parsed. `message` becomes the draft's own."""
+def draft_of(parsed: Parsed, folder: Path, default_files: Mapping[str, str]) -> Draft:
+    """The draft of a configuration that is already parsed. Its message becomes the draft's own. Raises `Problems` where
+    there are some that leave nothing else to be judged.
+    """
+    if not may_go_on(parsed.broken):
+        raise Problems(parsed.problems)
+    message, source = parsed.message, parsed.source
     message.name = message.name or folder.name
     fill_backend(message, folder, default_files)
     return Draft(
@@ -86,14 +103,21 @@ def draft_of(message: ModelConfigProto, source: SourceMap, folder: Path, default
         backend=message.backend,
         preliminary=to_config(message, source),
         backends=frozenset(default_files),
+        parsed=parsed,
     )
 
 
 def finish(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> ModelConfig:
-    """The configuration to serve with.
+    """The configuration to serve with. Raises `Problems` with all that `judge` finds."""
+    judged = judge(draft, completion, gpus)
+    if judged.problems:
+        raise Problems(judged.problems)
+    return judged.config
 
-    `completion` is what the model's own files say, None where nobody asked (ensembles). `gpus` are those that the
-    model's instances may be on. Raises `Problems` with every violation of every rule, sorted by place.
+
+def judge(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> Judged:
+    """What comes of a draft. `completion` is what the model's own files say, None where nobody asked (ensembles).
+    `gpus` are those that the model's instances may be on.
     """
     message = ModelConfigProto()
     message.CopyFrom(draft.message)
@@ -106,12 +130,13 @@ def finish(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) ->
     problems += find_problems(subject)
     problems += find_problems(subject, UNSUPPORTED)
     problems += refuse_backend(subject, draft.backends)
-    if problems:
-        raise Problems(_in_order(problems))
-    for path in ignored_fields(draft.source, len(message.instance_group)):
+    is_sound = may_go_on({*draft.parsed.broken, *fields_of(problems, draft.source)})
+    if draft.parsed.problems:
+        problems = [*draft.parsed.problems, *elsewhere(problems, draft.source, draft.parsed.broken)]
+    for path in ignored_fields(draft.source, len(message.instance_group)) if not problems else ():
         log.info("%s: %s is read and ignored", draft.source.place(path), path)
     fill_defaults(message, completion, gpus)
-    return to_config(message, draft.source)
+    return Judged(to_config(message, draft.source), _in_order(problems), is_sound)
 
 
 def _in_order(problems: list[Problem]) -> list[Problem]:

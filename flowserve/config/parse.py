@@ -6,10 +6,12 @@ says makes sense is decided in rules/, whether this server can do it in unsuppor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from flowserve.config.build import Builder, Format
+from flowserve.config.doubt import field_of
 from flowserve.config.jsontext import parse_json
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.pbtxt import parse_pbtxt
@@ -22,15 +24,33 @@ from flowserve.errors import Place, Problem, Problems
 SIZE_MAX_BYTES: Final = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a text says. `problems` are every unknown field, wrong type and repeated field, sorted by place; what is
+    wrong is not in the `message`. `broken` are the configuration's own fields with such mistakes in them.
+    """
+
+    message: ModelConfigProto
+    source: SourceMap
+    problems: tuple[Problem, ...] = ()
+    broken: frozenset[str] = frozenset()
+
+
 def parse_model_config(
     text: str,
     file: str,
     format: Format = "pbtxt",  # noqa: A002, the word users know it by
 ) -> tuple[ModelConfigProto, SourceMap]:
-    """What `text` says. `file` is the name that places carry.
+    """What `text` says, where all of it is right. Raises `Problems` as `parse` does, and with those that it finds."""
+    parsed = parse(text, file, format)
+    if parsed.problems:
+        raise Problems(parsed.problems)
+    return parsed.message, parsed.source
 
-    Raises `Problems`: every unknown field, wrong type and repeated field at once, sorted by place; where the text is
-    not of that format at all, the one place where that shows.
+
+def parse(text: str, file: str, format: Format = "pbtxt") -> Parsed:  # noqa: A002, the word users know it by
+    """As far as it can be read. `file` is the name that places carry. Raises `Problems` where the text is not of that
+    format at all, with the one place where that shows.
     """
     if len(text) > SIZE_MAX_BYTES:
         raise Problems([_too_large(file)])
@@ -39,9 +59,8 @@ def parse_model_config(
     builder = Builder(source, format)
     message = ModelConfigProto()
     builder.fill(message, MODEL_CONFIG, tree)
-    if builder.problems:
-        raise Problems(sorted(builder.problems, key=lambda problem: problem.place or Place(file)))
-    return message, SourceMap(file, builder.places)
+    problems = sorted(builder.problems, key=lambda problem: problem.place or Place(file))
+    return Parsed(message, SourceMap(file, builder.places), tuple(problems), frozenset(map(field_of, builder.broken)))
 
 
 def read_text(path: Path, file: str) -> str:

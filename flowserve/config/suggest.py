@@ -12,10 +12,15 @@ KNOWN_MAX: Final = 64
 NAME_CHARS_MAX: Final = 128
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is closest, "" where none is close."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+
+
 def did_you_mean(name: str, known: Iterable[str], quote: str = '"') -> str:
     """'did you mean "input"?' where one of the known names is close, else ""."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {quote}{close[0]}{quote}?" if close else ""
+    close = nearest(name, known)
+    return f"did you mean {quote}{close}{quote}?" if close else ""
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -44,11 +44,9 @@ def compile_ensemble(
     if problems:
         raise Problems(problems)
     folding = _Folding(config, available)
-    problems = list(_disagreements_across_folds(config, folding))
-    if problems:
-        raise Problems(problems)
     graph = folding.graph(version)
-    problems = [*counts_that_differ(graph), *pauses_without_end(graph, available)]
+    problems = [*_disagreements_across_folds(config, folding)]
+    problems += [*counts_that_differ(graph), *pauses_without_end(graph, available)]
     if problems:
         raise Problems(problems)
     return graph

@@ -1,34 +1,38 @@
 """One model folder, read whole: configuration, the model's own word, versions.
 
 Decided here: that all three are asked before anything is refused, so that a user sees every mistake of a folder at
-once. What the backends say comes through a function that is handed in: this room and theirs do not know each other.
+once; and which file a backend means that does not say. What the backends say comes through a function that is handed
+in: this room and theirs do not know each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from flowserve.config.ignored import unused_environment
 from flowserve.config.instances import NO_GPUS, Gpus
-from flowserve.config.load import Draft, draft_of, finish, parse_model_config, read_draft
+from flowserve.config.load import Draft, draft_of, judge, read_draft
 from flowserve.config.normalise import forget_defaults
+from flowserve.config.parse import parse
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.config.unsupported import OTHER_BACKENDS
-from flowserve.errors import FlowserveError, Place, Problem, Problems
+from flowserve.errors import FlowserveError, Invalid, Place, Problem, Problems
 from flowserve.repository.containment import steps_of
 from flowserve.repository.labels import Labels, read_labels
 from flowserve.repository.layout import ModelFolder, missing_versions, versions_to_serve
 
 # Asks the backend of a configuration about one version of it. May block; raises FlowserveError.
 Complete = Callable[[ModelConfig, ModelFolder, int], Completion]
+REFUSED: Final = "M92"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadModel:
-    """A folder that is right as far as can be seen from itself.
+    """A folder, read as far as can be seen from itself.
 
-    `versions` are those to serve, ascending, at least one. `labels` are those of its outputs.
+    `versions` are those to serve, ascending, at least one where nothing is wrong. `labels` are those of its outputs.
     """
 
     folder: ModelFolder
@@ -36,6 +40,16 @@ class ReadModel:
     versions: tuple[int, ...]
     warnings: tuple[Problem, ...] = ()
     labels: Labels = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What is wrong with a folder, and what it says: None where whoever judges that would speak of the same mistakes
+    again. Without any problem it is there.
+    """
+
+    problems: tuple[Problem, ...]
+    read: ReadModel | None = None
 
 
 def read_model(
@@ -48,37 +62,62 @@ def read_model(
     config_name: str = "",
     served: ModelConfig | None = None,
 ) -> ReadModel:
+    """As `examine`, for whoever wants all of it. Raises Problems with every mistake of the folder."""
+    found = examine(
+        folder, default_files, complete, gpus=gpus, config_json=config_json, config_name=config_name, served=served
+    )
+    if found.problems or found.read is None:
+        raise Problems(found.problems)
+    return found.read
+
+
+def examine(
+    folder: ModelFolder,
+    default_files: Mapping[str, str],
+    complete: Complete,
+    *,
+    gpus: Gpus = NO_GPUS,
+    config_json: str = "",
+    config_name: str = "",
+    served: ModelConfig | None = None,
+) -> Examined:
     """Read one folder; its files are opened once, so that a change meanwhile gives the old or the new state, never a
     mixture.
 
     `default_files`: what a version folder holds, by backend. `gpus`: those that instances may be on.
     `config_json`: a configuration in the place of the folder's own, perhaps that of `served` (what this name is, or was
     last) with changes; `config_name`: which of those that it has by name counts. Blocks.
-    Raises Problems with every mistake of the folder.
     """
     try:
         draft = _draft(folder, default_files, config_json, config_name, served)
     except OSError as error:
-        raise Problems([Problem(f"cannot be read: {error.strerror}", Place(folder.name))]) from error
+        return Examined((Problem(f"cannot be read: {error.strerror}", Place(folder.name)),))
+    except Problems as unreadable:
+        return Examined(unreadable.problems)
     versions, problems = _versions(folder, draft)
     completion: Completion | None = None
+    was_refused = False
     if versions and _can_be_asked(draft):
         try:
-            completion = _ask(draft, folder, versions[-1], complete)
+            completion = _ask(draft, folder, versions[-1], default_files, complete)
         except Problems as refused:
+            was_refused = True
             problems += refused.problems
+    judged = judge(draft, completion, gpus)
+    # Whoever could not be asked might have filled in what is not written, so only what is written counts against it.
+    was_asked = completion is not None or not problems
+    written = [one for one in judged.problems if was_asked or (one.place and one.place.line)]
+    problems = [*problems, *written] or judged.problems
+    if was_refused or not judged.is_sound:
+        return Examined(tuple(problems))
+    labels: Labels = {}
     try:
-        config = finish(draft, completion, gpus)
-    except Problems as broken:
-        # Whoever could not be asked might have filled in what is not written, so only what is written counts against
-        # it.
-        was_asked = completion is not None or not problems
-        problems += [problem for problem in broken.problems if was_asked or (problem.place and problem.place.line)]
-        raise Problems(problems or broken.problems) from None
-    if problems:
-        raise Problems(problems)
-    labels = read_labels(folder.path, config)
-    return ReadModel(folder, config, versions, (*folder.warnings, *_warnings(folder, config)), labels)
+        labels = read_labels(folder.path, judged.config)
+    except Problems as unlabelled:
+        problems += unlabelled.problems
+    config = replace(judged.config, name=folder.name)  # which is not what it says where that is a mistake
+    warnings = (*folder.warnings, *_warnings(folder, config))
+    return Examined(tuple(problems), ReadModel(folder, config, versions, warnings, labels))
 
 
 def read_steps(
@@ -103,14 +142,18 @@ def _draft(
     if not config_json:
         return read_draft(folder.path, folder.repository, default_files, config_name)
     try:
-        message, source = parse_model_config(config_json, f"{folder.name}/config", "json")
-    except Problems as problems:
-        first, *others = problems.problems
-        said = replace(first, message=f"Invalid config override: {first.message}")
-        raise Problems([said, *others]) from None
+        parsed = parse(config_json, f"{folder.name}/config", "json")
+    except Problems as unreadable:
+        raise Problems(_of_an_override(unreadable.problems)) from None
     if served is not None:
-        forget_defaults(message, served)
-    return draft_of(message, source, folder.path, default_files)
+        forget_defaults(parsed.message, served)
+    return draft_of(replace(parsed, problems=_of_an_override(parsed.problems)), folder.path, default_files)
+
+
+def _of_an_override(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """With Triton's words before the first."""
+    first = tuple(replace(one, message=f"Invalid config override: {one.message}") for one in problems[:1])
+    return (*first, *problems[1:])
 
 
 def _versions(folder: ModelFolder, draft: Draft) -> tuple[tuple[int, ...], list[Problem]]:
@@ -126,18 +169,29 @@ def _can_be_asked(draft: Draft) -> bool:
     return bool(draft.backend) and (draft.backend in draft.backends or draft.backend not in OTHER_BACKENDS)
 
 
-def _ask(draft: Draft, folder: ModelFolder, version: int, complete: Complete) -> Completion:
-    """What the model's own files say, every failure as Problems at the place of the configuration."""
-    place = draft.source.place("")
+def _ask(
+    draft: Draft, folder: ModelFolder, version: int, default_files: Mapping[str, str], complete: Complete
+) -> Completion:
+    """What the model's own files say, every failure as Problems."""
+    failure: FlowserveError
     try:
         return complete(draft.preliminary, folder, version)
-    except Problems:
-        raise
     except FlowserveError as error:
-        raise Problems([Problem(str(error), place)]) from error
+        failure = error
     except Exception as error:  # backends run other people's code: plug-ins, and model.py files through them
         text = f"model '{draft.name}': backend '{draft.backend}' failed to read it: {type(error).__name__}: {error}"
-        raise Problems([Problem(text, place)]) from error
+        failure = Invalid(text)
+    raise Problems(refusals(failure, folder, version, draft.preliminary, default_files)) from failure
+
+
+def refusals(
+    error: FlowserveError, folder: ModelFolder, version: int, config: ModelConfig, default_files: Mapping[str, str]
+) -> list[Problem]:
+    """What a backend says of a version. Where it does not say what it means, that is the model's file."""
+    file = config.default_model_filename or default_files.get(config.backend, "")
+    place = error.place or Place("/".join(filter(None, (folder.name, str(version), file))))
+    problems = error.problems if isinstance(error, Problems) else (Problem(str(error)),)
+    return [replace(one, place=one.place or place, rule=one.rule or REFUSED) for one in problems]
 
 
 def _warnings(folder: ModelFolder, config: ModelConfig) -> list[Problem]:

@@ -1,14 +1,14 @@
 """A repository read without serving it, for those who only look.
 
-Decided here: that reading goes as far as it can: what is wrong with one deployment says nothing about the others; and
-that it says nothing about the GPUs of the machine it is read on, which need not be the one it is served on; and where
-models' own code runs that has to be asked.
+Decided here: that reading goes as far as it can: what is wrong with one deployment says nothing about the others, and
+one mistake of it hides no other that can be known; that it says nothing about the GPUs of the machine it is read on,
+which need not be the one it is served on; and where models' own code runs that has to be asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +17,10 @@ import trio
 from flowserve.backends import registry
 from flowserve.config.instances import ASSUMED
 from flowserve.config.types import ModelConfig
-from flowserve.errors import FlowserveError, Problem
+from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.render.facts import Facts, gather_facts
 from flowserve.repository.layout import find_models
-from flowserve.repository.read import Complete, ReadModel, read_model
+from flowserve.repository.read import Complete, ReadModel, examine
 from flowserve.repository.resolve import Resolution, resolve
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock
@@ -103,17 +103,52 @@ def read_repositories(
     found = find_models(repositories)
     read: dict[str, ReadModel] = {}
     failed: dict[str, FlowserveError] = dict(found.duplicates)
-    for folder in found.folders:
-        try:
-            model = read_model(folder, registry.default_files(), complete, gpus=ASSUMED, config_name=config_name)
-            judge(model)
-            read[folder.name] = model
-        except FlowserveError as error:
-            failed[folder.name] = error
-    configs = {name: model.config for name, model in read.items()}
-    resolution = resolve(configs, {name: model.versions for name, model in read.items()}, failed)
+    half_right: dict[str, ModelConfig] = {}
     warnings = [("", warning) for warning in found.warnings]
     for folder in found.folders:
-        model_read = read.get(folder.name)
-        warnings += [(folder.name, warning) for warning in (model_read or folder).warnings]
-    return Reading(configs, resolution, tuple(warnings))
+        seen = examine(folder, registry.default_files(), complete, gpus=ASSUMED, config_name=config_name)
+        problems = [*seen.problems, *(_judged(seen.read, judge) if seen.read else ())]
+        if problems:
+            failed[folder.name] = _together(problems)
+        if seen.read and problems and seen.read.config.is_ensemble:
+            half_right[folder.name] = seen.read.config
+        if seen.read and not problems:
+            read[folder.name] = seen.read
+        warnings += [(folder.name, warning) for warning in (seen.read or folder).warnings]
+    configs = {name: model.config for name, model in read.items()}
+    versions = {name: model.versions for name, model in read.items()}
+    resolution = resolve(configs, versions, failed)
+    return Reading(configs, _with_wiring(resolution, half_right, configs, versions), tuple(warnings))
+
+
+def _together(problems: Sequence[Problem]) -> Problems:
+    """Each once, in the order of the files."""
+    return Problems(sorted(dict.fromkeys(problems), key=lambda problem: problem.place or Place("")))
+
+
+def _judged(read: ReadModel, judge: Judge) -> Sequence[Problem]:
+    try:
+        judge(read)
+    except FlowserveError as error:
+        return error.problems if isinstance(error, Problems) else (Problem(str(error), error.place),)
+    return ()
+
+
+def _with_wiring(
+    resolution: Resolution,
+    half_right: Mapping[str, ModelConfig],
+    configs: Mapping[str, ModelConfig],
+    versions: Mapping[str, Sequence[int]],
+) -> Resolution:
+    """With what is wrong with the graphs of ensembles that have other mistakes, too."""
+    if not half_right:
+        return resolution
+    others = {name: failure for name, failure in resolution.failed.items() if name not in half_right}
+    some_version = dict.fromkeys(half_right, (1,))
+    wired = resolve({**configs, **half_right}, {**versions, **some_version}, others, only=half_right.keys())
+    failed = dict(resolution.failed)
+    for name in half_right:
+        known, found = failed[name], wired.failed.get(name)
+        if isinstance(known, Problems) and isinstance(found, Problems):
+            failed[name] = _together([*known.problems, *found.problems])
+    return replace(resolution, failed=failed)

@@ -15,7 +15,7 @@ from flowserve.backends import registry
 from flowserve.backends.base import ModelFiles, Verifies
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Problem, Problems
-from flowserve.repository.read import ReadModel
+from flowserve.repository.read import ReadModel, refusals
 
 
 def verify(read: ReadModel) -> None:
@@ -30,8 +30,10 @@ def verify(read: ReadModel) -> None:
         backend = registry.find(inner.backend)
         if isinstance(backend, Verifies):
             for version in read.versions:
-                with _noting(problems, read.config, ""):
+                try:
                     backend.verify(inner, ModelFiles(read.folder.repository, read.folder.path, version))
+                except FlowserveError as error:
+                    problems += refusals(error, read.folder, version, inner, registry.default_files())
     if problems:
         raise Problems([*dict.fromkeys(problems)])  # versions are often wrong alike
 

@@ -15,6 +15,7 @@ import numpy as np
 from flowserve.backends import registry
 from flowserve.backends.callable import CallableBackend, offer
 from flowserve.config.load import CONFIG_FILE, draft_of, finish
+from flowserve.config.parse import Parsed
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.config.write import fields_of, message_of, text_of
@@ -93,7 +94,8 @@ class Faked:
         count = sum(int(group.get("count", 1)) for group in fields.get("instance_group", [])) or 1
         fields |= {"name": folder.name, "backend": BACKEND, "instance_group": [{"count": count, "kind": "KIND_CPU"}]}
         message = message_of({**fields, "parameters": {}}, folder.name)
-        config = finish(draft_of(message, SourceMap(folder.name), folder.path, registry.default_files()), None)
+        parsed = Parsed(message, SourceMap(folder.name))
+        config = finish(draft_of(parsed, folder.path, registry.default_files()), None)
         model = FunctionModel(
             self._fakes[folder.name].function(config),
             name=folder.name,

@@ -145,6 +145,17 @@ def test_a_name_in_two_repositories_is_a_problem(checked: Callable[..., Checked]
     assert "model 'same' appears in two or more repositories" in err
 
 
+def test_repositories_that_are_served_together_are_checked_together(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "steps").mkdir()
+    (repository / "same").rename(tmp_path / "steps" / "same")
+    assert main(["check", str(repository)]) == 1
+    assert "models that are not available or ambiguous: same [G2]" in capsys.readouterr().err
+    assert main(["check", str(repository), "--json", str(tmp_path / "steps")]) == 0
+    assert json.loads(capsys.readouterr().out)["right"] == ["pipe", "same"]
+
+
 def test_a_repository_that_is_not_there_is_a_problem(checked: Callable[..., Checked], tmp_path: Path) -> None:
     status, _, err = checked(tmp_path / "nowhere")
     assert status == 1
@@ -263,8 +274,88 @@ def test_every_version_and_every_file_beside_it_is_looked_at_and_nothing_is_run(
     status, _, err = checked()
     assert status == 1
     assert "own/config.pbtxt:4:1: error: warmup sample 'one' of model 'own': input 'X' needs 16 bytes" in err
-    assert "own/1/model.py:1:12: error: model 'own' is not valid Python: invalid syntax\n" in err
-    assert "own/3/model.py: error: model 'own' has no class TritonPythonModel\n3 problems" in err
+    assert "own/1/model.py:1:12: error: model 'own' is not valid Python: invalid syntax [M92]\n" in err
+    assert "own/3/model.py: error: model 'own' has no class TritonPythonModel [M92]\n" in err
+    assert "\n3 problems" in err
+
+
+def test_a_model_file_that_cannot_be_used_is_what_a_program_is_told(repository: Path) -> None:
+    """Whether it had to be asked, or its configuration is whole; whoever runs code for it tells the line."""
+    whole = (
+        'backend: "onnxruntime"\nmax_batch_size: 4\n'
+        'input { name: "X" data_type: TYPE_FP32 dims: 4 }\noutput { name: "Y" data_type: TYPE_FP32 dims: 4 }\n'
+    )
+    asked = "class TritonPythonModel:\n    @staticmethod\n    def auto_complete_config(config):\n        1 / 0\n"
+    for path, text in {
+        "cut/1/model.onnx": "no model",
+        "whole/1/model.onnx": "no model",
+        "whole/config.pbtxt": whole,
+        "absent/config.pbtxt": whole,
+        "absent/1/other.onnx": "",
+        "raises/1/model.py": asked,
+    }.items():
+        (repository / path).parent.mkdir(parents=True, exist_ok=True)
+        (repository / path).write_text(text)
+    out = io.StringIO()
+    assert check([repository], out, io.StringIO(), color=False, as_json=True) == 1
+    told = [(one["rule"], one["file"], one["line"]) for one in json.loads(out.getvalue())["problems"]]
+    assert told == [
+        ("M92", "absent/1/model.onnx", None),
+        ("M92", "cut/1/model.onnx", None),
+        ("M92", "raises/1/model.py", 4),
+        ("M92", "whole/1/model.onnx", None),
+    ]
+
+
+def rules(err: str) -> list[str]:
+    """Which rules are broken, where."""
+    return [
+        f"{line.split(': ')[0]} {line[line.rindex('[') + 1 : -1]}" for line in err.splitlines() if line.endswith("]")
+    ]
+
+
+def test_no_mistake_waits_for_another_to_be_mended(checked: Callable[..., Checked], repository: Path) -> None:
+    """A model that is wrong by itself is compared with its file, an ensemble with its models; one without any version
+    too.
+    """
+    (repository / "same" / "config.pbtxt").write_text(
+        'max_batch_size: 4\ninput { name: "XX" data_type: TYPE_FP32 dims: 4 }\n'
+        'output { name: "Y" data_type: TYPE_FP32 dims: 4 }\ninstance_group { count: 5000 }\n'
+    )
+    write_identity(repository / "good/1/model.onnx")
+    edit(repository, '"same"', '"good"')
+    edit(repository, '"X" value', '"Z" value')
+    edit(repository, "max_batch_size: 4", "max_batch_size: 4\noptimization { }\ndynamic_batchin { }")
+    (repository / "pipe/1").rmdir()
+    _, _, err = checked()
+    assert rules(err) == [
+        "pipe R1",
+        "pipe/config.pbtxt:3:1 M81",
+        "pipe/config.pbtxt:11:5 G7",
+        "pipe/config.pbtxt:11:17 G5",
+        "same/config.pbtxt:2:1 M90",
+        "same/config.pbtxt:2:9 M90",
+        "same/config.pbtxt:4:18 M10",
+    ]
+    assert 'pipe/config.pbtxt:4:1: error: Message type "inference.ModelConfig" has no field named "dyn' in err
+
+
+def test_what_a_mistake_brings_along_is_not_told(checked: Callable[..., Checked], repository: Path) -> None:
+    """Where a batch size or a tensor is wrong, no more is said of what is judged by it, here or in ensembles of it."""
+    write_identity(repository / "good/1/model.onnx")
+    for name, text in {
+        "same": 'max_batch_size: -1\ninput { name: "X" data_type: TYPE_FP32 dims: 4 }\n'
+        'output { name: "Y" data_type: TYPE_FP32 dims: 4 }\ndynamic_batching { preferred_batch_size: [ 9 ] }\n',
+        "good": "max_batch_sise: 64\ndynamic_batching { preferred_batch_size: [ 64 ] }\n",
+    }.items():
+        (repository / name / "config.pbtxt").write_text(text)
+    edit(repository, "dims: 4 }\noutput", "dim: 4 }\noutput")
+    _, _, err = checked()
+    assert rules(err) == ["same/config.pbtxt:1:1 M8"]
+    assert [line.split(": error")[0] for line in err.splitlines() if "has no field" in line] == [
+        "good/config.pbtxt:1:1",
+        "pipe/config.pbtxt:3:40",
+    ]
 
 
 def test_for_a_program_everything_is_one_line_of_json(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

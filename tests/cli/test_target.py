@@ -81,7 +81,8 @@ def test_what_makes_it_slow_is_said_of_the_line_of_python(home: str, capsys: pyt
     assert main(["check", f"{home}:slow"]) == 0
     assert capsys.readouterr().err == (
         f"{home}.py:18:2: warning: ensemble 'slow': batches fall apart at model 'plus':"
-        " it takes 2 rows at once and model 'times' 4 [A2]\n"
+        " model 'times' before it makes batches of up to 4 rows, and it takes 2 rows at most [A2]\n"
+        "    raise its max_batch_size to 4, or lower that of 'times' to 2\n"
     )
     assert main(["graph", f"{home}:slow", "--format", "json"]) == 0
     assert f'"place": "{home}.py:23:' in capsys.readouterr().out

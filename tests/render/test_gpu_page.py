@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flowserve.config.instances import ASSUMED
 from flowserve.config.load import draft_of, finish
-from flowserve.config.parse import parse_model_config
+from flowserve.config.parse import parse
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.graph.compile import compile_ensemble
 from flowserve.render.facts import gather_facts
@@ -18,8 +18,7 @@ FILES = {"onnxruntime": "model.onnx"}
 
 
 def _read(text: str, name: str, folder: Path, completion: Completion | None = None) -> ModelConfig:
-    message, source = parse_model_config(text, f"{name}/config.pbtxt")
-    return finish(draft_of(message, source, folder / name, FILES), completion, gpus=ASSUMED)
+    return finish(draft_of(parse(text, f"{name}/config.pbtxt"), folder / name, FILES), completion, gpus=ASSUMED)
 
 
 def test_its_examples_are_right(root: Path, tmp_path: Path) -> None:

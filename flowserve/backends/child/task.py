@@ -15,7 +15,7 @@ from typing import Any, Final
 from flowserve.backends.base import Remote
 from flowserve.backends.child.main import call
 from flowserve.backends.child.protocol import MESSAGE_BYTES_MAX, heard, said
-from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.errors import FlowserveError, ModelFailed, Place
 
 ENTRY: Final = "flowserve.backends.child.task:answer"
 
@@ -28,7 +28,8 @@ def answer(socket_fd: int, arguments: bytes) -> None:
     try:
         text = json.dumps({"answer": call(remote)})
     except FlowserveError as error:
-        text = json.dumps({"error": said(error)})
+        place = [error.place.file, error.place.line] if error.place else []
+        text = json.dumps({"error": said(error), "place": place})
     except Exception as error:
         log.exception("%s failed", remote.entry)
         text = json.dumps({"error": said(ModelFailed(f"{type(error).__name__}: {error}"))})
@@ -44,6 +45,10 @@ def answered(message: bytes) -> Any:
     told = json.loads(message)
     if not isinstance(told, dict) or not told.keys() & {"answer", "error"}:
         raise ValueError("neither an answer nor an error")
-    if "error" in told:
-        raise heard(told["error"])
-    return told["answer"]
+    if "error" not in told:
+        return told["answer"]
+    error = heard(told["error"])
+    place = told.get("place")
+    if isinstance(place, list) and [*map(type, place)] == [str, int]:
+        error.place = Place(place[0], place[1], 1)
+    raise error

@@ -25,7 +25,7 @@ def sizes_fit(s: Subject, path: str, sizes: list[int], subject: str) -> Iterator
     for index, size in enumerate(sizes):
         if size <= 0:
             yield s.problem(f"{path}[{index}]", f"{subject} must be positive for {s.message.name}", f"found {size}")
-        elif size > s.message.max_batch_size:
+        elif 0 <= s.message.max_batch_size < size:
             text = f"{subject} must be <= max batch size for {s.message.name}"
             yield s.problem(f"{path}[{index}]", text, f"{size} is more than {s.message.max_batch_size}")
 
