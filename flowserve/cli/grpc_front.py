@@ -1,14 +1,14 @@
 """Whether this server speaks gRPC, and what is said where it does not.
 
-Decided here: a port that was asked for must be had; the usual one is served where it can be, and a line of the log says
-why it is not. grpcio is imported only by a server that uses it.
+Decided here: a port that was asked for must be had; the usual one is served where it can be, and where it is not, both
+the log and the line in the place of its address say so. grpcio is imported only by a server that uses it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from flowserve.cli.grpc_options import DEFAULT_PORT, GrpcChoice
 from flowserve.cli.listen import UNIX, listen
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("flowserve.cli")
 
+_WITHOUT: Final = (
+    f"Whoever asks port {DEFAULT_PORT} does not reach this server. With --grpc-port, a port that cannot be had ends the"
+    " start; with --allow-grpc false, HTTP alone is meant"
+)
+
 
 def open_grpc(choice: GrpcChoice) -> GrpcServer | None:
     """The server with its port taken, which is printed; None where there is none. Raises Invalid where it was asked
@@ -31,10 +36,13 @@ def open_grpc(choice: GrpcChoice) -> GrpcServer | None:
     try:
         return _bound(choice)
     except Invalid as error:
-        if choice.port is not None or choice.options.certificate is not None:
+        if choice.port is not None or choice.address.startswith(UNIX) or choice.options.certificate is not None:
             raise
-        log = _log.warning if is_installed() else _log.info
-        log("gRPC is not served: %s; --allow-grpc false says that it need not be", error)
+        if not is_installed():
+            _log.info("gRPC is not served: %s", error)
+            return None
+        _log.warning("gRPC is not served: %s. %s", error, _WITHOUT)
+        print(f"gRPC is not served: port {DEFAULT_PORT} cannot be had, the log says why", flush=True)
         return None
 
 

@@ -31,7 +31,8 @@ OTHER_BACKENDS: Final[Mapping[str, str]] = {
     "identity": "write a model.py that answers what it is given, or an ONNX file of Identity nodes",
     "tensorflow": "convert it to ONNX: pip install tf2onnx, then python -m tf2onnx.convert --saved-model"
     " 1/model.savedmodel --output 1/model.onnx, and leave `platform` out",
-    "openvino": "serve the ONNX file that the model was converted from: name it model.onnx and leave `backend` and `platform` out",
+    "openvino": "serve the ONNX file that the model was converted from: name it model.onnx and leave `backend`"
+    " and `platform` out",
 }
 
 

@@ -160,13 +160,17 @@ def test_a_port_that_was_asked_for_must_be_free(folder: Path, options: tuple[str
     assert "choose another --grpc-port" in ended.value.log
 
 
-def test_without_an_order_a_taken_port_only_costs_a_line(folder: Path) -> None:
+def test_without_an_order_a_taken_port_costs_grpc_and_both_the_log_and_the_output_say_so(folder: Path) -> None:
     try:
         taken = socket.create_server(("127.0.0.1", 8001))
     except OSError:  # somebody else has it, which is as good
         taken = socket.socket()
     with taken, serving(folder, "--allow-grpc", "true", "--python-execution", "thread") as served:
-        assert "gRPC is not served: cannot listen on 127.0.0.1 port 8001: address already in use" in served.log
+        (told,) = [line for line in served.log.splitlines() if "gRPC is not served" in line]
+        assert told.startswith("W")
+        assert "gRPC is not served: cannot listen on 127.0.0.1 port 8001: address already in use; stop the" in told
+        assert "or choose another --grpc-port (0 picks a free one). Whoever asks port 8001 does not reach" in told
+        assert "gRPC is not served: port 8001 cannot be had, the log says why" in served.lines
         assert metrics(served)
 
 
