@@ -283,9 +283,14 @@ async def _unknown_encoding(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: 404 and 405, whose text is their name."""
+    """Starlette's own refusals: 404 and 405, whose text begins with their name."""
     assert isinstance(error, HTTPException)
-    return _error_response(error.detail, error.status_code, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    text = error.detail
+    if error.status_code == 405 and "Allow" in headers:
+        right = [one for one in sorted(headers["Allow"].split(", ")) if one != "HEAD"]
+        text += f": {request.method} where {' or '.join(right)} is asked for"
+    return _error_response(text, error.status_code, headers)
 
 
 async def _broken(request: Request, error: Exception) -> Response:

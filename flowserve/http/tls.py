@@ -1,8 +1,9 @@
 """TLS in front of the server: a relay between the client's encrypted stream and a plain socket pair.
 
-Decided here: which protocols and certificates are taken (those of Python's ssl module: TLS 1.2 and later), and that
-encryption costs plain connections nothing: behind the relay a connection is one like any other, with its deadlines and
-its notice of a client that leaves. What is said on it is decided in connection.py.
+Decided here: which protocols and certificates are taken (those of Python's ssl module: TLS 1.2 and later), what is
+said to a client that speaks plain HTTP, and that encryption costs plain connections nothing: behind the relay a
+connection is one like any other, with its deadlines and its notice of a client that leaves. What is said on it is
+decided in connection.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Final
 import trio
 
 from flowserve.errors import Invalid
+from flowserve.http.answer import refusal
 from flowserve.http.limits import Limits
 
+PLAIN: Final = "this port speaks HTTPS, and the request came in plain HTTP: begin the URL with https://"
 _PIECE_BYTES: Final = 65536
+_LAST_WORDS_S: Final = 1.0  # what a client has to read them before the connection is gone
 
 _log = logging.getLogger("flowserve.http")
 
@@ -63,6 +67,10 @@ class Terminator:
         stream = trio.SSLStream(transport, self._context, server_side=True, https_compatible=True)
         try:
             with trio.fail_after(self._limits.header_timeout_s):
+                # No record of TLS begins with a capital letter, and every request of plain HTTP does.
+                if (await transport.socket.recv(1, socket.MSG_PEEK)).isupper():
+                    await _refuse_plain(transport)
+                    return
                 await stream.do_handshake()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._inwards, stream, plain)
@@ -86,3 +94,11 @@ class Terminator:
                 await stream.send_all(data)
         with trio.move_on_after(self._limits.write_timeout_s):
             await stream.aclose()
+
+
+async def _refuse_plain(transport: trio.SocketStream) -> None:
+    await transport.send_all(refusal(400, PLAIN))
+    await transport.send_eof()
+    with trio.move_on_after(_LAST_WORDS_S):  # what is left unread when a connection is closed would reset it
+        while await transport.receive_some(_PIECE_BYTES):
+            pass

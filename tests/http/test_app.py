@@ -267,7 +267,7 @@ async def test_unknown_paths_are_404(api: Any, path: str) -> None:
     for method in ("POST", "GET"):
         status, answer = await ask(api, method, path)
         assert status in (404, 405)
-        assert answer in (NOT_FOUND, {"error": "Method Not Allowed"})
+        assert answer in (NOT_FOUND, {"error": "Method Not Allowed: GET where POST is asked for"})
     assert status != 405 or path.startswith("/v2/models/double/versions/")
     assert (await ask(api, "POST", path))[0] == 404
 
@@ -281,19 +281,21 @@ async def test_a_version_of_five_thousand_digits_is_an_unknown_path(api: Any) ->
 
 @pytest.mark.fault("H8")
 @pytest.mark.parametrize(
-    ("method", "path"),
+    ("method", "path", "right"),
     [
-        ("GET", "/v2/models/double/infer"),
-        ("DELETE", "/v2/models/double/versions/1/infer"),
-        ("POST", "/v2"),
-        ("PUT", "/v2/health/live"),
-        ("POST", "/v2/models/double"),
-        ("GET", "/v2/repository/index"),
-        ("POST", "/metrics"),
+        ("GET", "/v2/models/double/infer", "POST"),
+        ("DELETE", "/v2/models/double/versions/1/infer", "POST"),
+        ("POST", "/v2", "GET"),
+        ("PUT", "/v2/health/live", "GET"),
+        ("POST", "/v2/models/double", "GET"),
+        ("GET", "/v2/repository/index", "POST"),
+        ("POST", "/metrics", "GET"),
+        ("PUT", "/v2/logging", "GET or POST"),
     ],
 )
-async def test_the_wrong_verb_is_405(api: Any, method: str, path: str) -> None:
-    assert await ask(api, method, path) == (405, {"error": "Method Not Allowed"})
+async def test_the_wrong_verb_is_405_and_the_right_one_is_told(api: Any, method: str, path: str, right: str) -> None:
+    told = {"error": f"Method Not Allowed: {method} where {right} is asked for"}
+    assert await ask(api, method, path) == (405, told)
 
 
 @pytest.mark.parametrize("verb", ["load", "unload"])

@@ -73,7 +73,7 @@ async def test_requests_of_any_size_are_answered_behind_a_certificate(
 
 
 @pytest.mark.fault("Z9")
-async def test_old_versions_plain_words_and_clients_without_a_certificate_are_refused(
+async def test_old_versions_and_clients_without_a_certificate_are_refused(
     engine: Engine, nursery: trio.Nursery, papers: Path
 ) -> None:
     context = tls_context(papers / "server.pem", papers / "server.key", papers / "client.pem")
@@ -91,15 +91,26 @@ async def test_old_versions_plain_words_and_clients_without_a_certificate_are_re
         with suppress(trio.BrokenResourceError):  # reset, or closed: which of the two is the kernel's matter
             said = await ask(port, context, request)
         assert said == b""
+    assert (await ask(port, client_context(papers, shows=True), request)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("width", [4, 300_000])
+async def test_a_client_that_speaks_plain_http_is_told_so_and_asks_nothing(
+    engine: Engine, nursery: trio.Nursery, papers: Path, width: int
+) -> None:
+    port = await secure(nursery, engine, tls_context(papers / "server.pem", papers / "server.key", None))
     plain = await trio.open_tcp_stream("127.0.0.1", port)
-    await plain.send_all(request)
     said = b""
-    with suppress(trio.BrokenResourceError):
+    async with plain:
+        with suppress(trio.BrokenResourceError):  # what it says at length nobody reads
+            await plain.send_all(post("wide", width))
         while data := await plain.receive_some(1000):
             said += data
-    assert b"HTTP" not in said  # an alert at most
-    await plain.aclose()
-    assert (await ask(port, client_context(papers, shows=True), request)).startswith(b"HTTP/1.1 200")
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body) == {
+        "error": "this port speaks HTTPS, and the request came in plain HTTP: begin the URL with https://"
+    }
 
 
 async def test_a_client_that_leaves_or_says_nothing_leaves_nothing_behind(
