@@ -52,7 +52,9 @@ class Service:
 
     async def stream(self, context: Any, stopping: asyncio.Event) -> None:
         headers = dict(context.invocation_metadata() or ())
-        stream = Stream(self._calls, self._whole(context), ends_on_error=headers.get(ERROR_HEADER) in ("true", "1"))
+        ends_on_error = headers.get(ERROR_HEADER) in ("true", "1")
+        # Also where nobody traces: that may change while the stream goes on.
+        stream = Stream(self._calls, self._whole(context), _trace_context(context), ends_on_error=ends_on_error)
         await stream.run(context, stopping)
 
     def _whole(self, context: Any) -> Whole:

@@ -44,11 +44,14 @@ class _Member:
 
 
 class Stream:
-    """`ends_on_error`: the first request that fails ends the stream with its status."""
+    """`trace_context`: in which its caller traces all of its requests. `ends_on_error`: the first request that fails
+    ends the stream with its status.
+    """
 
-    def __init__(self, calls: Calls, whole: Whole, *, ends_on_error: bool = False) -> None:
+    def __init__(self, calls: Calls, whole: Whole, trace_context: str = "", *, ends_on_error: bool = False) -> None:
         self._calls = calls
         self._whole = whole
+        self._trace_context = trace_context
         self._ends_on_error = ends_on_error
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
         self._order: deque[_Member] = deque()
@@ -110,7 +113,7 @@ class Stream:
         except FlowserveError as error:
             self._settle(member, error)
             return
-        call = member.call = Call(self._calls, member.target, asked)
+        call = member.call = Call(self._calls, member.target, asked, self._trace_context)
         before = None
         if asked.request.sequence_id:
             member.sequence = member.target, asked.request.sequence_id

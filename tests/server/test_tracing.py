@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import shutil
 import subprocess
@@ -225,6 +226,18 @@ class Collector(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
+def stream_by_grpc(served: Served, model: str, context: str) -> None:
+    """Two requests of one stream, whose caller traces it in `context`."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    given = triton_grpc.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
+    with triton_grpc.InferenceServerClient(served.grpc_address) as client:
+        client.start_stream(lambda result, error: answers.put(error), headers={"traceparent": context})
+        for _ in range(2):
+            client.async_stream_infer(model, [given])
+            assert answers.get(timeout=60) is None
+        client.stop_stream()
+
+
 def test_spans_reach_a_collector_below_their_callers_and_others_are_sampled(folder: Path) -> None:
     collector = HTTPServer(("127.0.0.1", 0), Collector)
     thread = threading.Thread(target=collector.serve_forever)
@@ -234,7 +247,8 @@ def test_spans_reach_a_collector_below_their_callers_and_others_are_sampled(fold
     settings.append(f"opentelemetry,url=http://127.0.0.1:{collector.server_port}/v1/traces")
     options = [word for setting in settings for word in ("--trace-config", setting)]
     try:
-        with serving(folder / "models", *options) as served:
+        with serving(folder / "models", *options, "--allow-grpc", "true", "--grpc-port", "0") as served:
+            stream_by_grpc(served, "same", caller.replace("0af7", "0af9") + "1")
             with triton.InferenceServerClient(served.address) as client:
                 given = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
                 for headers in ({"traceparent": f"{caller}1"}, {"traceparent": f"{caller}0"}, {}):
@@ -260,6 +274,10 @@ def test_spans_reach_a_collector_below_their_callers_and_others_are_sampled(fold
         assert (trace, below[span], flags) == (caller.split("-")[1].replace("0af7", "0af8"), "compute", "01")
         assert nothing == "None"
     spans = [span for span in spans if span.span_id.hex() not in below]
+    streamed = [span for span in spans if span.trace_id.hex() == caller.split("-")[1].replace("0af7", "0af9")]
+    wholes = [span.parent_span_id.hex() for span in streamed if span.name == "InferRequest"]
+    assert wholes == [caller.split("-")[2]] * 2, "each request of the stream is below its caller"
+    spans = [span for span in spans if span not in streamed]
     assert {span.trace_id.hex() for span in spans} == {caller.split("-")[1]}
     assert sorted(span.name for span in spans if span.name != "queue") == [
         "InferRequest",
