@@ -214,10 +214,12 @@ class Control:
             return value
         raise outcome.error
 
-    async def _take_out(self, name: str, *, dependents: bool, loads: str = "") -> list[Generation]:
+    async def _take_out(
+        self, name: str, *, dependents: bool, loads: str = "", is_gone: bool = False
+    ) -> list[Generation]:
         retired = await self._operations.take_out(name, dependents=dependents, within=loads)
         for one, generations in retired.items():
-            self._nursery.start_soon(self._registry.unloaded, one, generations)
+            self._nursery.start_soon(partial(self._registry.unloaded, one, generations, is_gone=is_gone))
         return [generation for generations in retired.values() for generation in generations]
 
     async def _poll(self, watch: Watch) -> None:
@@ -226,13 +228,19 @@ class Control:
         while True:
             await trio.sleep(min(RESTLESS_S, self._options.poll_s) if watch.is_restless else self._options.poll_s)
             try:
-                settled = watch.look(await self._operations.stamps(), self._engine.clock())
+                stamps = await self._operations.stamps()
             except FlowserveError as error:
                 if not is_lost:
-                    log.error("%s; what is loaded serves on", error)
+                    log.error("%s; nothing is unloaded, what is loaded serves on", error)
                 is_lost = True
                 continue
+            if is_lost:
+                log.info("the model repository can be read again")
             is_lost = False
+            settled = watch.look(stamps, self._engine.clock())
+            if settled.gone and not stamps:
+                text = "no model is left in the model repository, so that all are unloaded: %d; is it mounted?"
+                log.warning(text, len(settled.gone))
             if settled.changed or settled.gone:
                 # Not awaited: a model that hangs while it loads must not keep the others from being followed.
                 self._nursery.start_soon(self._follow, settled, watch, name="follow the repository")
@@ -249,7 +257,7 @@ class Control:
             await is_up.wait()
         for name in sorted(settled.gone):
             if not watch.has(name):  # it may have come back meanwhile
-                self._nursery.start_soon(self._carry_on, partial(self._take_out, name, dependents=False))
+                self._nursery.start_soon(self._carry_on, partial(self._take_out, name, dependents=False, is_gone=True))
 
     async def _carry_on(self, operation: Callable[[], Awaitable[object]], over: trio.Event | None = None) -> None:
         """An operation that nobody asked for: what it raises is a line in the log."""

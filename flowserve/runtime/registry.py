@@ -158,13 +158,18 @@ class Registry:
                 self._engine.entries[name].is_wanted = False  # whoever unloads a step means it
             return retired
 
-    async def unloaded(self, name: str, generations: Collection[Generation]) -> None:
-        """Say that a name is unloaded, once the last request that ran on it is over."""
+    async def unloaded(self, name: str, generations: Collection[Generation], *, is_gone: bool = False) -> None:
+        """Say that a name is unloaded, once the last request that ran on it is over. `is_gone`: there is no folder of
+        that name any more, so nobody need know it.
+        """
         for generation in generations:
             await generation.closed.wait()
-        entry = self._engine.entries[name]
-        if entry.state == "UNLOADING":
+        entry = self._engine.entries.get(name)
+        if entry is not None and entry.state == "UNLOADING":  # and not being loaded again
             entry.state = "UNAVAILABLE"
+            if is_gone:
+                del self._engine.entries[name]
+                self.failed.pop(name, None)
         self.report(LoadEvent(name, "unloaded"))
 
     async def _resolve(self, changed: Mapping[str, Known | None]) -> tuple[Resolution, frozenset[str]]:

@@ -743,8 +743,11 @@ def test_polling_follows_the_repository(repository: Repository, serve: Serve) ->
         repository.put("m", 4, version=2)
         shutil.rmtree(repository.folder / "new")
         until(lambda: ask(client, "chain") == 4, "the new version serves")
-        until(lambda: rows(client)["new"]["state"] == "UNAVAILABLE", "what is gone is unloaded")
+        until(lambda: "new" not in rows(client), "what is gone is unloaded, and not in the index any more")
+        assert refusal(ask, client, "new") == (404, "Request for unknown model: 'new' is not found")
         assert client.is_server_ready()
+        repository.put("new", 6)
+        until(lambda: "new" in rows(client) and rows(client)["new"]["state"] == "READY", "what came back serves")
         repository.write("m/2/model.onnx", b"no model")
         until(lambda: "reason" in rows(client)["m"], "the broken file was looked at")
         assert ask(client, "m") == 4
@@ -768,11 +771,16 @@ def test_polling_loads_no_file_that_is_still_being_copied_and_survives_a_reposit
                 assert "reason" not in rows(client)["m"]
         until(lambda: ask(client, "m") == 3, "the whole file serves")
         repository.folder.rename(repository.folder.parent / "elsewhere")
-        until(lambda: "does not exist; what is loaded serves on" in served.log, "the loss is noticed")
+        lost = "does not exist; nothing is unloaded, what is loaded serves on"
+        until(lambda: lost in served.log, "the loss is noticed")
         assert ask(client, "m") == 3
         (repository.folder.parent / "elsewhere").rename(repository.folder)
         repository.put("m", 4)
         until(lambda: ask(client, "m") == 4, "it is followed again")
+        assert "the model repository can be read again" in served.log
+        shutil.rmtree(repository.folder / "m")
+        until(lambda: rows(client) == {}, "an empty one is one without models, as on Triton")
+        assert "no model is left in the model repository, so that all are unloaded: 1" in served.log
 
 
 # --------------------------------------------------------------------------------------------------------- many cycles
