@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flowserve.cli")
 
 DESCRIPTORS_WANTED: Final = 65536
+NAMES_MAX: Final = 10  # of instances that are busy when the server is told to stop
 # Of the exit timeout: what open sequences have at most. The rest is for what they asked last, and for closing.
 SEQUENCES_SHARE: Final = 0.9
 
@@ -205,14 +206,23 @@ async def _drain(engine: Engine, fronts: Sequence[Server | GrpcServer], shutdown
     engine.refuse_new()
     if shutdown.asked.is_set():
         now = trio.current_time()
-        under_way = engine.dispatcher.in_flight, engine.dispatcher.open_sequences
-        _log.info("stopping: %d requests under way, %d sequences open", *under_way)
+        _log.info("stopping: %s", _under_way(engine))
         await engine.sequences_over(now + (deadline - now) * SEQUENCES_SHARE)
     for front in fronts:
         front.drain(max(deadline - trio.current_time(), 0))
     hung = await engine.drain(deadline)
     if hung:
         end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {', '.join(hung)}")
+
+
+def _under_way(engine: Engine) -> str:
+    """Who is still waited for. A model that computes for nobody may keep the server, too."""
+    requests, sequences, busy = engine.dispatcher.in_flight, engine.dispatcher.open_sequences, engine.busy()
+    text = f"{requests} requests under way, {sequences} sequences open"
+    if not busy:
+        return text
+    names = ", ".join([*busy[:NAMES_MAX], *(["..."] if len(busy) > NAMES_MAX else [])])
+    return f"{text}; computing{'' if requests else ' for callers who have left'}: {names}"
 
 
 def _must_be_closed(hung: Sequence[str]) -> None:

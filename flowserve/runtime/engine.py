@@ -374,11 +374,15 @@ class Engine(Directory):
         left_s = max(deadline - trio.current_time(), 0)
         if await self._emptied(deadline - min(LAST_WORDS_S, left_s / 5)):
             return []
-        running = [host.name for host in self.generations.hosts() if host.running is not None]
+        running = self.busy()
         self.dispatcher.fail_all(STOPPING)
         self._pump.poke()
         await trio.sleep_until(deadline)  # they are told meanwhile
         return running or ["requests that wait in queues, or are answered many times"]
+
+    def busy(self) -> list[str]:
+        """The instances that compute elsewhere than on the loop, also those whose callers have all left."""
+        return [host.name for host in self.generations.hosts() if host.running is not None]
 
     async def _emptied(self, deadline: float) -> bool:
         with trio.move_on_at(deadline):

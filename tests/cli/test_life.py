@@ -272,8 +272,8 @@ def test_a_model_that_hangs_does_not_keep_the_process_past_its_time_and_is_named
         answer = clients.submit(infer, served, "stuck")
         wait_until(started.exists, "the request runs")
         assert served.stop(within_s=3) == 1
-        assert "stuck_0" in served.log
-        assert "--exit-timeout-secs" in served.log
+        assert "stopping: 1 requests under way, 0 sequences open; computing: stuck_0" in served.log
+        assert "not finished within the exit timeout (--exit-timeout-secs): stuck_0" in served.log
         assert isinstance(answer.exception(), httpx.HTTPError)
 
 
@@ -320,6 +320,22 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, serve: Serve) 
         wait_until(lambda: not _connects(served), "the first signal has arrived")
         assert served.stop(within_s=1) == 128 + signal.SIGTERM
         assert isinstance(answer.exception(), httpx.HTTPError)
+
+
+def test_a_model_that_computes_for_callers_who_have_left_is_named_when_the_server_stops(
+    tmp_path: Path, serve: Serve
+) -> None:
+    started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
+    served = serve(tmp_path / "models")
+    with pytest.raises(httpx.ReadTimeout):
+        infer(served, "stuck", within_s=0.5)
+    assert started.exists()
+    gone = 'nv_inference_request_failure{model="stuck",reason="CANCELED",version="1"} 1'
+    wait_until(lambda: gone in get(served, "/metrics").text, "it is noticed that the caller left")
+    served.process.send_signal(signal.SIGTERM)
+    told = "stopping: 0 requests under way, 0 sequences open; computing for callers who have left: stuck_0"
+    wait_until(lambda: told in served.log, "the server says who computes")
+    assert served.stop(within_s=1) == 128 + signal.SIGTERM
 
 
 @pytest.mark.fault("X7")
