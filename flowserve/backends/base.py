@@ -259,6 +259,14 @@ class CallsModels(Protocol):
 
 
 @runtime_checkable
+class SharesOutputs(Protocol):
+    """What an `Instance` has besides that can have outputs in memory that other processes may read."""
+
+    def share(self, output: int) -> None:
+        """From now on this output lies there, if it can. On any thread, once it is open, also during a run."""
+
+
+@runtime_checkable
 class RunsInProcess(Protocol):
     """What a `LoadedModel` has besides where its instances may live in child processes."""
 

@@ -2,18 +2,20 @@
 
 Decided here: how a batch's inputs are fed and its outputs cut, and that members which lie apart may run one by one
 where that was measured to be quicker (onnx_apart.py). How a session is opened and what its file says is decided
-elsewhere; instances whose tensors lie on a device are in onnx_device.py.
+elsewhere, and where outputs go that other processes read (onnx_placed.py); instances whose tensors lie on a device are
+in onnx_device.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.backends.onnx_apart import MEMBER_BYTES_MIN, Ways
+from flowserve.backends.onnx_placed import Block, Placing, can_be_placed
 from flowserve.backends.onnx_ragged import WRONG_ROWS, RaggedPorts, part_of
 from flowserve.backends.onnx_session import Execute, Feed
 from flowserve.backends.onnx_signature import Port
@@ -29,24 +31,42 @@ if TYPE_CHECKING:
 
 
 class OnnxInstance:
-    """The right to run the model's session once at a time."""
+    """The right to run the model's session once at a time. `placing`, where outputs can be put where other processes
+    read them: how.
+    """
 
     wrong_rows = "its first dimension is no batch dimension, so set max_batch_size to 0"
 
-    def __init__(self, model: OnnxModel, open_execute: Callable[[], Any]) -> None:
+    def __init__(
+        self, model: OnnxModel, open_execute: Callable[[], Any], placing: Callable[[], Placing] | None = None
+    ) -> None:
         self._model = model
         self._open_execute = open_execute
+        self._usual: Execute
+        self._execute: Execute  # the usual one, but for outputs that are placed
+        self._make_placing = placing
+        self._placing: Placing | None = None  # once there is an output that other processes read
         self._judge: Callable[..., Array] = checked
         self._promised = [*map(promised, model.outputs)]
         # Where members may also run one by one; what is made of a whole batch needs them together.
         self._ways = Ways() if model.is_batching and not model.prepared and model.inputs else None
 
     def open(self) -> None:
-        self._execute: Execute = self._open_execute()
+        self._usual = self._execute = self._open_execute()
 
     def close(self) -> None:
         """The session goes with its last reference."""
-        del self._execute
+        del self._usual, self._execute
+        self._placing = None
+
+    def share(self, output: int) -> None:
+        """Onto the next run; one that is under way goes on as it began."""
+        make = self._make_placing
+        if make is None or not can_be_placed(self._model, output):
+            return
+        placing = self._placing or make()
+        placing.add(output)
+        self._placing = self._execute = placing
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         ways = self._ways
@@ -58,21 +78,28 @@ class OnnxInstance:
         return results
 
     def _run_apart(self, work: Work, clock: ClockNs) -> Results:
-        """Each member by itself, as it lies; small outputs are laid side by side for whoever reads them together."""
-        model = self._model
+        """Each member by itself, as it lies; outputs that are small, or placed, come to lie side by side for whoever
+        reads them together.
+        """
+        model, placing = self._model, self._placing
         names, indices = model.asked(work.wanted)
         gathered_ns = clock()
-        made: list[Sequence[Array]] = []
-        copied = [0] * len(model.inputs)
-        for m in range(len(work.rows)):
-            feed: Feed = {}
-            for i, spec in enumerate(model.inputs):
-                feed[spec.name], nbytes = gather([work.inputs[i][m]], HOST)  # type: ignore[list-item]  # none lacks it
-                copied[i] += nbytes
-            made.append(self._executed(names, feed))
+        blocks = {} if placing is None else placing.blocks(names, sum(work.rows))
+        try:
+            made, copied = self._executed_apart(work, names, placing, blocks)
+        except ModelFailed:
+            if not blocks:
+                raise
+            blocks = {}
+            made, copied = self._executed_apart(work, names, None, blocks)
         computed_ns = clock()
         outputs: list[list[Tensor | None]] = [[None] * len(work.rows)] * len(model.outputs)
         for k, j in enumerate(indices):
+            block = blocks.get(names[k])
+            if block is not None:
+                array = self._judge(block.array, model.outputs[j], sum(work.rows), model.name, self.wrong_rows)
+                outputs[j] = [*scatter(array, work.rows)]
+                continue
             arrays = [
                 self._judge(arrays[k], model.outputs[j], total, model.name, self.wrong_rows)
                 for arrays, total in zip(made, work.rows, strict=True)
@@ -84,6 +111,25 @@ class OnnxInstance:
                 outputs[j] = [Tensor(array, 0, len(array)) for array in arrays]
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
+    def _executed_apart(
+        self, work: Work, names: list[str], placing: Placing | None, blocks: Mapping[str, Block]
+    ) -> tuple[list[Sequence[Any]], list[int]]:
+        """What each member's run made that is not in the blocks, and the bytes of each input that were copied."""
+        made = []
+        copied = [0] * len(self._model.inputs)
+        start = 0
+        for m, rows in enumerate(work.rows):
+            feed: Feed = {}
+            for i, spec in enumerate(self._model.inputs):
+                feed[spec.name], nbytes = gather([work.inputs[i][m]], HOST)  # type: ignore[list-item]  # none lacks it
+                copied[i] += nbytes
+            if placing is None or not blocks:
+                made.append(self._executed(self._usual, names, feed))
+            else:
+                made.append(self._executed(placing.filling(blocks, start, start + rows), names, feed))
+            start += rows
+        return made, copied
+
     def _run_together(self, work: Work, clock: ClockNs) -> Results:
         model = self._model
         rows = work.rows
@@ -93,7 +139,7 @@ class OnnxInstance:
             rows = [0 if tensor is None else tensor.shape[0] for tensor in work.inputs[0]]
         names, indices = model.asked(work.wanted)
         gathered_ns = clock()
-        arrays = self._executed(names, feed)
+        arrays = self._executed(self._execute, names, feed)
         computed_ns = clock()
         outputs: list[list[Tensor | None]] = [[None] * len(rows)] * len(model.outputs)
         for j, array in zip(indices, arrays, strict=True):
@@ -107,9 +153,9 @@ class OnnxInstance:
                 outputs[j] = [Tensor(self._judge(array, model.outputs[j], -1, model.name, self.wrong_rows))]
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
-    def _executed(self, names: list[str], feed: Feed) -> Sequence[Array]:
+    def _executed(self, execute: Execute, names: list[str], feed: Feed) -> Sequence[Any]:
         try:
-            return self._execute(names, feed)
+            return execute(names, feed)
         except Exception as error:
             raise ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {cleaned(str(error))}") from error
 

@@ -164,6 +164,11 @@ def _port(node: Any, *, is_optional: bool) -> Port:
     return Port(node.name, node.type, shape, is_optional)
 
 
+def host_value(array: Array) -> Any:
+    """What an output is bound to so that it is written into the memory of `array`, which holds nothing but that."""
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
 def executor(session: Any, config: ModelConfig) -> Execute:
     """How the model's session is run: it gets the names of the outputs to make, and the inputs."""
     answers = any(spec.dtype is DType.BF16 for spec in config.outputs)

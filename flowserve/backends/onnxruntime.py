@@ -4,8 +4,8 @@ Decided here: how a batch becomes one `session.run`, which sessions there are, a
 configuration promised. One session serves all instances of a model on the CPU: a session may be run by several threads
 at once, and a second copy of the weights would buy nothing. On a GPU each instance has a session and a stream of its
 own. How sessions are set up is in onnx_session.py; whether a file and its configuration agree, in onnx_signature.py;
-what ragged inputs and batch inputs are, in onnx_ragged.py; runs on tensors that stay on a GPU, in onnx_device.py; who
-runs a session there, in onnx_providers.py.
+what ragged inputs and batch inputs are, in onnx_ragged.py; outputs that other processes read, in onnx_placed.py; runs
+on tensors that stay on a GPU, in onnx_device.py; who runs a session there, in onnx_providers.py.
 
 `session.run` with numpy arrays is measured to cost a seventh of building OrtValues in Python, so the latter serves
 only the models that need it: those with a BF16 tensor, which onnxruntime does not take from numpy.
@@ -25,10 +25,12 @@ from flowserve.backends.files import model_file, relative
 from flowserve.backends.onnx_device import OnnxDeviceInstance
 from flowserve.backends.onnx_graphs import OnnxGraphInstance
 from flowserve.backends.onnx_instance import OnnxInstance, RaggedInstance
+from flowserve.backends.onnx_placed import Placing
 from flowserve.backends.onnx_providers import accelerators, gpu_providers, graph_sizes
 from flowserve.backends.onnx_ragged import RaggedPorts
 from flowserve.backends.onnx_session import (
     executor,
+    host_value,
     open_session,
     run_without_waiting,
     settings,
@@ -112,7 +114,9 @@ class OnnxModel:
         self.ports = [ports[spec.name] for spec in config.inputs]
         answers = {port.name: port for port in signature.outputs}
         self.output_ports = [answers[spec.name] for spec in config.outputs]
+        self.handed_through = frozenset(answers.keys() & ports.keys())
         self._config = config
+        self._session = session
         self.execute = None if session is None else executor(session, config)
         self._open_session = opening
         self._ragged = RaggedPorts(config) if RaggedPorts.are_in(config) else None
@@ -120,7 +124,7 @@ class OnnxModel:
 
     def instance(self, name: str, group: InstanceGroup) -> OnnxInstance | OnnxDeviceInstance:
         if group.kind != KIND_GPU:
-            return self._instance(lambda: self.execute)
+            return self._instance(lambda: self.execute, self._placing)
         memory = devices()[group.gpus[0] if group.gpus else 0]
         gpu = memory.place.number
         if not stays_on_device(self._config):
@@ -134,11 +138,14 @@ class OnnxModel:
             return OnnxGraphInstance(self, memory, open_session_on, run_without_waiting, sizes)
         return OnnxDeviceInstance(self, memory, open_session_on, run_without_waiting)
 
-    def _instance(self, open_execute: Callable[[], Any]) -> OnnxInstance:
+    def _instance(self, open_execute: Callable[[], Any], placing: Callable[[], Placing] | None = None) -> OnnxInstance:
         """One whose tensors lie on the host, wherever it computes."""
         if self._ragged is not None:
             return RaggedInstance(self, open_execute, self._ragged)
-        return OnnxInstance(self, open_execute)
+        return OnnxInstance(self, open_execute, placing)
+
+    def _placing(self) -> Placing:
+        return Placing(self._session, host_value, self)
 
     def close(self) -> None:
         """The session goes with its last reference."""

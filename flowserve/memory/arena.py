@@ -7,8 +7,8 @@ not pile up; only some single pages, which most small batches want, stay at hand
 segments, each twice the last, and keeps them: warm memory costs no page faults. Only the pages of very large blocks go
 back to the kernel: one such request must not cost its room for ever.
 
-One process writes an arena, from one thread; who may read it is decided by who is given its segments. This file does
-not know messages.
+One process writes an arena, from one thread at a time; who may read it is decided by who is given its segments. This
+file does not know messages.
 """
 
 from __future__ import annotations

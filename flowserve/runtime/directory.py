@@ -24,6 +24,7 @@ from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.fast_path import FastPath
 from flowserve.runtime.gate import Gate
+from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.lifecycle import Generations
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.supervisor import Supervisor
@@ -182,6 +183,7 @@ class Directory:
         pins = frozenset(one.pin for one in runs_on)
         deployment = Deployment(config, graph, statistics, versions, route, pins, labels)
         deployment.arena = _arena_of(graph, route)
+        _share_outputs(graph, route)
         options = gate_options(config.parameters)
         may_remember = deployment.plan.nesting is None and not deployment.sequences  # an answer depends on those before
         cache = self._cache if config.response_cache and may_remember else None
@@ -210,6 +212,19 @@ class Directory:
 
 def _is_version(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20  # int() has a limit of its own, far beyond
+
+
+def _share_outputs(graph: Graph, route: Sequence[ModelQueue]) -> None:
+    """What models in processes read of others lies where they can read it, from now on: whoever has once been joined to
+    a process may be again, and it costs the others next to nothing.
+    """
+    for edge in graph.edges:
+        if GRAPH in (edge.producer, edge.consumer):
+            continue
+        if any(isinstance(host, ProcessHost) for host in route[edge.consumer].instances):
+            for host in route[edge.producer].instances:
+                if isinstance(host, LocalHost):
+                    host.share(edge.output)
 
 
 def _arena_of(graph: Graph, route: Sequence[ModelQueue]) -> Arena | None:

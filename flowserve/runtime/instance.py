@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import trio
 
-from flowserve.backends.base import CallsModels, Instance, Results, Work
+from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.calls import Calls, ThreadCaller
@@ -129,6 +129,11 @@ class LocalHost:
         if error is not None:
             self._thread = None
             raise error
+
+    def share(self, output: int) -> None:
+        """From now on processes read this output."""
+        if isinstance(self._instance, SharesOutputs):
+            self._instance.share(output)
 
     def start(self, batch: Batch) -> Outcome | None:
         """Run a batch now and return its outcome, or hand it to the thread and return None."""

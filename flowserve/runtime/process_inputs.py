@@ -3,8 +3,9 @@
 Decided here: which inputs are handed on as they lie, and where all others are copied. A column whose members are
 neighbours in one block of memory that the model's process may read costs nothing but its place in a message; anything
 else is copied side by side, once, into the model's own arena. What lies in shared memory before it is copied is the
-output of another process, and that it came here says that a graph joins the two. So a process reads the arena of its
-own model and the outputs of the models before it, never the inputs of others.
+output of another process, or of a model whose outputs are put there for this one, and that it came here says that a
+graph joins the two. So a process reads the arena of its own model and the outputs of the models before it, never the
+inputs of others.
 
 This file does not know sockets, nor when a batch runs.
 """
