@@ -18,15 +18,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flowserve.cli.client import Address, describe
+from flowserve.cli.client import Address, MakeId, describe, sequence_ids
 from flowserve.cli.inputs import made_up, read_inputs
 from flowserve.cli.load import Measured, measure_server
+from flowserve.cli.sequence_load import LENGTH, measure_server_sequences
 from flowserve.cli.stream_load import StreamsMeasured, measure_streams
 from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
-from flowserve.cli.tensors import flat_body, infer_body
+from flowserve.cli.tensors import InferBody, Parameters, flat_body
 from flowserve.cli.terminal import output
 from flowserve.config.write import text_of
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Unsupported
 
 T = TypeVar("T")
 
@@ -35,7 +36,9 @@ BAR: Final = 24  # characters of the longest bar
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """`sweep` None: a server at `url` is measured. `p99_ms`: the bound of a recommendation. `inputs` (): made up."""
+    """`sweep` None: a server at `url` is measured. `p99_ms`: the bound of a recommendation. `inputs` (): made up.
+    `sequence_length`: how many requests a sequence has, 0 for what the model needs.
+    """
 
     url: str
     model: str
@@ -45,6 +48,8 @@ class BenchOptions:
     sweep: Path | None
     p99_ms: float | None
     as_json: bool
+    parameters: Parameters
+    sequence_length: int
 
 
 def bench(options: BenchOptions, err: TextIO) -> int:
@@ -60,17 +65,27 @@ def _bench(options: BenchOptions, err: TextIO) -> int:
     address = Address.of(options.url)
     described, is_decoupled = describe(address, options.model)
     inputs = read_inputs(options.inputs, described) if options.inputs else made_up(described)
+    make_id = sequence_ids(address, options.model)
+    length = options.sequence_length or (LENGTH if make_id else 0)
     measured: Sequence[Measured | StreamsMeasured]
     if is_decoupled:
-        path, body = address.path(options.model, "", "/generate_stream"), flat_body(inputs, described)
+        if length:
+            raise Unsupported(
+                f"'{options.model}' answers any number of times, and is asked over generate_stream:"
+                " there are no sequences there"
+            )
+        path = address.path(options.model, "", "/generate_stream")
+        body = flat_body(inputs, described, options.parameters)
         measured = streams = _each_level(options, err, partial(measure_streams, address, path, body))
         table = _streams(streams)
     else:
-        path = address.path(options.model, "", "/infer")
-        measured = levels = _each_level(options, err, partial(measure_server, address, path, *infer_body(inputs, ())))
+        measure = _measuring(options, address, InferBody(inputs), make_id or int, length)
+        measured = levels = _each_level(options, err, measure)
         table = _levels(levels)
+        table.caption = f"in sequences of {length} requests, each connection one after the other" if length else None
     if options.as_json:
-        print(json.dumps({"model": options.model, "levels": [asdict(one) for one in measured]}))
+        asked = {"model": options.model, **({"sequence_length": length} if length else {})}
+        print(json.dumps({**asked, "levels": [asdict(one) for one in measured]}))
     else:
         output().print(table)
     unfinished = next((one for one in measured if not one.requests_per_s), None)
@@ -82,6 +97,16 @@ def _bench(options: BenchOptions, err: TextIO) -> int:
         return 0
     print(f"flowserve: {failed.failed} requests failed at {failed.concurrency} at a time: {failed.why}", file=err)
     return 1
+
+
+def _measuring(
+    options: BenchOptions, address: Address, body: InferBody, make_id: MakeId, length: int
+) -> Callable[[int, float], Awaitable[Measured]]:
+    """How one level is measured, of requests that are answered once."""
+    path = address.path(options.model, "", "/infer")
+    if length:
+        return partial(measure_server_sequences, address, path, body, options.parameters, make_id, length)
+    return partial(measure_server, address, path, *body.of(options.parameters))
 
 
 def _each_level(options: BenchOptions, err: TextIO, measure: Callable[[int, float], Awaitable[T]]) -> list[T]:
@@ -104,7 +129,9 @@ def _sweep(options: BenchOptions, err: TextIO) -> int:
         def tell(variant: Variant, number: int, total: int) -> None:
             progress.update(task, description=str(variant), completed=number, total=total)
 
-        tried = trio.run(sweep, subject, max(options.concurrency), options.seconds, tell)
+        tried = trio.run(
+            sweep, subject, max(options.concurrency), options.seconds, tell, options.sequence_length or LENGTH
+        )
     best = recommended(tried, options.p99_ms)
     if options.as_json:
         rows = [{**asdict(one.variant), **asdict(one.measured)} for one in tried]

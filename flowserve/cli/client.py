@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +19,7 @@ from flowserve.errors import FlowserveError, Invalid, Unavailable
 PATIENCE_S: Final = 300.0
 EVENT: Final = b"data: "  # before each server-sent event
 Headers = Mapping[str, str]
+MakeId = Callable[[int], int | str]
 NO_HEADERS: Final[Headers] = {}
 
 
@@ -146,6 +147,23 @@ def describe(address: Address, model: str, version: str = "") -> tuple[dict[str,
     optional = {tensor.get("name") for tensor in config.get("input", ()) if tensor.get("optional")}
     found["inputs"] = [{**tensor, "optional": tensor["name"] in optional} for tensor in found["inputs"]]
     return found, bool(config.get("model_transaction_policy", {}).get("decoupled"))
+
+
+def sequence_ids(address: Address, model: str) -> MakeId | None:
+    """What makes a number the id of a sequence of a model's requests, or of one that an ensemble is made of; None where
+    they belong to none, as far as the server tells. Raises FlowserveError.
+    """
+    seen, waiting = {model}, [model]
+    while waiting:
+        config = _configuration(address, waiting.pop(), "")
+        batching = config.get("sequence_batching")
+        if batching is not None and not batching.get("iterative_sequence"):  # there each request is one by itself
+            controls = [one for tensor in batching.get("control_input", ()) for one in tensor.get("control", ())]
+            return str if any(one.get("data_type") == "TYPE_STRING" for one in controls) else int
+        steps = {step["model_name"] for step in config.get("ensemble_scheduling", {}).get("step", ())} - seen
+        seen |= steps
+        waiting += steps
+    return None
 
 
 def _configuration(address: Address, model: str, version: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.cli.option_values import whole_number
+from flowserve.errors import Invalid
 
 LEVELS_MAX: Final = 1024
 
@@ -20,6 +21,7 @@ examples:
   flowserve infer localhost:8000 digit --input PIXELS=@seven.npy --json
   flowserve infer localhost:8000 read_text --input IMAGE=@page.png --output TEXT
   flowserve infer localhost:8000 net --input 'X=[1.0, 2.0]' --output Y=answer.npy
+  flowserve infer localhost:8000 totals --input NUMBER=1 --sequence-id anna --sequence-start
 
 A value is JSON, or @FILE: .npy and .json hold a tensor; of any other file a BYTES
 input gets the bytes, a number input the picture [height, width, 3]. A batch
@@ -31,6 +33,7 @@ examples:
   flowserve bench localhost:8000 digit                       1, 2, 4 ... 32 requests at a time
   flowserve bench localhost:8000 digit --concurrency 1,8     other levels
   flowserve bench localhost:8000 chat --input TEXT=hello     one that streams: when its responses come
+  flowserve bench localhost:8000 totals --sequence-length 5  one with sequences, so many at a time
   flowserve bench --sweep graphs/ digit --p99-ms 20          which instances, batches and delays are best
   flowserve bench --sweep graphs/ digit --json               for a program
 """
@@ -39,6 +42,24 @@ BUILD_PLAN_EXAMPLES: Final = """\
 examples:
   flowserve build-plan net.onnx -o models/net/1/model.plan --profile X:1x3x224x224:8x3x224x224:16x3x224x224
 """
+
+
+def _request_parameter(word: str) -> tuple[str, object]:
+    from flowserve.cli.inputs import request_parameter
+
+    try:
+        return request_parameter(word)
+    except Invalid as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_PARAMETER: Final[dict[str, Any]] = {
+    "metavar": "NAME=VALUE",
+    "type": _request_parameter,
+    "action": "append",
+    "default": [],
+    "help": "of the request: priority=1, timeout=50000 (microseconds), or one of your own",
+}
 
 
 def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> dict[str, argparse.ArgumentParser]:
@@ -58,6 +79,10 @@ def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> dict
     infer.add_argument(
         "--output", metavar="NAME[=FILE]", action="append", default=[], help="only these; FILE: .npy, .json, or bytes"
     )
+    infer.add_argument("--parameter", **_PARAMETER)
+    infer.add_argument("--sequence-id", metavar="ID", help="of the request's sequence: a number, or a text")
+    infer.add_argument("--sequence-start", action="store_true", help="it begins with this request")
+    infer.add_argument("--sequence-end", action="store_true", help="it ends with this request")
     infer.add_argument("--json", action="store_true", help="one line of JSON")
 
     bench = commands.add_parser(
@@ -73,6 +98,14 @@ def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> dict
     )
     bench.add_argument("--seconds", type=_seconds, default=2.0, help="measured at each level; default 2")
     bench.add_argument("--input", metavar="NAME=VALUE", action="append", default=[], help="as for infer")
+    bench.add_argument("--parameter", **_PARAMETER)
+    bench.add_argument(
+        "--sequence-length",
+        metavar="N",
+        type=whole_number(1),
+        default=0,
+        help="so many sequences at a time, of N requests each; default 20 where MODEL has sequences",
+    )
     bench.add_argument(
         "--sweep", metavar="REPOSITORY", type=Path, help="try configurations of MODEL in this process, without a server"
     )
@@ -125,8 +158,16 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
         case "infer":
             from flowserve.cli.infer import InferOptions, infer
 
+            if (parsed.sequence_start or parsed.sequence_end) and parsed.sequence_id is None:
+                command.error("--sequence-start and --sequence-end say nothing without --sequence-id")
             options = InferOptions(
-                parsed.url, parsed.model, str(parsed.model_version or ""), parsed.input, parsed.output, parsed.json
+                parsed.url,
+                parsed.model,
+                str(parsed.model_version or ""),
+                parsed.input,
+                parsed.output,
+                parsed.json,
+                {**dict(parsed.parameter), **_sequence(parsed)},
             )
             return infer(options, sys.stdout, sys.stderr)
         case "bench":
@@ -137,8 +178,9 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
                 command.error(
                     f"say {'MODEL' if parsed.sweep else 'URL MODEL'}, got {' '.join(parsed.target) or 'nothing'}"
                 )
-            if parsed.sweep and parsed.input:
-                command.error("--input says nothing with --sweep, which makes requests up")
+            for name in ("input", "parameter") if parsed.sweep else ():
+                if getattr(parsed, name):
+                    command.error(f"--{name} says nothing with --sweep, which makes requests up")
             if parsed.p99_ms and not parsed.sweep:
                 command.error("--p99-ms is the bound of a recommendation, which --sweep makes")
             return bench(
@@ -151,6 +193,8 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
                     parsed.sweep,
                     parsed.p99_ms,
                     parsed.json,
+                    dict(parsed.parameter),
+                    parsed.sequence_length,
                 ),
                 sys.stderr,
             )
@@ -162,6 +206,14 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
             from flowserve.cli.new import new
 
             return new(parsed.folder, sys.stdout, sys.stderr)
+
+
+def _sequence(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What a request says of its sequence, if it has one."""
+    if parsed.sequence_id is None:
+        return {}
+    flags = {"sequence_start": parsed.sequence_start, "sequence_end": parsed.sequence_end}
+    return dict([_request_parameter(f"sequence_id={parsed.sequence_id}")]) | flags
 
 
 def levels(text: str) -> tuple[int, ...]:

@@ -15,9 +15,10 @@ from typing import Any, TextIO
 from flowserve.cli.client import Address, ask, describe, events
 from flowserve.cli.inputs import read_inputs
 from flowserve.cli.tensors import (
+    InferBody,
+    Parameters,
     dtype_of,
     flat_body,
-    infer_body,
     plain,
     read_answer,
     read_flat_answer,
@@ -29,7 +30,7 @@ from flowserve.values import Array
 
 @dataclass(frozen=True, slots=True)
 class InferOptions:
-    """`inputs` are "NAME=VALUE", `outputs` "NAME" or "NAME=FILE"."""
+    """`inputs` are "NAME=VALUE", `outputs` "NAME" or "NAME=FILE", `parameters` those of the request."""
 
     url: str
     model: str
@@ -37,6 +38,7 @@ class InferOptions:
     inputs: Sequence[str]
     outputs: Sequence[str]
     as_json: bool
+    parameters: Parameters
 
 
 def infer(options: InferOptions, out: TextIO, err: TextIO) -> int:
@@ -57,7 +59,7 @@ def _infer(options: InferOptions, out: TextIO) -> None:
         _stream(options, address, described, inputs, out)
         return
     files = {name: Path(file) for name, equals, file in (word.partition("=") for word in options.outputs) if equals}
-    body, headers = infer_body(inputs, [word.partition("=")[0] for word in options.outputs])
+    body, headers = InferBody(inputs, [word.partition("=")[0] for word in options.outputs]).of(options.parameters)
     header, arrays = read_answer(
         *ask(address, "POST", address.path(options.model, options.version, "/infer"), body, headers)
     )
@@ -80,7 +82,7 @@ def _stream(
             raise Invalid(f"--output {word}: the model has no such output; it has {', '.join(known)}")
     shown = {name: known[name] for name in options.outputs or known}
     path = address.path(options.model, options.version, "/generate_stream")
-    for event in events(address, path, flat_body(inputs, described)):
+    for event in events(address, path, flat_body(inputs, described, options.parameters)):
         _show(*read_flat_answer(event, shown), options, out)
         out.flush()
 

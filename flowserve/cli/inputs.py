@@ -1,12 +1,14 @@
 """Inputs as the command line writes them: `NAME=VALUE`, `NAME=@FILE`; or made up, where only measured is.
 
-Decided here: what a value or a file means, given the tensor that the model wants, and that no value becomes another
-without a word. The server's metadata says data type and dims; a batch dimension that is left out is added.
+Decided here: what a value or a file means, given the tensor that the model wants; what one means that goes with the
+request; and that no value becomes another without a word. The server's metadata says data type and dims; a batch
+dimension that is left out is added.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +18,7 @@ import numpy as np
 from flowserve.cli.tensors import strings
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import Invalid, Unsupported
-from flowserve.values import BY_WIRE, Array, DType
+from flowserve.values import BY_WIRE, Array, DType, Parameter
 
 SHOWN: Final = 60  # characters of a value that a message repeats
 # What numpy's kinds of arrays are called in messages.
@@ -44,6 +46,21 @@ def read_inputs(words: Sequence[str], metadata: Mapping[str, Any]) -> dict[str, 
     if missing:
         raise Invalid(f"--input {missing[0]}=... is missing; the model wants {_described(metadata['inputs'])}")
     return inputs
+
+
+def request_parameter(word: str) -> tuple[str, Parameter]:
+    """`NAME=VALUE`: a number, true or false as JSON has them; anything else is text, as it stands or in JSON's quotes.
+    Raises Invalid.
+    """
+    name, equals, value = word.partition("=")
+    if not (name and equals):
+        raise Invalid(f"expected NAME=VALUE, got {word!r}")
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return name, value
+    is_one = isinstance(found, str | bool | int) or (isinstance(found, float) and math.isfinite(found))
+    return name, found if is_one else value
 
 
 def made_up(metadata: Mapping[str, Any]) -> dict[str, Array]:

@@ -1,15 +1,16 @@
 """A closed loop of requests: so many askers, each of which asks again as soon as it is answered.
 
 Decided here: what is measured: requests answered within the time, their latencies, what failed. What is asked is the
-caller's; requests with many answers are stream_load.py's.
+caller's; requests with many answers are stream_load.py's, those of sequences sequence_load.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Final
 
 import numpy as np
@@ -38,15 +39,17 @@ class Measured:
     why: str = ""
 
 
-async def measure(askers: Sequence[Ask], seconds: float) -> Measured:
-    """Let all of them ask for so long, after a warm-up. Raises FlowserveError where nothing was answered."""
+async def measure(askers: Sequence[Ask], seconds: float, ends: Sequence[Ask] = ()) -> Measured:
+    """Let all of them ask for so long, after a warm-up. `ends`: what each does afterwards, at once, since others may
+    wait for it. Raises FlowserveError where nothing was answered.
+    """
     clock = running_clock()
     latencies: list[int] = []
     failures: list[FlowserveError] = []
     start_ns = clock() + round(seconds * WARM_UP * SECOND_NS)
     end_ns = start_ns + round(seconds * SECOND_NS)
 
-    async def keep_asking(ask: Ask) -> None:
+    async def keep_asking(ask: Ask, end: Ask | None) -> None:
         begun_ns = clock()
         while begun_ns < end_ns:
             try:
@@ -60,11 +63,14 @@ async def measure(askers: Sequence[Ask], seconds: float) -> Measured:
             if start_ns <= now_ns <= end_ns:
                 latencies.append(now_ns - begun_ns)
             begun_ns = now_ns
+        if end is not None:
+            with suppress(FlowserveError):  # it would have been the end all the same
+                await end()
 
     with trio.move_on_after(seconds * (1 + WARM_UP) + PATIENCE_S) as patience:
         async with trio.open_nursery() as nursery:
-            for ask in askers:
-                nursery.start_soon(keep_asking, ask)
+            for ask, end in zip_longest(askers, ends):
+                nursery.start_soon(keep_asking, ask, end)
     if patience.cancelled_caught:
         failures.append(Unavailable(f"requests were not answered within {PATIENCE_S:g} s of the end"))
     if not latencies:
@@ -86,10 +92,10 @@ async def measure_server(
     """One level against a server, every asker on a connection of its own. Raises FlowserveError."""
     async with AsyncExitStack() as stack:
         wires = [await stack.enter_async_context(Wire(address, path, body, headers)) for _ in range(concurrency)]
-        return await measure([partial(_ask, wire) for wire in wires], seconds)
+        return await measure([partial(ask, wire) for wire in wires], seconds)
 
 
-async def _ask(wire: Wire) -> None:
+async def ask(wire: Wire) -> None:
     """Raises Invalid where the server refuses, Unavailable where it goes."""
     status = await wire.begin()
     answer = await wire.rest()

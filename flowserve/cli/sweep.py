@@ -7,23 +7,27 @@ requests per second among those whose p99 keeps the bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+from flowserve.cli.client import MakeId
 from flowserve.cli.inputs import made_up
 from flowserve.cli.load import Measured, measure
+from flowserve.cli.sequence_load import LENGTH, measure_sequences
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.suggest import did_you_mean
+from flowserve.config.types import SequenceBatching
 from flowserve.config.write import fields_of
 from flowserve.errors import NotFound
 from flowserve.graph.types import Graph
-from flowserve.runtime.embedded import AsyncEngine, Embedding
+from flowserve.runtime.embedded import AsyncEngine, Embedding, RequestOptions
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.reading import read_repositories
+from flowserve.values import DType
 
 INSTANCES: Final = (1, 2, 4)
 DELAYS_US: Final = (0, 500, 2000)
@@ -76,12 +80,16 @@ class Subject:
         self.is_decoupled = graph.is_decoupled
         self.models = sorted({node.model.name for node in graph.nodes})
         self.inputs = made_up({"inputs": [*_described(graph)]})
+        self._batching = [model for model in self.models if reading.configs[model].sequence is None]
+        self.make_id = _make_id(reading.configs[model].sequence for model in self.models)
         self._limits = {model: reading.configs[model].max_batch_size for model in self.models}
         self.repository = repository
 
     def variants(self) -> list[Variant]:
-        """All that is tried, the plainest first. Batch sizes are those that the widest of its models takes."""
-        widest = max(self._limits.values())
+        """All that is tried, the plainest first. Batch sizes are those that the widest of its models takes; those with
+        sequences batch in their own way.
+        """
+        widest = max((self._limits[model] for model in self._batching), default=0)
         sizes = [size for size in (8, 32, 128) if size < widest] + ([widest] if widest else [])
         plain = [Variant(instances, 0, 0) for instances in INSTANCES]
         return plain + [Variant(*chosen) for chosen in product(INSTANCES, sizes, DELAYS_US)]
@@ -107,10 +115,10 @@ class Subject:
 
 
 async def sweep(
-    subject: Subject, concurrency: int, seconds: float, tell: Callable[[Variant, int, int], None]
+    subject: Subject, concurrency: int, seconds: float, tell: Callable[[Variant, int, int], None], length: int = LENGTH
 ) -> list[Tried]:
-    """Every variant under the same load; `tell` is called before each, with its number and how many there are. Raises
-    FlowserveError where none can be served.
+    """Every variant under the same load; `tell` is called before each, with its number and how many there are. `length`
+    is that of sequences, where a model has them. Raises FlowserveError where none can be served.
     """
     variants = subject.variants()
     tried = []
@@ -126,8 +134,12 @@ async def sweep(
                 await engine.load(model, config=config)
             if subject.name not in subject.models:
                 await engine.load(subject.name)
-            askers = [partial(_ask, engine, subject)] * concurrency
-            tried.append(Tried(variant, await measure(askers, seconds)))
+            if subject.make_id is not None:
+                senders = [partial(_ask, engine, subject)] * concurrency
+                measured = await measure_sequences(senders, subject.make_id, length, seconds)
+            else:
+                measured = await measure([partial(_ask, engine, subject)] * concurrency, seconds)
+            tried.append(Tried(variant, measured))
     return tried
 
 
@@ -140,13 +152,25 @@ def recommended(tried: list[Tried], p99_ms: float | None) -> Tried | None:
     return next(one for one in good if one.measured.requests_per_s >= 0.98 * best)
 
 
-async def _ask(engine: AsyncEngine, subject: Subject) -> None:
+async def _ask(
+    engine: AsyncEngine, subject: Subject, sequence_id: int | str = 0, start: bool = False, end: bool = False
+) -> None:
+    place: RequestOptions = {"sequence_id": sequence_id, "sequence_start": start, "sequence_end": end}
     if subject.is_decoupled:
-        async with engine.stream(subject.name, subject.inputs) as answers:
+        async with engine.stream(subject.name, subject.inputs, **place) as answers:
             async for _ in answers:
                 pass
     else:
-        await engine.infer(subject.name, subject.inputs)
+        await engine.infer(subject.name, subject.inputs, **place)
+
+
+def _make_id(batchings: Iterable[SequenceBatching | None]) -> MakeId | None:
+    """As client.py tells it of a server's models."""
+    for batching in batchings:
+        if batching is not None and not batching.is_iterative:
+            is_text = any(one.kind == "CORRID" and one.dtype is DType.BYTES for one in batching.controls)
+            return str if is_text else int
+    return None
 
 
 def _described(graph: Graph) -> Iterator[Mapping[str, Any]]:

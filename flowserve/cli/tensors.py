@@ -15,24 +15,36 @@ import numpy as np
 
 from flowserve.errors import FlowserveError, Invalid
 from flowserve.memory import bytes_codec
-from flowserve.values import BY_WIRE, Array, DType
+from flowserve.runtime.request_parameters import KNOWN_PARAMETERS
+from flowserve.values import BY_WIRE, Array, DType, Parameter
 
+Parameters = Mapping[str, Parameter]
+NO_PARAMETERS: Final[Parameters] = {}
 HEADER_LENGTH: Final = "inference-header-content-length"
 
 
-def infer_body(inputs: Mapping[str, Array], outputs: Sequence[str]) -> tuple[bytes, dict[str, str]]:
-    """The body and headers of a request, tensors binary both ways. `outputs` (): all of them."""
-    described, blobs = [], []
-    for name, array in inputs.items():
-        dtype = dtype_of(array)
-        blobs.append(bytes_codec.encode(array) if dtype is DType.BYTES else np.ascontiguousarray(array).tobytes())
-        sizes = {"binary_data_size": len(blobs[-1])}
-        described.append({"name": name, "datatype": dtype.wire, "shape": [*array.shape], "parameters": sizes})
-    header: dict[str, Any] = {"inputs": described, "parameters": {"binary_data_output": True}}
-    if outputs:
-        header["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
-    text = json.dumps(header).encode()
-    return b"".join([text, *blobs]), {"Inference-Header-Content-Length": str(len(text))}
+class InferBody:
+    """A request whose tensors, binary both ways, are encoded once, whatever parameters it is sent with. `outputs` ():
+    all of them.
+    """
+
+    def __init__(self, inputs: Mapping[str, Array], outputs: Sequence[str] = ()) -> None:
+        described, blobs = [], []
+        for name, array in inputs.items():
+            dtype = dtype_of(array)
+            blobs.append(bytes_codec.encode(array) if dtype is DType.BYTES else np.ascontiguousarray(array).tobytes())
+            sizes = {"binary_data_size": len(blobs[-1])}
+            described.append({"name": name, "datatype": dtype.wire, "shape": [*array.shape], "parameters": sizes})
+        self._header: dict[str, Any] = {"inputs": described}
+        if outputs:
+            self._header["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
+        self._blob = b"".join(blobs)
+
+    def of(self, parameters: Parameters = NO_PARAMETERS) -> tuple[bytes, dict[str, str]]:
+        """The body and its headers."""
+        header = {**self._header, "parameters": {"binary_data_output": True, **parameters}}
+        text = json.dumps(header).encode()
+        return text + self._blob, {"Inference-Header-Content-Length": str(len(text))}
 
 
 def read_answer(headers: Mapping[str, str], content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -59,12 +71,19 @@ def read_answer(headers: Mapping[str, str], content: bytes) -> tuple[dict[str, A
     return header, arrays
 
 
-def flat_body(inputs: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
+def flat_body(
+    inputs: Mapping[str, Array], metadata: Mapping[str, Any], parameters: Parameters = NO_PARAMETERS
+) -> bytes:
     """The body of a request for many answers: plain JSON, each input flat, in the shape that its dims say. Raises
     Invalid for what it cannot carry.
     """
+    for name in sorted(parameters.keys() & KNOWN_PARAMETERS):
+        raise Invalid(
+            f"{name}: a model that answers many times is asked over generate_stream, where this is a parameter as any"
+            " other and means nothing; a gRPC client can say it"
+        )
     dims = {tensor["name"]: tensor["shape"] for tensor in metadata["inputs"]}
-    body = {}
+    body: dict[str, Any] = {"parameters": dict(parameters)} if parameters else {}
     for name, array in inputs.items():
         if _shape_of(dims[name], array.size) != array.shape:
             raise Invalid(

@@ -1,4 +1,4 @@
-"""One connection to a server on which the same request is sent again and again, whose answer is read as it comes.
+"""One connection to a server on which a request is sent again and again, whose answer is read as it comes.
 
 Decided here: as little of HTTP as a load generator needs, in a few plain calls per request, so that it measures the
 server and not itself. What the answer means is the caller's.
@@ -24,12 +24,17 @@ class Wire:
     """
 
     def __init__(self, address: Address, path: str, body: bytes, headers: Headers) -> None:
-        lines = {"Host": address.netloc, "Content-Length": str(len(body)), **headers}
-        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        self._request = f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
         self._address = address
+        self._path = path
+        self.prepare(body, headers)
         self._held = bytearray()
         self._left: int | None = 0  # bytes of the answer's body that have not been taken; None: it comes in chunks
+
+    def prepare(self, body: bytes, headers: Headers) -> None:
+        """What the next requests are."""
+        lines = {"Host": self._address.netloc, "Content-Length": str(len(body)), **headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._request = f"POST {self._path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
     async def __aenter__(self) -> Self:
         self._stream = await _connect(self._address)

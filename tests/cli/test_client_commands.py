@@ -27,7 +27,7 @@ from flowserve.cli.load import Measured
 from flowserve.cli.main import main
 from flowserve.cli.new import new
 from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
-from flowserve.cli.tensors import infer_body, plain, read_answer
+from flowserve.cli.tensors import InferBody, plain, read_answer
 from flowserve.cli.wire import Wire
 from flowserve.errors import Invalid
 from flowserve.testing.serve import Served, serving
@@ -61,13 +61,64 @@ def function(text, table):
 """
 
 
+TOTALS = """\
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.totals = {}
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        name, is_start = request.correlation_id(), request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+        number = pb_utils.get_input_tensor_by_name(request, "NUMBER").as_numpy()
+        if bool(is_start) == (name in self.totals):  # a sequence begins once, and not with an id of another
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{name} begins in the middle"))
+        total = self.totals[name] = self.totals.get(name, 0) + number
+        if request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
+            del self.totals[name]
+        said = np.array([[json.dumps([len(self.totals), json.loads(request.parameters())])]], object)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("TOTAL", total), pb_utils.Tensor("SAID", said)])
+"""
+TOTALS_CONFIG = """\
+backend: "python"
+max_batch_size: 8
+input { name: "NUMBER" data_type: TYPE_INT32 dims: 1 }
+output [ { name: "TOTAL" data_type: TYPE_INT32 dims: 1 }, { name: "SAID" data_type: TYPE_STRING dims: 1 } ]
+sequence_batching {
+  max_sequence_idle_microseconds: 30000000
+  oldest { max_candidate_sequences: 2 }
+  control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING } }
+}
+"""
+ADDS_CONFIG = """\
+platform: "ensemble"
+max_batch_size: 1
+input { name: "N" data_type: TYPE_INT32 dims: 1 }
+output { name: "SUM" data_type: TYPE_INT32 dims: 1 }
+ensemble_scheduling { step { model_name: "totals" model_version: -1
+  input_map { key: "NUMBER" value: "N" } output_map { key: "TOTAL" value: "SUM" } } }
+"""
+
+
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository of a model that answers many times."""
+    """The repository of a model that answers many times, and one with sequences, alone and in an ensemble."""
     others = tmp_path_factory.mktemp("others")
-    (others / "words" / "1").mkdir(parents=True)
-    (others / "words" / "config.pbtxt").write_text('backend: "callable"\n')
-    (others / "words" / "1" / "model.py").write_text(WORDS)
+    for path, text in {
+        "words/config.pbtxt": 'backend: "callable"\n',
+        "words/1/model.py": WORDS,
+        "totals/config.pbtxt": TOTALS_CONFIG,
+        "totals/1/model.py": TOTALS,
+        "adds/config.pbtxt": ADDS_CONFIG,
+        "adds/1/empty": "",
+    }.items():
+        (others / path).parent.mkdir(parents=True, exist_ok=True)
+        (others / path).write_text(text)
     return others
 
 
@@ -150,7 +201,7 @@ def test_a_value_of_another_type_that_stays_the_same_will_do(dtype: str, value: 
 @pytest.mark.parametrize("dtype", list(DType))
 def test_every_type_survives_the_wire(dtype: DType) -> None:
     array = np.array([[b"a", b""]], np.object_) if dtype is DType.BYTES else np.array([[1, 0]]).astype(dtype.numpy)
-    body, headers = infer_body({"T": array}, ["T"])
+    body, headers = InferBody({"T": array}, ["T"]).of()
     length = {"inference-header-content-length": headers["Inference-Header-Content-Length"]}
     header, arrays = read_answer(length, _as_answer(body, headers))
     assert header["model_name"] == "m"
@@ -234,6 +285,49 @@ def test_infer_prints_every_answer_of_a_model_with_many(served: Served, capsys: 
     printed = capsys.readouterr()
     assert printed.out == "WORD  BYTES [1]\n[b'to']\n"
     assert "answered: model 'words' failed: ValueError: no more" in printed.err
+
+
+@pytest.mark.server
+def test_infer_says_which_sequence_a_request_belongs_to_and_what_else_it_is_told(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def total(number: int, *words: str) -> list[Any]:
+        ask = ["infer", served.address, "totals", "--input", f"NUMBER={number}", "--json", *words]
+        assert main(ask) == 0
+        total, said = (output["data"][0][0] for output in json.loads(capsys.readouterr().out)["outputs"])
+        return [total, json.loads(said)[1]]
+
+    more = ["--parameter", "priority=1", "--parameter", "mood=good", "--parameter", "n=5", "--parameter", 'text="5"']
+    assert total(1, "--sequence-id", "anna", "--sequence-start") == [1, {}]
+    assert total(2, "--sequence-id", "anna", *more) == [3, {"mood": "good", "n": 5, "text": "5"}]
+    assert total(3, "--sequence-id", "anna", "--sequence-end") == [6, {}]
+    assert total(7, "--sequence-id", '"7"', "--sequence-start", "--sequence-end") == [7, {}]
+    for words, told in [
+        ((), "must specify a non-zero or non-empty correlation ID"),
+        (("--sequence-id", "anna"), "must specify the START flag"),
+        (("--sequence-id", "7", "--sequence-start"), "data-type is 'UINT64', but model 'totals' expects 'BYTES'"),
+    ]:
+        assert main(["infer", served.address, "totals", "--input", "NUMBER=1", *words]) == 1
+        assert told in capsys.readouterr().err
+    assert main(["infer", served.address, "words", "--input", "TEXT=a", "--parameter", "priority=1"]) == 1
+    assert "priority: a model that answers many times is asked over generate_stream" in capsys.readouterr().err
+    assert main(["infer", served.address, "words", "--input", "TEXT=a", "--parameter", "mood=good"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--sequence-start"], "--sequence-start and --sequence-end say nothing without --sequence-id"),
+        (["--parameter", "priority"], "--parameter: expected NAME=VALUE, got 'priority'"),
+    ],
+)
+def test_half_a_request_parameter_is_not_understood(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["infer", "localhost", "m", *words])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.server
@@ -351,6 +445,33 @@ def test_bench_of_a_model_with_many_answers_says_when_they_come(
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("model", ["totals", "adds"])
+def test_bench_asks_a_model_of_sequences_in_sequences_which_all_end(
+    served: Served, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    """More at a time than there are slots, so that some wait for the end of others; and nobody is left open."""
+    ask = ["bench", served.address, model, "--concurrency", "1,4", "--seconds", "0.2"]
+    assert main([*ask, "--sequence-length", "3", "--parameter", "mood=good", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["sequence_length"] == 3
+    assert [row["failed"] for row in printed["levels"]] == [0, 0]
+    assert all(row["requests_per_s"] > 0 for row in printed["levels"])
+    assert main(ask) == 0
+    assert "in sequences of 20 requests" in capsys.readouterr().out
+    alone = ["--sequence-id", "alone", "--sequence-start", "--sequence-end"]
+    assert main(["infer", served.address, "totals", "--input", "NUMBER=1", "--json", *alone]) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][1]["data"] == [["[0, {}]"]]
+
+
+@pytest.mark.server
+def test_bench_has_no_sequences_for_a_model_with_many_answers(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", served.address, "words", "--sequence-length", "3"]) == 1
+    assert "asked over generate_stream: there are no sequences there" in capsys.readouterr().err
+
+
+@pytest.mark.server
 def test_bench_says_that_streams_failed_or_are_longer_than_it_measured(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -435,6 +556,14 @@ def test_a_sweep_asks_a_model_with_many_answers_for_all_of_them(others: Path) ->
     (tried,) = trio.run(sweep, subject, 2, 0.05, lambda *_: None)
     assert tried.measured.failed == 0
     assert tried.measured.requests_per_s > 0
+
+
+def test_a_sweep_asks_a_model_of_sequences_in_sequences_and_varies_its_instances_only(others: Path) -> None:
+    subject = Subject(others, "totals")
+    assert {variant.batch for variant in subject.variants()} == {0}
+    subject.variants = lambda: [Variant(1, 0, 0)]  # type: ignore[method-assign]  # one is enough here
+    (tried,) = trio.run(sweep, subject, 3, 0.05, lambda *_: None, 2)
+    assert (tried.measured.failed, tried.measured.requests_per_s > 0) == (0, True)
 
 
 @pytest.mark.slow
