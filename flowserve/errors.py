@@ -71,6 +71,12 @@ class ModelFailed(Internal):
     """A model raised, or answered with something its own configuration forbids."""
 
 
+class ModelRaised(ModelFailed):
+    """A model's own code raised what is this error's cause. Its traceback is not in the log yet: whoever gives up on
+    what ran, and runs no part of it again, writes it there.
+    """
+
+
 class InstanceDied(ModelFailed):
     """The process that ran a model ended. What it was running is never tried again: that may be what it died of."""
 

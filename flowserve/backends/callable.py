@@ -22,7 +22,7 @@ from flowserve.backends.base import ClockNs, ModelFiles, Results, Sender, Sent, 
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.function_answers import FunctionAnswers
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, ModelRaised
 from flowserve.graph.functions import BACKEND, FunctionModel
 from flowserve.memory.assemble import gather
 from flowserve.memory.pool import HOST
@@ -166,7 +166,7 @@ class FunctionInstance:
         try:
             answer = [self._function(*arrays)]  # who else holds an array is told from its reference count
         except BaseException as error:  # its sys.exit() is its own failure too
-            raise self._failed(error) from error
+            raise ModelRaised(self._failure(error)) from error
         computed_ns = clock()
         outputs: list[list[Tensor | None]] = []
         columns = self._answers.of_batch(answer, self._rows(work))
@@ -193,9 +193,8 @@ class FunctionInstance:
             copied.append(nbytes)
         return arrays, copied
 
-    def _failed(self, error: BaseException) -> ModelFailed:
-        log.error("model '%s', instance '%s' failed", self._model, self._name, exc_info=error)
-        return ModelFailed(f"model '{self._model}' failed: {_text(error)}")
+    def _failure(self, error: BaseException) -> str:
+        return f"model '{self._model}' failed: {_text(error)}"
 
 
 class VariedFunctionInstance(FunctionInstance):
@@ -242,7 +241,8 @@ class DecoupledFunctionInstance(VariedFunctionInstance):
             except FlowserveError as error:
                 sender.fail(error)
             except BaseException as error:
-                sender.fail(self._failed(error))
+                log.error("model '%s', instance '%s' failed", self._model, self._name, exc_info=error)
+                sender.fail(ModelFailed(self._failure(error)))
             else:
                 sender.finish(is_empty=True)
         return Results([], gathered_ns=gathered_ns, computed_ns=clock())

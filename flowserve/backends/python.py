@@ -248,7 +248,8 @@ class PythonInstance:
                 with self._source.running("finalize"):
                     self._model.finalize()
         except FlowserveError as error:
-            log.error("%s", error)
+            if error.__cause__ is None:  # else the log has it already, with its traceback
+                log.error("%s", error)
         self._model = None
         self._execute = self._not_open
         if self._loop is not None:

@@ -16,7 +16,7 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import FlowserveError, Unavailable
+from flowserve.errors import FlowserveError, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
@@ -269,6 +269,10 @@ class Engine(Directory):
             self.streaming.returned(batch, outcome)
         elif not self.dispatcher.batch_failed(batch, outcome):
             record_batch(batch.queue.observer, batch, outcome, now_ns)
+            if isinstance(outcome, ModelRaised):
+                host: Host = batch.instance
+                text = "model '%s', instance '%s' failed"
+                log.error(text, batch.queue.key.name, host.name, exc_info=outcome.__cause__)
 
     def _refused(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
         queue.observer.failed(1, now_ns - ticket.queued_ns, REJECTED)

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from flowserve import Engine, Graph, Problems, model
 from flowserve.errors import Invalid, ModelFailed, Unsupported
 from flowserve.runtime.blocking import BlockingEngine
+from flowserve.runtime.pump import LONE_TURNS
 from flowserve.values import Array
 
 # In a module, so that they can be saved.
@@ -217,6 +219,42 @@ async def test_answers_that_are_no_answers_fail_their_request_only() -> None:
             kind = ""
             async with engine.stream("g", {"X": row(1, 2)}) as answers:
                 assert [answer["Z"].tolist() async for answer in answers] == [[[1, 2]]]
+
+
+@pytest.mark.parametrize(("place", "company"), [("inline", 0), ("inline", 3), ("thread", 0), ("thread", 3)])
+async def test_what_a_function_raises_is_in_the_log_once_however_often_it_was_tried(
+    caplog: pytest.LogCaptureFixture, place: Any, company: int
+) -> None:
+    tried: list[int] = []
+
+    @model({"X": "FP32[2]"}, {"Y": "FP32[2]"}, max_batch_size=8, execution=place, is_pure=True)
+    def picky(x: Array) -> Array:
+        tried.append(len(x))
+        if (x < 0).any():
+            raise ValueError("below zero")
+        return x
+
+    graph = Graph("g")
+    graph.output("Y", picky(graph.input("X", "FP32[2]")))
+    with trio.fail_after(60):
+        async with Engine(graph) as engine:
+            for _ in range(LONE_TURNS + 8):  # so often that the next one is taken to be alone
+                await engine.infer("picky", {"X": row(1, 2)})
+                await wait_all_tasks_blocked()
+            tried.clear()
+
+            async def ask(value: float) -> None:
+                with pytest.raises(ModelFailed, match="model 'picky' failed: ValueError: below zero"):
+                    await engine.infer("picky", {"X": row(value, 2)})
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, -1)
+                for _ in range(company):
+                    nursery.start_soon(engine.infer, "picky", {"X": row(1, 2)})
+    assert len(tried) > 1 or (place == "thread" and not company)
+    (told,) = [record for record in caplog.records if record.exc_info is not None]
+    assert told.getMessage() == "model 'picky', instance 'picky_0_0' failed"
+    assert "in picky" in caplog.text
 
 
 def test_a_ragged_output_is_a_list_with_an_array_for_each_request() -> None:
