@@ -30,6 +30,7 @@ from flowserve.values import Array, DType, TensorSpec
 Feed = dict[str, Array]
 MakeValue = Callable[[Array], Any]
 KEPT_BYTES_MAX: Final = 32 * PAGE  # of an output's rows in one run; in sizes that double, from a page on
+KEPT_MAX: Final = 16  # of each size, while nobody reads them: more than that, many answers were slow to leave at once
 
 
 class Facts(Protocol):
@@ -151,6 +152,9 @@ class _Output:
             return self._read(lease, rows), self._value(lease.segment, lease.offset, rows)
         size = ((nbytes - 1) // PAGE).bit_length()
         free = self._kept[size]
+        if len(free) > KEPT_MAX:
+            cold = free.popleft()
+            self._arena.give_back((cold.segment.number, cold.offset))
         kept = free.pop() if free else _Kept(*self._arena.take(PAGE << size))
         lease = Lease(kept.segment, kept.offset, nbytes, free.append, kept)
         value = kept.values.get(rows)

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 from flowserve.backends.base import Results
 from flowserve.backends.onnx_instance import OnnxInstance
-from flowserve.backends.onnx_placed import KEPT_BYTES_MAX
+from flowserve.backends.onnx_placed import KEPT_BYTES_MAX, KEPT_MAX
 from flowserve.config.types import ModelConfig
 from flowserve.errors import ModelFailed
 from flowserve.memory.arena import Arena
@@ -241,6 +241,19 @@ def test_an_output_that_gets_a_reader_later_is_placed_from_then_on(repository: R
         copied.append(packed(model.config, model.run({"x": sample(DType.FP32)})))
     assert copied == [[16, 32], [16, 0], [0, 0], [0, 0]]
     assert len(arena(model).segments) == 1
+
+
+def test_what_many_answers_held_at_once_goes_back_to_the_arena(repository: Repository, opened: Open) -> None:
+    repository.write("m", FILE, onnx_identity())
+    model = shared(opened(identity_config()))
+    held = [model.run({"x": np.full((1, 4), number, np.float32)}) for number in range(100)]
+    assert [values(one)[0][0][0] for one in held] == [*range(100)]
+    assert arena(model).lent_bytes == 100 * PAGE
+    held.clear()
+    for _ in range(100):
+        model.run({"x": sample(DType.FP32)})
+    assert arena(model).lent_bytes <= (KEPT_MAX + 1) * PAGE
+    arena(model).check()
 
 
 STEPS = st.lists(
