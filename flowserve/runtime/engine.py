@@ -30,7 +30,7 @@ from flowserve.runtime.deployment import Deployment, MakeFlow
 from flowserve.runtime.directory import Directory
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import Processes
-from flowserve.runtime.instance import Completions, Host, Outcome
+from flowserve.runtime.instance import Completions, Host, Outcome, log_raised
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
@@ -271,8 +271,7 @@ class Engine(Directory):
             record_batch(batch.queue.observer, batch, outcome, now_ns)
             if isinstance(outcome, ModelRaised):
                 host: Host = batch.instance
-                text = "model '%s', instance '%s' failed"
-                log.error(text, batch.queue.key.name, host.name, exc_info=outcome.__cause__)
+                log_raised(outcome, batch.queue.key.name, host.name)
 
     def _refused(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
         queue.observer.failed(1, now_ns - ticket.queued_ns, REJECTED)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import trio
 
 from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
-from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.errors import FlowserveError, ModelFailed, ModelRaised
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.calls import Calls, ThreadCaller
 from flowserve.runtime.clock import ClockNs
@@ -181,9 +181,7 @@ class LocalHost:
         except FlowserveError as error:
             return error
         except BaseException as error:  # whatever it is: behind a dead thread requests would wait for ever
-            # A backend's own mistake: its trace belongs in the log, never in an answer.
-            log.exception("instance %s failed", self.name)
-            return ModelFailed(f"model '{self._model}', instance '{self.name}' failed: {error}")
+            return _raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
         if [*map(len, results.outputs)] != [len(batch.tickets)] * self._output_count:
             return ModelFailed(f"model '{self._model}', instance '{self.name}': its backend lost a member")
         if self._placement is not None:
@@ -210,6 +208,18 @@ class LocalHost:
             self._instance.close()
         except Exception:
             log.exception("closing instance %s failed", self.name)
+
+
+def log_raised(error: ModelRaised, model: str, instance: str) -> None:
+    """Nothing of the batch that it came of is run again."""
+    log.error("model '%s', instance '%s' failed", model, instance, exc_info=error.__cause__)
+    error.__cause__ = None  # whose frames hold the batch
+
+
+def _raised(text: str, cause: BaseException) -> ModelRaised:
+    failed = ModelRaised(text)  # in a frame that is none of the cause's: they would hold each other
+    failed.__cause__ = cause
+    return failed
 
 
 def start_within(host: Host, batch: Batch, contexts: Sequence[str]) -> Outcome | None:

@@ -11,10 +11,10 @@ import threading
 from typing import Any
 
 from flowserve.backends.base import Instance, Results, Work
-from flowserve.errors import FlowserveError, InstanceDied
+from flowserve.errors import FlowserveError, InstanceDied, ModelRaised
 from flowserve.runtime.children import Child
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.instance import LocalHost, Outcome
+from flowserve.runtime.instance import LocalHost, Outcome, log_raised
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_link import Link
 from flowserve.runtime.stream_link import StreamLink
@@ -55,6 +55,8 @@ class StreamHost(LocalHost):
         if isinstance(outcome, Results):
             return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
         assert isinstance(outcome, FlowserveError)
+        if isinstance(outcome, ModelRaised):
+            log_raised(outcome, self._model, self.name)
         for sender in work.senders or ():
             sender.fail(outcome)  # after what it has sent already; one that said that it is done is not failed
         return Returned(has_failed=True)

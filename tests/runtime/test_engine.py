@@ -139,7 +139,9 @@ async def test_a_caller_who_leaves_while_its_batch_runs_disturbs_nobody() -> Non
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
-async def test_one_poisonous_request_of_a_pure_model_fails_alone(inline: bool) -> None:
+async def test_one_poisonous_request_of_a_pure_model_fails_alone_and_is_told_once(
+    inline: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running() as engine:
         add_function(engine, "pure", [poisoned], is_pure=True, inline=inline)
         answers: dict[float, float] = {}
@@ -159,6 +161,8 @@ async def test_one_poisonous_request_of_a_pure_model_fails_alone(inline: bool) -
         assert "thirteen" in failures[0]
         row = engine.statistics("pure")[0]["inference_stats"]
         assert (row["success"]["count"], row["fail"]["count"]) == (15, 1)
+    assert caplog.messages == ["model 'pure', instance 'pure_0' failed"]
+    assert "ValueError: thirteen" in caplog.text
 
 
 @pytest.mark.fault("E7")
