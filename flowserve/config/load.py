@@ -56,12 +56,12 @@ class Draft:
 @dataclass(frozen=True, slots=True)
 class Judged:
     """The configuration with its defaults; every mistake of the text and violation of every rule, sorted by place; and
-    whether what others say of the configuration would be said without these mistakes, too.
+    the configuration's own fields that they are in.
     """
 
     config: ModelConfig
     problems: list[Problem]
-    is_sound: bool
+    broken: frozenset[str]
 
 
 def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str], config_name: str = "") -> Draft:
@@ -130,13 +130,13 @@ def judge(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> 
     problems += find_problems(subject)
     problems += find_problems(subject, UNSUPPORTED)
     problems += refuse_backend(subject, draft.backends)
-    is_sound = may_go_on({*draft.parsed.broken, *fields_of(problems, draft.source)})
+    broken = draft.parsed.broken | fields_of(problems, draft.source)
     if draft.parsed.problems:
         problems = [*draft.parsed.problems, *elsewhere(problems, draft.source, draft.parsed.broken)]
     for path in ignored_fields(draft.source, len(message.instance_group)) if not problems else ():
         log.info("%s: %s is read and ignored", draft.source.place(path), path)
     fill_defaults(message, completion, gpus)
-    return Judged(to_config(message, draft.source), _in_order(problems), is_sound)
+    return Judged(to_config(message, draft.source), _in_order(problems), broken)
 
 
 def _in_order(problems: list[Problem]) -> list[Problem]:

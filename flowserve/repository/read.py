@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from flowserve.config.doubt import may_go_on
 from flowserve.config.ignored import unused_environment
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, draft_of, judge, read_draft
@@ -45,11 +46,12 @@ class ReadModel:
 @dataclass(frozen=True, slots=True)
 class Examined:
     """What is wrong with a folder, and what it says: None where whoever judges that would speak of the same mistakes
-    again. Without any problem it is there.
+    again. Without any problem it is there. `broken` are the configuration's own fields with mistakes in them.
     """
 
     problems: tuple[Problem, ...]
     read: ReadModel | None = None
+    broken: frozenset[str] = frozenset()
 
 
 def read_model(
@@ -108,7 +110,7 @@ def examine(
     was_asked = completion is not None or not problems
     written = [one for one in judged.problems if was_asked or (one.place and one.place.line)]
     problems = [*problems, *written] or judged.problems
-    if was_refused or not judged.is_sound:
+    if was_refused or not may_go_on(judged.broken):
         return Examined(tuple(problems))
     labels: Labels = {}
     try:
@@ -117,7 +119,7 @@ def examine(
         problems += unlabelled.problems
     config = replace(judged.config, name=folder.name)  # which is not what it says where that is a mistake
     warnings = (*folder.warnings, *_warnings(folder, config))
-    return Examined(tuple(problems), ReadModel(folder, config, versions, warnings, labels))
+    return Examined(tuple(problems), ReadModel(folder, config, versions, warnings, labels), judged.broken)
 
 
 def read_steps(

@@ -15,12 +15,13 @@ from pathlib import Path
 import trio
 
 from flowserve.backends import registry
+from flowserve.config.doubt import UNWRITTEN, fields_of
 from flowserve.config.instances import ASSUMED
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.render.facts import Facts, gather_facts
 from flowserve.repository.layout import find_models
-from flowserve.repository.read import Complete, ReadModel, examine
+from flowserve.repository.read import Complete, Examined, ReadModel, examine
 from flowserve.repository.resolve import Resolution, resolve
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock
@@ -107,7 +108,7 @@ def read_repositories(
     warnings = [("", warning) for warning in found.warnings]
     for folder in found.folders:
         seen = examine(folder, registry.default_files(), complete, gpus=ASSUMED, config_name=config_name)
-        problems = [*seen.problems, *(_judged(seen.read, judge) if seen.read else ())]
+        problems = [*seen.problems, *_judged(seen, judge)]
         if problems:
             failed[folder.name] = _together(problems)
         if seen.read and problems and seen.read.config.is_ensemble:
@@ -126,11 +127,16 @@ def _together(problems: Sequence[Problem]) -> Problems:
     return Problems(sorted(dict.fromkeys(problems), key=lambda problem: problem.place or Place("")))
 
 
-def _judged(read: ReadModel, judge: Judge) -> Sequence[Problem]:
+def _judged(seen: Examined, judge: Judge) -> Sequence[Problem]:
+    """What `judge` says of it, but for fields that a rule spoke of already."""
+    if seen.read is None:
+        return ()
     try:
-        judge(read)
+        judge(seen.read)
     except FlowserveError as error:
-        return error.problems if isinstance(error, Problems) else (Problem(str(error), error.place),)
+        found = error.problems if isinstance(error, Problems) else (Problem(str(error), error.place),)
+        told = seen.broken - {UNWRITTEN}
+        return [one for one in found if told.isdisjoint(fields_of([one], seen.read.config.source))]
     return ()
 
 

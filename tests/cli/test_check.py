@@ -350,8 +350,12 @@ def test_what_a_mistake_brings_along_is_not_told(checked: Callable[..., Checked]
     }.items():
         (repository / name / "config.pbtxt").write_text(text)
     edit(repository, "dims: 4 }\noutput", "dim: 4 }\noutput")
+    (repository / "own/1").mkdir(parents=True)
+    (repository / "own/1/model.py").write_text("class TritonPythonModel: ...")
+    (repository / "own/config.pbtxt").write_text(MODEL_PY)
     _, _, err = checked()
-    assert rules(err) == ["same/config.pbtxt:1:1 M8"]
+    assert rules(err) == ["own/config.pbtxt:5:40 M56", "same/config.pbtxt:1:1 M8"]
+    assert "cannot be read" not in err
     assert [line.split(": error")[0] for line in err.splitlines() if "has no field" in line] == [
         "good/config.pbtxt:1:1",
         "pipe/config.pbtxt:3:40",
