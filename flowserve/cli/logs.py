@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 from typing import Final
 
 from flowserve.observe.log_settings import LogChoice, LogSettings
 from flowserve.runtime.tracebacks import OF_LINES
+
+_log = logging.getLogger("flowserve.cli")
 
 # C0 and C1 controls, DEL, and the two separators that some viewers break lines at.
 _ESCAPES: Final = {
@@ -61,6 +64,14 @@ class _Chosen(logging.Filter):
         if record.levelno >= logging.ERROR:
             return choice.log_error
         return choice.log_warning if record.levelno >= logging.WARNING else choice.log_info
+
+
+def thread_failed(arguments: threading.ExceptHookArgs) -> None:
+    """What nobody caught in a thread, of a model's own mostly, as Python calls it: a record as any other."""
+    kind, error = arguments.exc_type, arguments.exc_value
+    if error is not None and kind is not SystemExit:
+        name = arguments.thread.name if arguments.thread is not None else "?"
+        _log.error("exception in thread %s", name, exc_info=(kind, error, arguments.exc_traceback))
 
 
 def configure(choice: LogChoice) -> LogSettings:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -64,6 +65,7 @@ def run(options: RunOptions) -> int:
         log_settings = logs.configure(options.log)
     except OSError as error:
         return _failed(f"--log-file: '{options.log.log_file}' cannot be written: {error.strerror}")
+    threading.excepthook = logs.thread_failed
     if options.without_effect:
         _log.warning("%s", warning_of(options.without_effect))
     tune_malloc()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from flowserve.cli.logs import LineFormatter, configure, escape
+from flowserve.cli.logs import LineFormatter, configure, escape, thread_failed
 from flowserve.cli.options import RunOptions
 from flowserve.cli.run import run
 from flowserve.observe.log_settings import LogChoice
@@ -47,6 +48,22 @@ def test_lines_that_a_models_process_printed_as_one_record_are_one() -> None:
     first, *below = LineFormatter("default").format(record).splitlines()
     assert first.endswith("] Traceback (most recent call last):")
     assert below == ["      File", "    ValueError: \\x1b[2Kx"]
+
+
+def test_what_nobody_caught_in_a_thread_is_a_record_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def raised(error: BaseException) -> threading.ExceptHookArgs:
+        try:
+            raise error
+        except BaseException as caught:
+            return threading.ExceptHookArgs(
+                (type(caught), caught, caught.__traceback__, threading.Thread(name="worker"))
+            )
+
+    thread_failed(raised(SystemExit(1)))  # with which a thread may end
+    thread_failed(raised(ValueError("not now")))
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("ERROR", "exception in thread worker")
+    assert LineFormatter("default").format(record).splitlines()[-1] == "    ValueError: not now"
 
 
 def test_both_formats_tell_time_level_and_room() -> None:
