@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 from flowserve.backends import registry
+from flowserve.backends.base import Work
+from flowserve.backends.python_answers import AnswerReader
+from flowserve.backends.triton_objects import InferenceResponse
 from flowserve.config.types import Completion, DynamicBatching, ModelConfig
 from flowserve.errors import (
     Cancelled,
@@ -300,6 +303,14 @@ def test_an_output_that_a_model_leaves_out_is_told_once_and_only_where_somebody_
     assert caplog.messages == [LEFT_OUT]
     model.run({"x": rows(1)}, wanted=("y",))
     assert caplog.messages == [LEFT_OUT]
+
+
+def test_each_answer_of_a_decoupled_model_may_have_other_outputs(caplog: pytest.LogCaptureFixture) -> None:
+    for decoupled, told in ((True, []), (False, [LEFT_OUT])):
+        config = config_of(outputs=(spec("y"),), max_batch_size=8, decoupled=decoupled)
+        results = AnswerReader(config).read([InferenceResponse([])], Work([], [-1], [], [("y",)]))
+        assert (results.outputs, results.errors) == ([[None]], {})
+        assert caplog.messages == told
 
 
 def test_a_request_that_fails_leaves_nothing_out(python: Open, caplog: pytest.LogCaptureFixture) -> None:
