@@ -33,6 +33,10 @@ JUDGED_BY: Final = frozenset(
 )
 
 
+ALONE: Final = frozenset({"name", "version_policy"})  # whose rules look at nothing else
+OF_ITS_BACKEND: Final = frozenset({"instance_group", "parameters"})  # nor these, but for what the backend is
+
+
 def may_go_on(fields: Iterable[str]) -> bool:
     """Whether mistakes in these fields of a configuration leave the others to be judged."""
     return JUDGED_BY.isdisjoint(fields)
@@ -51,5 +55,8 @@ def fields_of(problems: Iterable[Problem], source: SourceMap) -> set[str]:
 
 
 def elsewhere(problems: Iterable[Problem], source: SourceMap, broken: Collection[str]) -> list[Problem]:
-    """Those that are written in other fields than the `broken` ones, and so are no consequence of these."""
-    return [problem for problem in problems if not fields_of([problem], source) & {UNWRITTEN, *broken}]
+    """Those that rules found in other fields than the `broken` ones, and that are no consequence of these."""
+    fields = {*MODEL_CONFIG.fields}.difference(broken)
+    if not may_go_on(broken):
+        fields &= ALONE | OF_ITS_BACKEND if {"backend", "platform"}.isdisjoint(broken) else ALONE
+    return [problem for problem in problems if fields_of([problem], source) <= fields]

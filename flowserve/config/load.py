@@ -16,7 +16,7 @@ from typing import Final
 from flowserve.config.backends import fill_backend
 from flowserve.config.complete import merge
 from flowserve.config.convert import to_config
-from flowserve.config.doubt import elsewhere, fields_of, may_go_on
+from flowserve.config.doubt import elsewhere, fields_of
 from flowserve.config.ignored import ignored_fields
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
@@ -36,8 +36,7 @@ VARIANTS: Final = "configs"  # the folder of configurations that have names
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What the user wrote for one model folder, before its own files were asked. Mistakes of the text may be among it,
-    but for those that leave nothing else to be judged.
+    """What the user wrote for one model folder, mistakes of the text included, before its own files were asked.
 
     `name` is the folder's name. `backend` is "" for ensembles and where it cannot be told. `preliminary` is what was
     written so far, unchecked, for `Backend.complete`. `backends` are those that exist.
@@ -87,11 +86,7 @@ def _is_there(path: Path) -> bool:
 
 
 def draft_of(parsed: Parsed, folder: Path, default_files: Mapping[str, str]) -> Draft:
-    """The draft of a configuration that is already parsed. Its message becomes the draft's own. Raises `Problems` where
-    there are some that leave nothing else to be judged.
-    """
-    if not may_go_on(parsed.broken):
-        raise Problems(parsed.problems)
+    """The draft of a configuration that is already parsed. Its message becomes the draft's own."""
     message, source = parsed.message, parsed.source
     message.name = message.name or folder.name
     fill_backend(message, folder, default_files)

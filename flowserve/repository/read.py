@@ -99,7 +99,7 @@ def examine(
     versions, problems = _versions(folder, draft)
     completion: Completion | None = None
     was_refused = False
-    if versions and _can_be_asked(draft):
+    if versions and may_go_on(draft.parsed.broken) and _can_be_asked(draft):
         try:
             completion = _ask(draft, folder, versions[-1], default_files, complete)
         except Problems as refused:
@@ -129,9 +129,10 @@ def read_steps(
     is wrong with it is for `read_model` to say.
     """
     try:
-        return steps_of(_draft(folder, default_files, config_json, config_name).preliminary)
+        draft = _draft(folder, default_files, config_json, config_name)
     except (OSError, Problems):
         return frozenset()
+    return frozenset() if draft.parsed.problems else steps_of(draft.preliminary)
 
 
 def _draft(

@@ -346,7 +346,8 @@ def test_what_a_mistake_brings_along_is_not_told(checked: Callable[..., Checked]
     for name, text in {
         "same": 'max_batch_size: -1\ninput { name: "X" data_type: TYPE_FP32 dims: 4 }\n'
         'output { name: "Y" data_type: TYPE_FP32 dims: 4 }\ndynamic_batching { preferred_batch_size: [ 9 ] }\n',
-        "good": "max_batch_sise: 64\ndynamic_batching { preferred_batch_size: [ 64 ] }\n",
+        "good": "max_batch_sise: 64\ndynamic_batching { preferred_batch_size: [ 64 ] }\n"
+        "instance_group { count: 5000 }\n",
     }.items():
         (repository / name / "config.pbtxt").write_text(text)
     edit(repository, "dims: 4 }\noutput", "dim: 4 }\noutput")
@@ -354,7 +355,7 @@ def test_what_a_mistake_brings_along_is_not_told(checked: Callable[..., Checked]
     (repository / "own/1/model.py").write_text("class TritonPythonModel: ...")
     (repository / "own/config.pbtxt").write_text(MODEL_PY)
     _, _, err = checked()
-    assert rules(err) == ["own/config.pbtxt:5:40 M56", "same/config.pbtxt:1:1 M8"]
+    assert rules(err) == ["good/config.pbtxt:3:18 M10", "own/config.pbtxt:5:40 M56", "same/config.pbtxt:1:1 M8"]
     assert "cannot be read" not in err
     assert [line.split(": error")[0] for line in err.splitlines() if "has no field" in line] == [
         "good/config.pbtxt:1:1",
