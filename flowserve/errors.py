@@ -76,6 +76,10 @@ class ModelRaised(ModelFailed):
     what ran, and runs no part of it again, writes it there.
     """
 
+    def as_told(self) -> ModelFailed:
+        """What callers read: without the cause, whose frames hold what ran."""
+        return ModelFailed(str(self))
+
 
 class InstanceDied(ModelFailed):
     """The process that ran a model ended. What it was running is never tried again: that may be what it died of."""

@@ -267,11 +267,17 @@ class Engine(Directory):
             self.dispatcher.batch_done(batch, outcome.outputs, outcome.errors, now_ns)
         elif isinstance(outcome, Returned):
             self.streaming.returned(batch, outcome)
-        elif not self.dispatcher.batch_failed(batch, outcome):
-            record_batch(batch.queue.observer, batch, outcome, now_ns)
-            if isinstance(outcome, ModelRaised):
-                host: Host = batch.instance
-                log_raised(outcome, batch.queue.key.name, host.name)
+        else:
+            self._failed(batch, outcome, now_ns)
+
+    def _failed(self, batch: Batch, error: FlowserveError, now_ns: int) -> None:
+        told = error.as_told() if isinstance(error, ModelRaised) else error
+        if self.dispatcher.batch_failed(batch, told):
+            return  # it is tried again
+        record_batch(batch.queue.observer, batch, told, now_ns)
+        if isinstance(error, ModelRaised):
+            host: Host = batch.instance
+            log_raised(error, batch.queue.key.name, host.name)
 
     def _refused(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
         queue.observer.failed(1, now_ns - ticket.queued_ns, REJECTED)

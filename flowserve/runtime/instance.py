@@ -213,7 +213,6 @@ class LocalHost:
 def log_raised(error: ModelRaised, model: str, instance: str) -> None:
     """Nothing of the batch that it came of is run again."""
     log.error("model '%s', instance '%s' failed", model, instance, exc_info=error.__cause__)
-    error.__cause__ = None  # whose frames hold the batch
 
 
 def _raised(text: str, cause: BaseException) -> ModelRaised:

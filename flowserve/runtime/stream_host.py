@@ -57,6 +57,7 @@ class StreamHost(LocalHost):
         assert isinstance(outcome, FlowserveError)
         if isinstance(outcome, ModelRaised):
             log_raised(outcome, self._model, self.name)
+            outcome = outcome.as_told()
         for sender in work.senders or ():
             sender.fail(outcome)  # after what it has sent already; one that said that it is done is not failed
         return Returned(has_failed=True)

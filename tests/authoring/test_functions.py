@@ -244,8 +244,9 @@ async def test_what_a_function_raises_is_in_the_log_once_however_often_it_was_tr
             tried.clear()
 
             async def ask(value: float) -> None:
-                with pytest.raises(ModelFailed, match="model 'picky' failed: ValueError: below zero"):
+                with pytest.raises(ModelFailed, match="model 'picky' failed: ValueError: below zero") as failed:
                     await engine.infer("picky", {"X": row(value, 2)})
+                assert failed.type is ModelFailed
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ask, -1)
