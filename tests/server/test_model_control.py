@@ -747,9 +747,9 @@ def test_polling_follows_the_repository(repository: Repository, serve: Serve) ->
         assert refusal(ask, client, "new") == (404, "Request for unknown model: 'new' is not found")
         assert client.is_server_ready()
         repository.put("new", 6)
-        until(lambda: "new" in rows(client) and rows(client)["new"]["state"] == "READY", "what came back serves")
         repository.write("m/2/model.onnx", b"no model")
         until(lambda: "reason" in rows(client)["m"], "the broken file was looked at")
+        until(lambda: "new" in rows(client) and rows(client)["new"]["state"] == "READY", "what came back serves")
         assert ask(client, "m") == 4
 
 
