@@ -43,6 +43,22 @@ def refused(*steps: Step, **options: object) -> str:
     return f"[{problem.rule}] {problem.message}"
 
 
+def test_what_shows_only_after_folding_is_told_together() -> None:
+    """A nested ensemble whose -1 hides another size, and two steps whose answers do not belong together."""
+    wide = model("wide", {"I": "FP32[5]"}, OUT)
+    inner = ensemble("inner", {"i": "FP32[-1]"}, {"o": "FP32[3]"}, [("wide", {"I": "i"}, {"O": "o"})])
+    steps = [
+        ("inner", {"i": "in"}, {"o": "a"}),
+        step("many", "a", "b"),
+        step("more", "a", "c"),
+        step("join", "b c", "out"),
+    ]
+    outer = ensemble("e", {"in": "FP32[3]"}, {"out": "FP32[3]"}, steps)
+    with pytest.raises(Problems) as caught:
+        compile_ensemble(outer, 1, available(JOIN, MANY, MORE, wide, inner))
+    assert [problem.rule for problem in caught.value.problems] == ["G15", "G20"]
+
+
 def test_each_step_lies_as_deep_as_what_it_reads() -> None:
     graph = compiled(
         step("plain", "in", "a"),

@@ -12,7 +12,7 @@ from flowserve.errors import Invalid
 from flowserve.http.app import AppOptions, make_app
 from flowserve.http.restricted import groups_of
 from flowserve.runtime.engine import Engine
-from flowserve.runtime.restriction import GROUPS, parse_restriction
+from flowserve.runtime.restriction import GROUPS, hides_names, parse_restriction
 
 PATHS = {
     "health": ["/v2/health/live", "/v2/health/ready", "/v2/models/double/ready", "/v2/models/double/versions/1/ready"],
@@ -133,6 +133,12 @@ async def test_keys_are_compared_in_constant_time(guarded: Any, monkeypatch: pyt
 def test_a_restriction_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(Invalid):
         parse_restriction(text)
+
+
+@pytest.mark.fault("Z6")
+def test_names_of_models_are_for_those_only_who_may_see_the_index() -> None:
+    assert hides_names([parse_restriction("health:a=b"), parse_restriction("logging,model-repository:k=v")])
+    assert not hides_names([parse_restriction("health,metadata:k=v")])
 
 
 @pytest.mark.fault("Z6")
