@@ -16,8 +16,12 @@ from flowserve.observe.statistics import BACKEND, OTHER, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.relays import Relay
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow
+
+# A stop of a relay: when its inputs were in place, when it was computed, the bytes of each output.
+Stop = tuple[int, int, Sequence[int]]
 
 
 def record_batch(statistics: Statistics, batch: Batch, outcome: Results | FlowserveError, now_ns: int) -> None:
@@ -64,6 +68,49 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
     for ticket in members:
         flow = ticket.flow
         flow.queue_ns += started_ns - ticket.queued_ns
+        flow.compute_input_ns += input_ns
+        flow.compute_infer_ns += infer_ns
+        flow.compute_output_ns += output_ns
+
+
+def record_relay(relay: Relay, results: Sequence[Results], now_ns: int) -> None:
+    """Write what a relay came by. Each stop waits for nothing and takes over where the one before was done."""
+    last = len(results) - 1
+    for i, made in enumerate(results):
+        record_batch(relay.way.queues[i].observer, relay.stop(i), made, now_ns if i == last else made.computed_ns)
+
+
+def record_run_through(relay: Relay, first: Results, stops: Sequence[Stop], now_ns: int) -> None:
+    """As `record_relay`, for one that has run through with no member failing. `stops` are those after the first."""
+    batch = relay.batch
+    record_batch(batch.queue.observer, batch, first, first.computed_ns)
+    rows, count = batch.rows, len(batch.tickets)
+    flow = batch.tickets[0].flow
+    traffic = flow.owner.traffic
+    nodes, queues = relay.way.nodes, relay.way.queues
+    since_ns = first.computed_ns
+    input_ns = infer_ns = 0
+    for i, (gathered_ns, computed_ns, placed) in enumerate(stops, 1):
+        until_ns = now_ns if i == len(stops) else computed_ns
+        queues[i].observer.ran(
+            rows,
+            count,
+            until_ns - since_ns,
+            0,
+            gathered_ns - since_ns,
+            computed_ns - gathered_ns,
+            until_ns - computed_ns,
+            until_ns,
+        )
+        node: NodeTraffic = traffic[nodes[i].index]
+        node.ran(rows, placed)
+        node.whole_rows += rows  # what is handed on in a relay lies where it was made
+        input_ns += gathered_ns - since_ns
+        infer_ns += computed_ns - gathered_ns
+        since_ns = computed_ns
+    output_ns = now_ns - since_ns
+    for ticket in batch.tickets:
+        flow = ticket.flow
         flow.compute_input_ns += input_ns
         flow.compute_infer_ns += infer_ns
         flow.compute_output_ns += output_ns

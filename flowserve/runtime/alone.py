@@ -44,6 +44,11 @@ class Occupancy:
         self._running += 1
         return self._streak > STREAK and self._streak % LOOK_EVERY != 0
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether requests come one by one."""
+        return self._streak > STREAK
+
     def ends(self) -> None:
         """A batch that began is back, or never will be."""
         self._running -= 1
@@ -61,6 +66,10 @@ class Pace:
     def is_quick(self) -> bool:
         return self._mean_ns <= QUICK_NS
 
+    @property
+    def mean_ns(self) -> float:
+        return self._mean_ns
+
     def took(self, duration_ns: int) -> None:
-        """A request alone took that long, from when it was sent until it was computed."""
+        """A batch took that long, from when it was sent until it was computed."""
         self._mean_ns += (min(duration_ns, WAIT_NS_MAX) - self._mean_ns) / 8

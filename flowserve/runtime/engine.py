@@ -35,6 +35,7 @@ from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Pump
+from flowserve.runtime.relays import join
 from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor, WarmUp
 from flowserve.runtime.traces import Traces
@@ -47,6 +48,7 @@ from flowserve.scheduling.calls import Called, CalledFlow
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter, Needs
+from flowserve.scheduling.relays import Relay, RelayingDispatcher
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import Request, Response
@@ -64,18 +66,25 @@ class Engine(Directory):
     def __init__(self, options: EngineOptions) -> None:
         self.clock = running_clock()
         self.limiter = None if options.rate_limit is None else Limiter(options.rate_limit)
-        if self.limiter is None:
-            self.dispatcher = Dispatcher(self._start, self._answered, self._refused, self._has_answers)
-        else:
+        self.dispatcher: Dispatcher
+        if self.limiter is not None:
             self.dispatcher = LimitedDispatcher(
                 self._start, self._answered, self.limiter, refused=self._refused, told=self._has_answers
             )
+        elif SUPPORTED:
+            self.dispatcher = RelayingDispatcher(
+                self._start, self._answered, self._refused, self._has_answers, relay=self._relay
+            )
+        else:
+            self.dispatcher = Dispatcher(self._start, self._answered, self._refused, self._has_answers)
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
         # Around what came at once and is taken in without a wait, by whoever knows that.
         self.begin_burst, self.end_burst = self._pump.begin_burst, self._pump.end_burst
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned, self._pump)
         self.generations = Generations(self._forget)
         self.processes = Processes(self.clock, self._pump) if SUPPORTED else None
+        if self.processes is not None and isinstance(self.dispatcher, RelayingDispatcher):
+            self.processes.relays.serve(self.dispatcher, self._pump.poke)
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
         self.calls = self.completions.calls = Calls(self)
         self.asks = self.calls.asks = Asks(self)
@@ -279,6 +288,10 @@ class Engine(Directory):
             host: Host = batch.instance
             log_raised(error, batch.queue.key.name, host.name)
 
+    def _relay(self, relay: Relay) -> bool:
+        # What is traced is told step by step.
+        return not self.tracing.is_live and self.processes is not None and self.processes.relays.start(relay)
+
     def _refused(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
         queue.observer.failed(1, now_ns - ticket.queued_ns, REJECTED)
 
@@ -346,6 +359,8 @@ class Engine(Directory):
         queue = ModelQueue(
             key, batcher, hosts, is_pure=model.is_pure, observer=statistics, needs=needs, keeps_order=keeps_order
         )
+        if not (keeps_order or execution_timeout_ns):
+            join(queue)
         self.dispatcher.add(queue)
         self.generations.add(Generation(queue, [*hosts, *passive], model, files))
         mortals = [host for host in hosts if isinstance(host, ProcessHost)]

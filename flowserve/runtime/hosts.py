@@ -27,6 +27,7 @@ from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.pump import Bursts
 from flowserve.runtime.readiness import Readiness
+from flowserve.runtime.relays import Relays
 from flowserve.runtime.sequence_hosts import SequenceLocalHost, SequenceProcessHost
 from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.runtime.sequence_stream_hosts import SequenceStreamHost, SequenceStreamProcessHost
@@ -51,12 +52,14 @@ class Processes:
         self.children = Children(clock)
         self.readiness = Readiness(pump)
         self.occupancy = Occupancy()
+        self.relays = Relays(self.occupancy, clock)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve them. Ends by cancellation, after `close`."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.children.run)
             nursery.start_soon(self.readiness.run, name="children's sockets")
+            nursery.start_soon(self.relays.run, name="overdue relays")
             task_status.started()
 
     async def close(self) -> None:
@@ -179,6 +182,7 @@ def _in_processes(
         processes.children,
         processes.readiness,
         processes.occupancy,
+        processes.relays,
         clock,
     )
 

@@ -21,6 +21,7 @@ import trio
 
 from flowserve.backends.base import Remote, Results, Work
 from flowserve.backends.child.main import Job
+from flowserve.backends.child.usual import has_fixed_shapes
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.memory.arena import Arena
@@ -33,8 +34,10 @@ from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.process_link import Link
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.readiness import Readiness
+from flowserve.runtime.relays import OnItsWay, Relays
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Ticket
+from flowserve.values import DType, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -60,6 +63,7 @@ class ProcessHost:
         children: Children,
         readiness: Readiness,
         occupancy: Occupancy,
+        relays: Relays,
         clock: ClockNs,
     ) -> None:
         self.name = name
@@ -77,7 +81,12 @@ class ProcessHost:
         self._children = children
         self._readiness = readiness
         self._occupancy = occupancy
-        self._pace = Pace()
+        self._relays = relays
+        self.relay: OnItsWay | None = None  # that its process takes part in
+        # It hands on what the next process can find without looking, and is handed what lies in one piece.
+        self.passes_on = batches and bool(config.outputs) and has_fixed_shapes(config.outputs)
+        self.receives = batches and not any(map(_is_in_pieces, config.inputs))
+        self.pace = Pace()
         self._answer = select.poll()  # on which it is waited for in place
         self._clock = clock
         self._completions: Completions | None = None
@@ -86,6 +95,11 @@ class ProcessHost:
         self._is_closed = False
         self._opening: Child | None = None  # while it is not open yet; its model may ask for things already
         self._given_up = ""
+
+    @property
+    def link(self) -> Link | None:
+        """The wire to its process, while there is one."""
+        return self._link
 
     @property
     def arena(self) -> Arena:
@@ -141,7 +155,7 @@ class ProcessHost:
         except OSError as error:
             self._is_over()
             return Internal(f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}")
-        if is_alone and self._waits and self._pace.is_quick and not self._asks_meanwhile():
+        if is_alone and self._waits and self.pace.is_quick and not self._asks_meanwhile():
             return self._wait(link)
         return None
 
@@ -187,6 +201,7 @@ class ProcessHost:
             self._over(child)
         elif self.child is child and self._link is not None:
             self._link.on_calls = self._begin_calls
+            self._link.on_relay = partial(self._relays.told, self)
             self._readiness.watch(child.socket.fileno(), self._read)
             self._answer = select.poll()
             self._answer.register(child.socket, select.POLLIN)
@@ -195,6 +210,7 @@ class ProcessHost:
         """Its process has ended: what ran there fails at once, and is never tried again; nobody knows what it did."""
         self._let_go()
         self.ended = child.ended
+        self._relays.died(self, InstanceDied(child.ended))
         batch = self._is_over()
         if batch is not None and self._completions is not None:
             self._completions.finished(batch, self._outcome(batch, InstanceDied(child.ended)))
@@ -235,7 +251,7 @@ class ProcessHost:
             self._packer.arena,
             self._completions.calls,
             self._readiness,
-            lambda: self.running,
+            lambda: self.running if self.relay is None else self.relay.batch_of(self),
             lambda: "" if self._opening is None else self._model,
             self._wrong,
         )
@@ -266,6 +282,7 @@ class ProcessHost:
         return outcome
 
     def _read(self) -> None:
+        """Take in what its process says, until an answer or to the end."""
         link, child = self._link, self.child
         if link is None or child is None:
             return
@@ -303,11 +320,14 @@ class ProcessHost:
             if not batch.started_ns <= outcome.gathered_ns <= outcome.computed_ns <= now_ns:
                 outcome.gathered_ns = min(max(outcome.gathered_ns, batch.started_ns), now_ns)
                 outcome.computed_ns = min(max(outcome.computed_ns, outcome.gathered_ns), now_ns)
-            if len(batch.tickets) == 1:
-                self._pace.took(outcome.computed_ns - batch.started_ns)
+            self.pace.took(outcome.computed_ns - batch.started_ns)
 
     def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
         return outcome
+
+
+def _is_in_pieces(spec: TensorSpec) -> bool:
+    return spec.optional or spec.ragged or spec.dtype is DType.BYTES
 
 
 def _garbled(what: str) -> str:

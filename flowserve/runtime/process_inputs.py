@@ -64,6 +64,7 @@ class InputPacker:
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = [(i, spec.dtype is DType.BYTES, spec.ragged) for i, spec in enumerate(specs)]
+        self.nothing = [0] * len(specs)  # of each input so much is copied where it lies in one piece
         self.arena = Arena()
 
     def pack(self, inputs: Sequence[Sequence[Tensor | None]]) -> Packed:
@@ -155,14 +156,18 @@ class InputPacker:
                 _fill(segment, offset + copy.start, copy.arrays, copy.shape)
 
 
-def run_message(head: tuple[Any, ...], work: Work) -> bytes:
-    """A `RUN` message: `head`, and what the batch's requests say of themselves."""
+def run_message(head: tuple[Any, ...], work: Work, relay: tuple[Any, ...] | None = None) -> bytes:
+    """A `RUN` message: `head`, what the batch's requests say of themselves, and on to whom it is handed, if at all."""
     requests = None if are_plain(work.requests) else [_plain_facts(request_facts(one)) for one in work.requests]
     wanted: Any = work.wanted
     if wanted.count(wanted[0]) == len(wanted):
         wanted = wanted[0]
     try:
-        message = (*head, requests, wanted) if work.contexts is None else (*head, requests, wanted, work.contexts)
+        message = (*head, requests, wanted)
+        if relay is not None:
+            message = (*message, None, relay)
+        elif work.contexts is not None:
+            message = (*message, work.contexts)
         return marshal.dumps(message, MARSHAL_VERSION)
     except ValueError:
         raise Internal("a request holds a parameter that is no text, number or boolean") from None

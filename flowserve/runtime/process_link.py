@@ -3,7 +3,9 @@
 Decided here: how a batch is sent and its answer read, which shared memory each side was told of, and when a block
 goes home: one of the child's when its last reader here is gone (the child hears of it with its next batch, so that
 this costs no message), one that the child reads when the run is over or, where the model holds on to an input, when
-it has let go. A link lives as long as its process; a restarted instance gets a new one.
+it has let go. A batch may also come to the child from another one, and its answer go on to a third (relay.py); then it
+is expected here, and whoever hears of the answer brings it. A link lives as long as its process; a restarted instance
+gets a new one.
 
 This file does not know queues, nor what an ended process means.
 """
@@ -16,6 +18,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Final
 
 from flowserve.backends.base import Results, Work
@@ -28,9 +31,15 @@ from flowserve.backends.child.protocol import (
     DONE_HEAD,
     END,
     FAILED,
+    FENCE,
+    FENCED,
     GONE,
+    HEAR,
     MESSAGE_BYTES_MAX,
+    PEER,
     READY,
+    RECALL,
+    RELAYED,
     RUN,
     SEGMENT,
     SPILLED,
@@ -39,15 +48,33 @@ from flowserve.backends.child.protocol import (
     heard,
     unpack,
 )
+from flowserve.backends.child.usual import Usual
 from flowserve.errors import FlowserveError
 from flowserve.memory.arena import Place
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.runtime.process_inputs import InputPacker, Packed, run_message
-from flowserve.runtime.process_outputs import Garbled, OutputReader, Usual
+from flowserve.runtime.process_outputs import Garbled, OutputReader
 
 Outcome = Results | FlowserveError
+# What a process tells of a relay: what it passed before, in words, and what this one answered, b"" for nothing; or
+# whether it had come by when it was fenced off.
+Told = tuple[Sequence[int], bytes] | bool
 # What most batches say of their members. Nobody writes into results.
 _NONE: Final[Mapping[int, Any]] = {}
+
+
+class Expected:
+    """A batch that the child has, or will be given by another: its number, what of it lies where, its members' rows,
+    and how it is usually answered.
+    """
+
+    __slots__ = ("number", "packed", "rows", "usual")
+
+    def __init__(self, number: int, packed: Packed, rows: list[int], usual: Usual | None) -> None:
+        self.number = number
+        self.packed = packed
+        self.rows = rows
+        self.usual = usual
 
 
 class Link:
@@ -59,35 +86,99 @@ class Link:
         self.is_ready = False  # whether the instance is open
         self._packer = packer
         self._reader = reader
+        self.on_relay: Callable[[int, Told], None] | None = None  # given a relay's number
         self._number = 0
-        self._running: Packed | None = None
-        self._rows: list[int] = []
-        self._usual: Usual | None = None  # how that batch is usually answered
+        self._nothing_copied = packer.nothing
+        self._running: Expected | None = None  # by itself, in no relay
         self._kept: dict[int, Packed] = {}  # by batch: inputs that the model holds on to
         self._told: set[int] = set()  # segments that the child has mapped
         self._ended: deque[int] = deque()  # of those, the ones that are no more
+        self._peer_numbers = count(1)
+        self._peers: dict[Link, int] = {}  # those to which the child may hand batches on, by its numbers
         self._segments: dict[int, Segment] = {}  # the child's own, by its numbers
         self._come_home: deque[Place] = deque()  # its blocks that nobody reads any more
 
     def send(self, work: Work) -> None:
         """Start a batch in the child. Raises a FlowserveError where it cannot be sent, and OSError."""
-        packed = self._packer.pack(work.inputs)
         number = self._number + 1
+        self._running = self._send_run(work, number)
+        self._number = number
+
+    def send_relay(self, work: Work, number: int, relay: tuple[Any, ...]) -> Expected:
+        """Start a batch that the child is to hand on (protocol.py). As `send`."""
+        return self._send_run(work, number, relay)
+
+    def _send_run(self, work: Work, number: int, relay: tuple[Any, ...] | None = None) -> Expected:
+        packed = self._packer.pack(work.inputs)
         rows = work.rows
-        come_home = _drained(self._come_home) if self._come_home else ()
-        ended = _drained(self._ended) if self._ended else ()
+        come_home, ended = self.news()
         head = (RUN, number, come_home, ended, packed.columns, rows)
-        message = run_message(head, work)
+        message = run_message(head, work, relay)
         if len(message) > MESSAGE_BYTES_MAX:
             message = marshal.dumps((SPILLED, *self._packer.message(message, packed)))
         for segment in packed.segments:
             if segment.number not in self._told:
                 self._tell(segment)
         self._socket.send(message)
-        self._number = number
-        self._rows = rows
-        self._usual = self._reader.usual(rows)
-        self._running = packed
+        return Expected(number, packed, rows, self._reader.usual(rows))
+
+    def expected(self, number: int, rows: list[int], held: Any) -> Expected:
+        """A batch that another process has handed to the child. `held`: where its inputs lie, for a model that keeps
+        them; nothing of them was copied.
+        """
+        packed = Packed()
+        packed.copied = self._nothing_copied
+        packed.held.append(held)
+        return Expected(number, packed, rows, self._reader.usual(rows))
+
+    def news(self) -> tuple[Sequence[Place], Sequence[int]]:
+        """What the child is told with its next batch: blocks that came home, memory that is no more."""
+        come_home = _drained(self._come_home) if self._come_home else ()
+        return come_home, _drained(self._ended) if self._ended else ()
+
+    def untold(self, come_home: Sequence[Place], ended: Sequence[int]) -> None:
+        """It was not told of these after all."""
+        self._come_home.extend(come_home)
+        self._ended.extend(ended)
+
+    def fence_off(self, number: int) -> None:
+        """Ask whether that batch of a relay has come by; if not, it no longer may. Raises OSError."""
+        self._socket.send(marshal.dumps((FENCE, number)))
+
+    def recall(self, number: int) -> None:
+        """Nobody will read what the child made of it. Raises OSError."""
+        self._socket.send(marshal.dumps((RECALL, number)))
+
+    @property
+    def segment_count(self) -> int:
+        """How much memory of the child's own is known; it only ever grows."""
+        return len(self._segments)
+
+    def sees(self, other: Link) -> None:
+        """The child may read all that the other's has answered. Raises OSError."""
+        for segment in other._segments.values():
+            if segment.number not in self._told:
+                self._tell(segment)
+
+    def peer_of(self, other: Link) -> int:
+        """By which number the other's child knows this one, to hand batches on to it. Raises OSError."""
+        number = other._peers.get(self)
+        if number is None:
+            number = next(other._peer_numbers)
+            gone = [(link, known) for link, known in other._peers.items() if link._socket.fileno() < 0]
+            theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs, ours:
+                socket.send_fds(self._socket, [marshal.dumps((HEAR,))], [ours.fileno()])
+                told = (PEER, number, [known for _, known in gone])
+                socket.send_fds(other._socket, [marshal.dumps(told)], [theirs.fileno()])
+            for link, _ in gone:
+                del other._peers[link]
+            other._peers[self] = number
+        return number
+
+    def names(self) -> dict[int, int]:
+        """By which numbers other processes know the child's own memory."""
+        return {own: segment.number for own, segment in self._segments.items()}
 
     def end(self) -> None:
         """Ask the child to finalise its model and leave. On any thread."""
@@ -107,7 +198,12 @@ class Link:
             raise EOFError
         fds = descriptors(ancillary) if ancillary else []
         try:
-            return self._usual_results(message) or self._take(message, fds)
+            running = self._running
+            results = None if running is None else self._usual_results(running, message)
+            if results is not None:
+                self._running = None
+                return results
+            return self._take(message, fds)
         except Garbled:
             raise
         except Exception as error:  # whatever comes of what it said, nobody else suffers from it
@@ -122,18 +218,24 @@ class Link:
         self._running = None
         self._kept.clear()
         self._segments.clear()
+        self._peers.clear()
 
     def _take(self, message: bytes, fds: list[int]) -> Outcome | bool:
         kind, words, text = unpack(message)
         if kind == SPILLED_OUT:
             kind, words, text = unpack(self._spilled(*words[1:]))
-        if kind == DONE:
-            return self._done(words, text)
-        if kind == FAILED:
-            self._over(*words[1:])
-            return heard(json.loads(text))
+        if kind in (DONE, FAILED):
+            running, self._running = self._running, None
+            if running is None:
+                raise Garbled(f"an answer to batch {words[1]}, which does not run")
+            return self._outcome(running, kind, words, text)
+        if kind == RELAYED and self.on_relay is not None:
+            self.on_relay(words[1], (words[2:], text))
+            return False
         if kind == SEGMENT:
             self._segments[words[1]] = Segment.read_shared(fds.pop())
+        elif kind == FENCED and self.on_relay is not None:
+            self.on_relay(words[1], bool(words[2]))
         elif kind == CALLS and self.on_calls is not None:
             self.on_calls(fds.pop())
         elif kind == GONE:
@@ -147,46 +249,82 @@ class Link:
             raise Garbled(f"a message of kind {kind}")
         return True
 
-    def _usual_results(self, message: bytes) -> Results | None:
+    def outcome(self, expected: Expected, message: bytes) -> Outcome:
+        """What the child said of a batch of a relay, whoever brings it. Raises Garbled."""
+        try:
+            results = self._usual_results(expected, message)
+            return results or self._outcome(expected, *unpack(message))
+        except Garbled:
+            raise
+        except Exception as error:
+            raise Garbled(f"{type(error).__name__}: {error}") from None
+
+    def passed(self, expected: Expected, passed: Sequence[int]) -> Results:
+        """As `outcome`, where another process says of it (`PASSED_WORDS`) that it was the usual one."""
+        kept, gathered_ns, computed_ns, segment, offset = passed
+        usual = expected.usual
+        if usual is None or segment not in self._segments:
+            raise Garbled("an answer that was passed on, and could not be")
+        packed = self._over(expected, expected.number, kept)
+        outputs = self._reader.cut(usual, self._block(segment, offset, usual.nbytes), expected.rows)
+        return Results(outputs, _NONE, gathered_ns, computed_ns, packed.copied, usual.placed, _NONE)
+
+    def placed(self, rows: list[int]) -> Sequence[int]:
+        """The bytes of each output of a batch that is answered as usual."""
+        usual = self._reader.usual(rows)
+        return () if usual is None else usual.placed
+
+    def comes_home(self, segment: int, offset: int) -> None:
+        """Nobody read a block of the child's, and nobody will."""
+        self._come_home.append((segment, offset))
+
+    def _outcome(self, expected: Expected, kind: int, words: Sequence[int], text: bytes) -> Outcome:
+        if kind == DONE:
+            return self._done(expected, words, text)
+        if kind != FAILED:
+            raise Garbled(f"a message of kind {kind} for an answer")
+        self._over(expected, *words[1:])
+        return heard(json.loads(text))
+
+    def _usual_results(self, expected: Expected, message: bytes) -> Results | None:
         """Those of a batch, where the message ends as it does for nearly every batch: everything is checked then by one
         comparison with the only bytes that can be right.
         """
-        usual = self._usual
+        usual = expected.usual
         if usual is None or len(message) != usual.length or not message.endswith(usual.tail):
             return None
         first, number, kept, gathered_ns, computed_ns, segment, offset, nbytes = DONE_HEAD.unpack_from(message)
         if first != usual.first or nbytes != usual.nbytes or not nbytes:
             return None  # without a byte there is no block
-        packed = self._over(number, kept)
-        outputs = self._reader.cut(usual, self._block(segment, offset, nbytes), self._rows)
+        packed = self._over(expected, number, kept)
+        outputs = self._reader.cut(usual, self._block(segment, offset, nbytes), expected.rows)
         return Results(outputs, _NONE, gathered_ns, computed_ns, packed.copied, usual.placed, _NONE)
 
-    def _done(self, words: Sequence[int], text: bytes) -> Results:
+    def _done(self, expected: Expected, words: Sequence[int], text: bytes) -> Results:
         number, kept, gathered_ns, computed_ns, segment, offset, nbytes = words[1:8]
-        packed = self._over(number, kept)
+        packed = self._over(expected, number, kept)
         block = self._block(segment, offset, nbytes) if nbytes else None
-        outputs, placed = self._reader.read(words, 8, block, self._rows)
+        outputs, placed = self._reader.read(words, 8, block, expected.rows)
         results = Results(outputs, _NONE, gathered_ns, computed_ns, packed.copied, placed, _NONE)
         if text:
-            self._tell_of_members(results, {int(m): one for m, one in json.loads(text).items()})
+            members = {int(m): one for m, one in json.loads(text).items()}
+            self._tell_of_members(results, members, len(expected.rows))
         return results
 
-    def _tell_of_members(self, results: Results, told: Mapping[int, Any]) -> None:
-        if not told.keys() <= set(range(len(self._rows))):
+    def _tell_of_members(self, results: Results, told: Mapping[int, Any], count: int) -> None:
+        if not told.keys() <= set(range(count)):
             raise Garbled("it tells of a member that is none")
         results.parameters = {m: one for m, one in told.items() if isinstance(one, dict)}
         results.rescheduled = [m for m, one in told.items() if one is None]
         results.errors = {m: heard(one) for m, one in told.items() if not (one is None or isinstance(one, dict))}
 
-    def _over(self, number: int, kept: int) -> Packed:
-        """The batch that runs is over. Its inputs go home, unless the model keeps them."""
-        packed = self._running
-        if packed is None or number != self._number:
+    def _over(self, expected: Expected, number: int, kept: int) -> Packed:
+        """The batch is over. Its inputs go home, unless the model keeps them."""
+        if number != expected.number:
             raise Garbled(f"an answer to batch {number}, which does not run")
-        self._running = None
         if kept:
-            self._kept[number] = packed
-        return packed
+            self._kept[number] = expected.packed
+        return expected.packed
 
     def _block(self, number: int, offset: int, nbytes: int) -> Lease:
         segment = self._segments[number]

@@ -10,56 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Final
 
 import numpy as np
 
-from flowserve.backends.child.protocol import APART, DONE, DONE_HEAD, NOTHING, TOGETHER, pack
+from flowserve.backends.child.protocol import APART, NOTHING, TOGETHER
+from flowserve.backends.child.usual import Usual, Usuals
 from flowserve.backends.shapes import fits
 from flowserve.errors import Invalid
 from flowserve.memory import bytes_codec
-from flowserve.memory.arena import aligned
 from flowserve.memory.assemble import scatter
 from flowserve.memory.segment import Lease
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
 
 Column = list[Tensor | None]
-# For so many sizes of a batch it is kept what is said of them. Some sizes come from a child, and it may say any.
-_USUAL_MAX: Final = 1024
 
 
 class Garbled(Exception):
     """A child said something that cannot be."""
-
-
-class Usual:
-    """How outputs of fixed shapes lie where each begins at the next place at which it may: the words that say so, and
-    for each its shape, its type and where it begins. `tail` is how a DONE that says so ends, after its `DONE_HEAD`,
-    whose first word is `first`.
-    """
-
-    __slots__ = ("first", "length", "nbytes", "pieces", "placed", "tail", "words")
-
-    def __init__(self, specs: Sequence[TensorSpec], rows: tuple[int, ...]) -> None:
-        words: list[int] = []
-        size = 0
-        self.pieces: list[tuple[tuple[int, ...], np.dtype[Any], int]] = []
-        self.placed: list[int] = []
-        for spec in specs:
-            shape = (*rows, *spec.dims)
-            nbytes = prod(shape) * spec.dtype.itemsize
-            start = aligned(size)
-            words += (TOGETHER, start, nbytes, 0, len(shape), *shape)
-            self.pieces.append((shape, spec.dtype.numpy, start))
-            self.placed.append(nbytes)
-            size = start + nbytes
-        self.words = tuple(words)
-        self.nbytes = size
-        message = pack(DONE, [0] * 7 + words)
-        self.first = DONE_HEAD.unpack_from(message)[0]
-        self.tail = message[DONE_HEAD.size :]
-        self.length = len(message)
 
 
 class OutputReader:
@@ -69,8 +37,7 @@ class OutputReader:
         self._model = model
         self._specs = specs
         self._batches = batches
-        self._is_fixed = not any(spec.dtype is DType.BYTES or -1 in spec.dims for spec in specs)
-        self._usual: dict[int, Usual] = {}
+        self.usual = Usuals(specs, batches=batches).of
 
     def read(
         self, words: Sequence[int], at: int, block: Lease | None, rows: Sequence[int]
@@ -112,15 +79,6 @@ class OutputReader:
             raise Garbled(f"the message has {len(words) - at} words too many")
         return columns, placed
 
-    def usual(self, rows: Sequence[int]) -> Usual | None:
-        """What is said of a batch of members with `rows` by nearly every model: it answers all outputs, and these have
-        fixed shapes. None where they have not.
-        """
-        if not self._is_fixed:
-            return None
-        total = rows[0] if len(rows) == 1 else sum(rows)
-        return self._usual.get(total) or self._expect(total)
-
     def cut(self, usual: Usual, block: Lease, rows: Sequence[int]) -> list[Column]:
         """The outputs in a block in which they lie as usual."""
         return [self._shares(block.piece(*one), rows) for one in usual.pieces]
@@ -149,12 +107,6 @@ class OutputReader:
 
     def _shares(self, array: Array, rows: Sequence[int]) -> Column:
         return [*scatter(array, rows)] if self._batches else [Tensor(array)]
-
-    def _expect(self, total: int) -> Usual:
-        if len(self._usual) > _USUAL_MAX:
-            self._usual.clear()
-        usual = self._usual[total] = Usual(self._specs, (total,) if self._batches else ())
-        return usual
 
     def _apart(
         self, spec: TensorSpec, words: Sequence[int], at: int, memory: Array, rows: Sequence[int]

@@ -40,6 +40,7 @@ class SequenceProcessHost(ProcessHost):
 
     def __init__(self, ports: SequencePorts, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.passes_on = self.receives = False
         self._ports = ports
 
     def open(self, completions: Completions) -> None:

@@ -70,6 +70,7 @@ class StreamProcessHost(ProcessHost):
 
     def __init__(self, *arguments: Any, streaming: Streaming) -> None:
         super().__init__(*arguments)
+        self.passes_on = self.receives = False
         self._streaming = streaming
 
     def _new_link(self, child: Child) -> StreamLink:

@@ -19,7 +19,7 @@ from flowserve.backends.base import Sent, Work
 from flowserve.backends.child.protocol import ANSWER, GRANT, OVER, SPILLED_OUT, WAITS, WITHDRAW, heard, unpack
 from flowserve.errors import FlowserveError
 from flowserve.runtime.process_inputs import InputPacker, Packed
-from flowserve.runtime.process_link import Link, Outcome
+from flowserve.runtime.process_link import Expected, Link, Outcome
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.streaming import Streaming
 from flowserve.scheduling.batch import Batch
@@ -102,9 +102,9 @@ class StreamLink(Link):
             trio.lowlevel.notify_closing(self._socket)
         super().close()
 
-    def _over(self, number: int, kept: int) -> Packed:
+    def _over(self, expected: Expected, number: int, kept: int) -> Packed:
         self._batch = None  # it holds its requests, and with them what they run on
-        return super()._over(number, kept)
+        return super()._over(expected, number, kept)
 
     def _take(self, message: bytes, fds: list[int]) -> Outcome | bool:
         kind, words, text = unpack(message)

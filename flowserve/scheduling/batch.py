@@ -35,6 +35,8 @@ class ModelQueue:
         "needs",
         "observer",
         "order",
+        "passes_on",
+        "receives",
         "running",
     )
 
@@ -65,6 +67,10 @@ class ModelQueue:
         self.observer = observer  # the runtime's statistics of this model; nothing here reads it
         self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: they need nothing
         self.order = Order() if keeps_order else None
+        # For relays (relays.py): whether its instances can hand a batch on to others, and how many requests they may be
+        # handed at once.
+        self.passes_on = False
+        self.receives = 0
         self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
 
     @property

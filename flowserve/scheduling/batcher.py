@@ -162,6 +162,11 @@ class DynamicBatcher(_Fifo):
         self.delay_ns = policy.max_queue_delay_ns
         self.may_wait = policy.max_queue_delay_ns > 0
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether those who wait together leave together at once, up to the maximum, whatever their number."""
+        return not self.delay_ns and self._policy.preferred == (self._policy.max_batch_size,)
+
     def take(self, now_ns: int) -> list[Ticket] | None:
         waiting = self._waiting
         if not waiting:

@@ -165,6 +165,9 @@ class Dispatcher(Flows):
         not where its instance died of it.
         """
         self._set_free(batch)
+        return self._after_failure(batch, error)
+
+    def _after_failure(self, batch: Batch, error: FlowserveError) -> bool:
         tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
         if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not isinstance(error, InstanceDied):
             middle = (len(tickets) + 1) // 2
@@ -279,9 +282,11 @@ class Dispatcher(Flows):
             self._run(Batch(queue, queue.free.popleft(), tickets, now_ns))
 
     def _set_free(self, batch: Batch) -> None:
-        queue = batch.queue
+        self._free(batch.queue, batch.instance)
+
+    def _free(self, queue: ModelQueue, instance: Any) -> None:
         queue.running -= 1
-        queue.free.append(batch.instance)
+        queue.free.append(instance)
         if self.pauses.waiting:  # whoever stands in a send may have waited for this one only
             self.streams.is_due = True
         if queue.batcher or queue.order is not None or queue.bound is not None:

@@ -13,7 +13,7 @@ Always true of a flow that is not done (see `Flow.check`):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
@@ -177,6 +177,20 @@ class Flow:
                 tensors[slot] = None
         self.open += len(tickets) - 1
         return tickets
+
+    def pass_over(self, first: PlanNode, nodes: Sequence[PlanNode], inner: Iterable[tuple[int, int]]) -> None:
+        """All of `nodes`, which begin with `first`, are done but for `finish_step` of the last. What they made for each
+        other is nobody else's: those slots were never filled, and are read no more, or, where told 1, by the last.
+        """
+        tensors, readers, missing = self.tensors, self.readers, self.missing
+        for slot in first.distinct_inputs:
+            readers[slot] -= 1
+            if not readers[slot]:
+                tensors[slot] = None
+        for node in nodes:
+            missing[node.index] = 0
+        for slot, left in inner:
+            readers[slot] = left
 
     def is_last_reader(self, slot: int) -> bool:
         """Nobody but the asking step will read this slot: not a sibling, not the graph's own output."""

@@ -18,12 +18,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, overload
+from typing import Any, Final, overload
 
 from flowserve.backends.base import CallsModels, Instance, Remote, Work
 from flowserve.backends.child.calls import ChildCaller
 from flowserve.backends.child.inputs import Inputs, Run
 from flowserve.backends.child.outputs import Outputs
+from flowserve.backends.child.peers import Peers
 from flowserve.backends.child.protocol import (
     ANCILLARY_BYTES,
     ATTACH,
@@ -31,10 +32,18 @@ from flowserve.backends.child.protocol import (
     DONE,
     END,
     FAILED,
+    FENCE,
+    FENCED,
     GONE,
+    HEAR,
+    MARSHAL_VERSION,
     MESSAGE_BYTES_MAX,
+    PEER,
     PLAIN_FACTS,
     READY,
+    RECALL,
+    RELAYED,
+    RUN,
     SEGMENT,
     SPILLED,
     SPILLED_OUT,
@@ -42,12 +51,15 @@ from flowserve.backends.child.protocol import (
     pack,
     said,
 )
+from flowserve.backends.child.usual import Usuals
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.arena import Place
 from flowserve.memory.pool import tune_malloc
 from flowserve.values import Request, TensorSpec
 
 log = logging.getLogger("flowserve.child")
+
+_FENCED_MAX: Final = 256  # relays that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +145,10 @@ class Server:
         self._instance = instance
         self._inputs = Inputs(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
         self._outputs = Outputs(job.outputs)
+        self._usuals = Usuals(job.outputs, batches=job.batches)
+        self._peers: Peers | None = None  # once there are some
+        self._relayed: tuple[int, Sequence[Place]] = (0, ())  # the last that came by and was done, and where it lies
+        self._fenced: dict[int, bool] = {}  # relays that are fenced off: whether they had come by here
         self._is_idle = False
         self._pid = os.getpid()
         self._clock = perf_counter_ns
@@ -140,11 +156,19 @@ class Server:
     def run(self) -> None:
         """Until END, or until nobody is there any more."""
         self._socket.send(pack(READY, ()))
-        while (message := self._receive()) is not None and message[0] != END:
-            self._run(*message[1:])
+        while (message := self._receive()) is not None:
+            kind = message[0]
+            if kind == RUN:
+                self._run(*message[1:])
+            elif kind == END:
+                return
+            elif kind == FENCE:
+                self._fence_off(message[1])
+            elif kind == RECALL and message[1] == self._relayed[0]:
+                self._outputs.come_home(self._relayed[1])
 
     def _receive(self) -> tuple[Any, ...] | None:
-        """The next message that is not about memory. None when the server is gone."""
+        """The next message that is not about memory or peers. None when the server is gone."""
         self._is_idle = True
         if self._inputs.gone:
             self._let_go()
@@ -154,15 +178,25 @@ class Server:
 
     def _next_message(self) -> tuple[Any, ...] | None:
         while True:
-            packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            source = self._socket if self._peers is None else self._peers.wait()
+            packed, ancillary, _, _ = source.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
             if not packed:
-                return None
+                if self._peers is None or source is self._socket:
+                    return None
+                self._peers.lost(source)
+                continue
             message: tuple[Any, ...] = marshal.loads(packed)
-            if message[0] == ATTACH:
+            kind = message[0]
+            if kind == RUN:
+                return message
+            if kind == ATTACH:
                 self._inputs.attach(message[1], *descriptors(ancillary))
-            elif message[0] == SPILLED:
+            elif kind == SPILLED:
                 spilled: tuple[Any, ...] = marshal.loads(self._inputs.message(*message[1:]))
                 return spilled
+            elif kind in (PEER, HEAR):
+                self._peers = self._peers or Peers(self._socket)
+                (self._peers.know if kind == PEER else self._peers.hear)(*message[1:], *descriptors(ancillary))
             else:
                 return message
 
@@ -176,7 +210,11 @@ class Server:
         requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]] | tuple[str, ...],
         contexts: list[str] | None = None,
+        relay: tuple[Any, ...] | None = None,
     ) -> None:
+        if relay is not None and number in self._fenced:
+            self._send(pack(RELAYED, (number, *relay[2])))
+            return
         if come_home:
             self._outputs.come_home(come_home)
         if ended_segments:
@@ -196,7 +234,56 @@ class Server:
             what = f"model '{self._job.model}', instance '{self._job.instance}' failed: {error}"
             kind, text = FAILED, said(ModelFailed(what))
         words[1] = self._inputs.finish(run)
-        self._send(pack(kind, words, text))
+        if relay is None:
+            self._send(pack(kind, words, text))
+            return
+        if kind == DONE:
+            self._relayed = number, [(words[4], words[5])] if words[6] else ()
+        if not relay[1] or kind != DONE or text is not None or not self._hands_on(words, rows, requests, *relay):
+            self._send(pack(RELAYED, (number, *relay[2])) + pack(kind, words, text))
+
+    def _hands_on(
+        self,
+        words: list[int],
+        rows: list[int],
+        requests: Sequence[tuple[Any, ...]] | None,
+        names: dict[int, int],
+        stops: list[tuple[Any, ...]],
+        passed: list[int],
+        places: list[Any],
+    ) -> bool:
+        """Hand a batch on, where what was answered is usual and lies where the next process can read it."""
+        number, kept, gathered_ns, computed_ns, segment, offset, nbytes = words[:7]
+        usual = self._usuals.of(rows)
+        known = names.get(segment)
+        if usual is None or known is None or self._peers is None:
+            return False
+        if nbytes != usual.nbytes or not nbytes or tuple(words[7:]) != usual.words:
+            return False
+        made = [
+            (known, offset + start, size, shape, rows)
+            for (shape, _, start), size in zip(usual.pieces, usual.placed, strict=True)
+        ]
+        places = [*places, made]
+        peer, come_home, ended, inputs, wanted, names = stops[0]
+        columns = [places[i][j] for i, j in inputs]
+        relay = (names, stops[1:], (*passed, kept, gathered_ns, computed_ns, segment, offset), places)
+        said_onward: Any = (RUN, number, come_home, ended, columns, rows, requests, wanted, None, relay)
+        message = marshal.dumps(said_onward, MARSHAL_VERSION)
+        return len(message) <= MESSAGE_BYTES_MAX and self._peers.send(peer, message)
+
+    def _fence_off(self, number: int) -> None:
+        """Say whether a batch of a relay has come by here. If not, it no longer may."""
+        while self._peers is not None and (peer := self._peers.pending()) is not None:
+            packed = peer.recv(MESSAGE_BYTES_MAX)
+            if packed:
+                self._run(*marshal.loads(packed)[1:])
+            else:
+                self._peers.lost(peer)
+        seen = self._fenced.setdefault(number, self._relayed[0] == number)
+        if len(self._fenced) > _FENCED_MAX:
+            del self._fenced[next(iter(self._fenced))]
+        self._send(pack(FENCED, (number, seen)))
 
     def _answer(
         self,

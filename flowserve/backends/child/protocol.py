@@ -44,20 +44,36 @@ ANCILLARY_BYTES: Final = 64
 # ---- from the server: (kind, ...)
 # (ATTACH, segment number), with a descriptor: memory that inputs will lie in
 ATTACH: Final = 1
-# (RUN, number, come home, ended segments, columns, rows, requests, wanted), and where somebody is traced, contexts: one
-#   batch.
+# (RUN, number, come home, ended segments, columns, rows, requests, wanted, contexts, relay): one batch; the last two
+#   may be left out
 #   come home: (segment, offset) of the child's own blocks that nobody reads any more
 #   ended segments: numbers of attached memory that nothing will lie in any more
 #   columns[i]: None, or (segment, offset, nbytes, shape, rows of each member), or a list with None or
 #     (segment, offset, nbytes, shape) for each member; segment 0 where there are no bytes
 #   requests[m]: what `request_facts` says of a request, or None where that is `PLAIN_FACTS` for all of them
 #   wanted[m]: the outputs asked of it; or these once, where all are asked for the same
-#   contexts[m]: the `traceparent` of the span that it runs in, or ""
+#   contexts[m]: the `traceparent` of the span that it runs in, or ""; None where nobody is traced
+#   relay: None, or (names, stops, passed, places): the batch is handed on to the first of the stops, as a RUN of the
+#     same number on a socket between the two, and only the last process answers
+#       names: for each segment of the child's own the number that others know it by
+#       stops: of each (peer, come home, ended segments, inputs, wanted, names), where an input (i, j) is what the i-th
+#         process of the relay made as its j-th output
+#       passed: of each process so far kept, gathered_ns, computed_ns, segment, offset, as in its DONE
+#       places[i][j]: where the i-th process laid its j-th output, as columns say it
 RUN: Final = 2
 # (END,): finalise and leave
 END: Final = 3
 # (SPILLED, segment, offset, nbytes): the message lies there
 SPILLED: Final = 4
+# (PEER, number, gone), with a descriptor: another process, to which batches are handed on through it
+#   gone: numbers of such that are no more
+PEER: Final = 32
+# (HEAR,), with a descriptor: the other end of that
+HEAR: Final = 33
+# (FENCE, number): say whether that batch of a relay has come by here; if not, it no longer may
+FENCE: Final = 34
+# (RECALL, number): nobody reads what was made of it
+RECALL: Final = 35
 # ... to a decoupled model, at any time
 # (GRANT, number, member, count, come home): so many more answers may be sent to that member of that batch; before the
 #   batch itself for those it may send from the beginning
@@ -88,6 +104,11 @@ FAILED: Final = 5
 GONE: Final = 6
 # SPILLED_OUT segment offset nbytes: the message lies there
 SPILLED_OUT: Final = 7
+# RELAYED number passed...: a relay is over, and after the words comes the DONE or FAILED of the process that says so,
+#   unless it was fenced off. What it passed before was answered as usual (usual.py).
+RELAYED: Final = 32
+# FENCED number seen
+FENCED: Final = 33
 # ... from a decoupled model, whose DONE has NOTHING of every output, at any time
 # ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters where there are
 #   some: one answer, in exchange for what one GRANT counted
@@ -153,6 +174,8 @@ NOTHING: Final = 0
 TOGETHER: Final = 1
 APART: Final = 2
 
+# Of each process that a relay has passed.
+PASSED_WORDS: Final = 5
 # What comes before the outputs of a DONE.
 DONE_HEAD: Final = struct.Struct("<8Q")
 _FIRST: Final = struct.Struct("<Q")

@@ -1,0 +1,405 @@
+"""Batches that go from process to process without coming by here in between.
+
+Decided here: when that is worth it, what the processes must know of each other before, and how each of them gets free
+again, whatever becomes of it. Worth it is it where all of them are quick: then what a hop costs is mostly our own part
+of it, and nobody waits long for an instance that has done its share and is not free yet. The last process answers for
+all of them.
+
+A relay that takes long, or has lost a process, is *fenced off*: each process is asked where it is, and lets it by no
+more if it has not yet. Whoever says so is free, so that one process that hangs keeps no other. Where a process died
+with what the others had answered, they are asked a second time, since then nothing can be on its way any more, and take
+their answers back.
+
+Which batches go on relays is decided in scheduling/relays.py, how things are said in process_link.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, Final, Protocol, runtime_checkable
+
+import trio
+
+from flowserve.backends.base import Results
+from flowserve.backends.child.protocol import PASSED_WORDS
+from flowserve.errors import FlowserveError
+from flowserve.memory.arena import Place
+from flowserve.runtime.accounts import record_batch, record_relay, record_run_through
+from flowserve.runtime.alone import Occupancy, Pace
+from flowserve.runtime.clock import SECOND_NS, ClockNs
+from flowserve.runtime.instance import gather
+from flowserve.runtime.parameters import take_parameters
+from flowserve.runtime.process_link import Expected, Link, Told
+from flowserve.runtime.process_outputs import Garbled
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batcher import DynamicBatcher, OneByOne
+from flowserve.scheduling.relays import Relay, RelayingDispatcher
+
+# A model is quick, here, whose batches take no longer: some three times what the server's own part of a hop costs.
+QUICK_NS: Final = 500_000
+# Of a larger batch each request pays little for a hop, and more is done beside each other if the steps are.
+MEMBERS_MAX: Final = 8
+# So long a relay is left alone; nothing that is quick takes it.
+OVERDUE_NS: Final = SECOND_NS // 10
+_LOOK_S: Final = 0.05
+_PATHS_MAX: Final = 1024
+_ANY: Final = 1 << 30  # requests
+# Of the batches that go on relays; those that do not are numbered by each link, from 1.
+_FIRST_NUMBER: Final = 1 << 48
+# What most batches say of their members. Nobody writes into results.
+_NONE: Final[Mapping[int, Any]] = {}
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """An instance in a process, as far as relays know it. `passes_on`: where its answers lie the next process knows
+    without looking. `receives`: its inputs may lie in another process's memory.
+    """
+
+    passes_on: bool
+    receives: bool
+    running: Batch | None
+    relay: OnItsWay | None
+    pace: Pace
+
+    @property
+    def link(self) -> Link | None: ...
+
+
+class OnItsWay:
+    """A relay that was sent. What is in lists is in the order of its stops."""
+
+    __slots__ = ("asked", "expected", "is_lost", "left", "news", "number", "path", "relay", "rounds", "started_ns")
+
+    def __init__(self, number: int, path: Path, relay: Relay, started_ns: int) -> None:
+        self.number = number
+        self.path = path
+        self.relay = relay
+        self.started_ns = started_ns
+        self.expected: Expected  # of the first
+        # What each process is told with the batch (`Link.news`), unless it never gets it.
+        self.news: list[tuple[Sequence[Place], Sequence[int]]] = [((), ())]
+        self.left = [*range(len(path.runners))]  # stops whose instances are not free yet
+        self.is_lost = False  # a process died, and its requests have failed
+        self.asked: set[int] = set()  # stops that have not said yet where it is
+        self.rounds = 0  # how often they were asked
+
+    def batch_of(self, runner: Runner) -> Batch:
+        """The batch as an instance has it."""
+        return self.relay.stop(self.path.runners.index(runner))
+
+
+class Path:
+    """The processes that a batch goes through, made known to each other."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.runners: Sequence[Runner] = tuple(relay.instances)
+        self.links = [runner.link for runner in self.runners]
+        nodes = relay.way.nodes
+        made = {slot: (i, j) for i, node in enumerate(nodes) for j, slot in enumerate(node.outputs) if slot >= 0}
+        self._inputs = [[], *([made[slot] for slot in node.inputs] for node in nodes[1:])]
+        self.first_inputs = range(len(nodes[0].inputs))
+        self._wanted = [node.wanted for node in nodes]
+        self._known = -1  # memory that all have been told of
+        self._peers: list[int] = []
+        self.names: list[dict[int, int]] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these processes are the ones that it was made for."""
+        for runner, link in zip(self.runners, self.links, strict=True):
+            if link is None or runner.link is not link:
+                return False
+        return True
+
+    @property
+    def is_quick(self) -> bool:
+        return all(runner.pace.mean_ns <= QUICK_NS for runner in self.runners)
+
+    def prepare(self) -> list[Link]:
+        """Whatever a process needs to know of the others, it knows now. Raises OSError where one has just ended."""
+        links = [link for link in self.links if link is not None]
+        known = sum([link.segment_count for link in links])
+        if known == self._known:
+            return links
+        if not self._peers:
+            self._peers = [0, *(link.peer_of(links[i]) for i, link in enumerate(links[1:]))]
+        for link, inputs in zip(links, self._inputs, strict=True):
+            for i in {i for i, _ in inputs}:
+                link.sees(links[i])
+        self.names = [link.names() for link in links]
+        self._known = known
+        return links
+
+    def stop(self, i: int, news: tuple[Sequence[Place], Sequence[int]]) -> tuple[Any, ...]:
+        """What the process before the i-th is told of that one (protocol.py)."""
+        return (self._peers[i], *news, self._inputs[i], self._wanted[i], self.names[i])
+
+
+class Relays:
+    """Those of a server. Touched on the loop."""
+
+    def __init__(self, occupancy: Occupancy, clock: ClockNs) -> None:
+        self._occupancy = occupancy
+        self._clock = clock
+        self._numbers = count(_FIRST_NUMBER)
+        self._active: dict[int, OnItsWay] = {}
+        self._paths: dict[tuple[object, ...], Path] = {}
+        self._dispatcher: RelayingDispatcher
+        self._poke: Callable[[], None]
+
+    def serve(self, dispatcher: RelayingDispatcher, poke: Callable[[], None]) -> None:
+        """Whose batches these are, and what makes it look again. Before the first."""
+        self._dispatcher = dispatcher
+        self._poke = poke
+
+    def start(self, relay: Relay) -> bool:
+        """Send it to its first process. False: it is not worth it, or cannot be now."""
+        members = len(relay.batch.tickets)
+        if members > MEMBERS_MAX or (members == 1 and self._occupancy.is_quiet):
+            return False
+        key = (relay.way, *relay.instances)
+        path = self._paths.get(key)
+        if path is None or not path.is_whole:
+            if len(self._paths) >= _PATHS_MAX:
+                self._paths.clear()
+            path = self._paths[key] = Path(relay)
+        if not path.is_quick:
+            return False
+        now_ns = self._clock()
+        sent = OnItsWay(next(self._numbers), path, relay, now_ns)
+        try:
+            self._send(sent)
+        except (OSError, FlowserveError):
+            for i in range(len(sent.news)):
+                self._untell(sent, i)
+            return False  # by itself it is told what is wrong
+        batch = relay.batch
+        batch.started_ns = now_ns
+        for runner in path.runners:
+            runner.running = batch
+            runner.relay = sent
+        self._active[sent.number] = sent
+        self._occupancy.begins(batch)
+        return True
+
+    def told(self, runner: Runner, number: int, told: Told) -> None:
+        """A process said something of a relay. Raises Garbled."""
+        sent = self._active.get(number)
+        if sent is None:
+            return  # it is over since that was asked
+        if not isinstance(told, bool):
+            self._came_back(sent, *told)
+        elif runner in sent.path.runners:
+            self._fenced(sent, sent.path.runners.index(runner), has_seen=told)
+
+    def died(self, runner: Runner, why: FlowserveError) -> None:
+        """A process has ended. Harmless where it took part in nothing."""
+        sent = runner.relay
+        if sent is None:
+            return
+        i = sent.path.runners.index(runner)
+        self._release(sent, [i])
+        if not sent.is_lost:
+            sent.is_lost = True
+            batch = sent.relay.stop(i)
+            self._dispatcher.relay_failed(batch, why)
+            record_batch(batch.queue.observer, batch, why, self._clock())
+        if sent.rounds:
+            sent.asked.discard(i)
+            self._go_on(sent)
+        else:
+            self._fence_off(sent)
+        self._poke()
+
+    async def run(self) -> None:
+        """Look after those that take long, for ever. Ends only by cancellation."""
+        while True:
+            await trio.sleep(_LOOK_S)
+            overdue_ns = self._clock() - OVERDUE_NS
+            for sent in [one for one in self._active.values() if not one.rounds and one.started_ns < overdue_ns]:
+                self._fence_off(sent)
+
+    def _send(self, sent: OnItsWay) -> None:
+        path = sent.path
+        links = path.prepare()
+        stops = []
+        for i in range(1, len(links)):
+            news = links[i].news()
+            sent.news.append(news)
+            stops.append(path.stop(i, news))
+        work = gather(sent.relay.batch.tickets, path.first_inputs)
+        sent.expected = links[0].send_relay(work, sent.number, (path.names[0], stops, (), ()))
+
+    def _came_back(self, sent: OnItsWay, passed: Sequence[int], answer: bytes) -> None:
+        """`passed` are words of those that it passed; the one after them answered, if there is an answer."""
+        links = sent.path.links
+        reached = len(passed) // PASSED_WORDS
+        if len(passed) % PASSED_WORDS or reached + bool(answer) > len(links):
+            raise Garbled(f"a relay of {len(links)} that has passed {len(passed)} words")
+        if (
+            reached + 1 == len(links)
+            and sent.relay.way.is_private
+            and not sent.is_lost
+            and not any(passed[::PASSED_WORDS])
+        ):
+            last = links[-1]
+            assert last is not None
+            expected = last.expected(sent.number, sent.expected.rows, None)
+            outcome = last.outcome(expected, answer)
+            if isinstance(outcome, Results) and not (outcome.errors or outcome.parameters):
+                self._ran_through(sent, passed, outcome)
+                return
+            made = self._made(sent, passed)
+        else:
+            made = self._made(sent, passed)
+            outcome = None
+            link = links[reached] if answer else None
+            if link is not None:
+                expected = link.expected(sent.number, sent.expected.rows, made) if reached else sent.expected
+                outcome = link.outcome(expected, answer)
+        error = None
+        if isinstance(outcome, Results):
+            made.append(outcome)
+        else:
+            error = outcome
+        for i in range(reached + bool(answer), len(links)):
+            self._untell(sent, i)
+        self._end(sent)
+        if not sent.is_lost:
+            self._returned(sent, made, error)
+
+    def _made(self, sent: OnItsWay, passed: Sequence[int]) -> list[Results]:
+        """What those made that it has passed. Raises Garbled."""
+        made: list[Results] = []
+        for i in range(len(passed) // PASSED_WORDS):
+            link = sent.path.links[i]
+            assert link is not None
+            expected = link.expected(sent.number, sent.expected.rows, made) if i else sent.expected
+            made.append(link.passed(expected, passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS]))
+        return made
+
+    def _ran_through(self, sent: OnItsWay, passed: Sequence[int], last: Results) -> None:
+        """As nearly all do: nobody reads what was made before the last stop, and it goes home."""
+        now_ns = before_ns = self._clock()
+        relay, path = sent.relay, sent.path
+        rows = sent.expected.rows
+        stops: list[tuple[int, int, Sequence[int]]] = []
+        before_ns = sent.started_ns
+        for i, runner in enumerate(path.runners):
+            link = path.links[i]
+            assert link is not None
+            if i * PASSED_WORDS < len(passed):
+                _, gathered_ns, computed_ns, segment, offset = passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS]
+                link.comes_home(segment, offset)
+                placed = link.placed(rows)
+            else:
+                gathered_ns, computed_ns, placed = last.gathered_ns, last.computed_ns, last.placed
+            if not before_ns <= gathered_ns <= computed_ns <= now_ns:
+                gathered_ns = min(max(gathered_ns, before_ns), now_ns)
+                computed_ns = min(max(computed_ns, gathered_ns), now_ns)
+            stops.append((gathered_ns, computed_ns, placed))
+            runner.pace.took(computed_ns - before_ns)
+            before_ns = computed_ns
+        self._end(sent)
+        gathered_ns, computed_ns, placed = stops[0]
+        first = Results([], _NONE, gathered_ns, computed_ns, sent.expected.packed.copied, placed, _NONE)
+        record_run_through(relay, first, stops[1:], now_ns)
+        self._dispatcher.relayed(relay, last.outputs, now_ns)
+
+    def _returned(self, sent: OnItsWay, made: list[Results], error: FlowserveError | None) -> None:
+        now_ns = self._clock()
+        relay = sent.relay
+        before_ns = sent.started_ns
+        for i, results in enumerate(made):
+            batch = relay.stop(i)
+            batch.started_ns = before_ns
+            if i:
+                for ticket in batch.tickets:
+                    ticket.queued_ns = before_ns
+            if not before_ns <= results.gathered_ns <= results.computed_ns <= now_ns:
+                results.gathered_ns = min(max(results.gathered_ns, before_ns), now_ns)
+                results.computed_ns = min(max(results.computed_ns, results.gathered_ns), now_ns)
+            sent.path.runners[i].pace.took(results.computed_ns - before_ns)
+            before_ns = results.computed_ns
+        record_relay(relay, made, now_ns)
+        for i, results in enumerate(made):
+            if results.parameters:
+                results.errors = take_parameters(relay.stop(i), results.parameters, results.errors)
+        outcomes = [(results.outputs, results.errors) for results in made]
+        if not self._dispatcher.relay_returned(relay, outcomes, error, now_ns) and error is not None:
+            failed = relay.stop(len(made))
+            record_batch(failed.queue.observer, failed, error, now_ns)
+
+    def _release(self, sent: OnItsWay, stops: Sequence[int]) -> None:
+        """Their instances have nothing more to do with it."""
+        for i in stops:
+            runner = sent.path.runners[i]
+            runner.running = runner.relay = None
+        sent.left = [i for i in sent.left if i not in stops]
+        self._dispatcher.set_free(sent.relay, stops)
+
+    def _end(self, sent: OnItsWay) -> None:
+        del self._active[sent.number]
+        self._occupancy.ends()
+        self._release(sent, sent.left)
+
+    # ------------------------------------------------------------------ where it takes long, or a process died
+
+    def _untell(self, sent: OnItsWay, i: int) -> None:
+        link = sent.path.links[i]
+        news, sent.news[i] = sent.news[i], ((), ())
+        if link is not None:
+            link.untold(*news)
+
+    def _fence_off(self, sent: OnItsWay) -> None:
+        sent.rounds += 1
+        sent.asked = {i for i, link in enumerate(sent.path.links) if link is not None and _asks(link, sent.number)}
+        self._go_on(sent)
+
+    def _fenced(self, sent: OnItsWay, i: int, *, has_seen: bool) -> None:
+        sent.asked.discard(i)
+        if i in sent.left:
+            self._release(sent, [i])
+        if not has_seen:
+            self._untell(sent, i)
+        self._go_on(sent)
+
+    def _go_on(self, sent: OnItsWay) -> None:
+        """Once everybody has said where it is. Where a process died they are asked again: then nothing is on its way.
+        Otherwise it will come back, early.
+        """
+        if sent.asked or not sent.is_lost:
+            return
+        if sent.rounds == 1:
+            self._fence_off(sent)
+            return
+        self._end(sent)
+        for link in sent.path.links:
+            if link is not None:
+                with suppress(OSError):
+                    link.recall(sent.number)
+
+
+def _asks(link: Link, number: int) -> bool:
+    try:
+        link.fence_off(number)
+    except OSError:
+        return False  # it has ended, and with it whatever it had
+    return True
+
+
+def join(queue: ModelQueue) -> None:
+    """Say of a model how it may take part."""
+    hosts = [host for host in queue.instances if isinstance(host, Runner)]
+    if not hosts or len(hosts) < len(queue.instances):
+        return
+    batcher = queue.batcher
+    queue.passes_on = all(host.passes_on for host in hosts)
+    if all(host.receives for host in hosts):
+        if isinstance(batcher, OneByOne):
+            queue.receives = 1
+        elif isinstance(batcher, DynamicBatcher) and batcher.takes_all:
+            queue.receives = _ANY

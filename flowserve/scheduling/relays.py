@@ -1,0 +1,251 @@
+"""Relays: a batch that is handed from instance to instance, and comes back once.
+
+Decided here: which steps of a graph one batch may run through in one go, when it does, and what comes of those that it
+came by. A relay takes an instance of every model on its way before it starts. It starts only where the batch would have
+stayed as it is anyway: everybody in it takes the same way, nobody waits behind it at its first model, and at all others
+an instance is free and nobody waits. So it overtakes nobody, and no larger batch could have been made. How a batch is
+handed on, and whether that is worth it, is for the `relay` callable to know: it takes a relay, or leaves the batch to
+run by itself.
+
+It may come back early, from any of its stops: because there is something to say of its members, because one failed.
+Then what it came by is done, and its requests go on from there as ever.
+
+Always true, besides what dispatcher.py promises: an instance of a relay has that batch, and nothing else, until it is
+set free, whether or not the batch comes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.graph.plan import Plan, PlanNode
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.dispatcher import Dispatcher
+from flowserve.scheduling.flows import tell_nobody
+from flowserve.scheduling.lineage import traced
+from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.streams import StreamFlow
+
+# What one stop made: outputs[j][m], and why members failed.
+Made = tuple[Sequence[Sequence[Facts | None]], Mapping[int, FlowserveError]]
+# Ways that are remembered: of each graph, one for every step that a relay may begin with.
+_WAYS_MAX: Final = 4096
+
+
+class Way:
+    """The steps of a relay, in order, and their queues. `row_max`: the largest batch that all but the first may be
+    given, of so many requests at most. `is_private`: what is made before the last stop is nobody's but the relay's; for
+    a flow that has run through, `inner` are then those slots, each with 1 where the last stop reads it and else 0.
+    """
+
+    __slots__ = ("inner", "is_private", "member_max", "nodes", "queues", "row_max")
+
+    def __init__(self, plan: Plan, nodes: Sequence[PlanNode], route: Sequence[ModelQueue]) -> None:
+        self.nodes = tuple(nodes)
+        self.queues = tuple(route[node.index] for node in nodes)
+        self.row_max = min((node.max_batch_size for node in nodes[1:]), default=0)
+        self.member_max = min((queue.receives for queue in self.queues[1:]), default=0)
+        stops = {node.index for node in nodes}
+        slots = [slot for node in nodes[:-1] for _, slot, _ in node.writes]
+        self.is_private = all(
+            stops.issuperset(plan.consumers[slot]) and slot not in plan.output_slots for slot in slots
+        )
+        self.inner = [(slot, int(slot in nodes[-1].distinct_inputs)) for slot in slots]
+
+
+class Relay:
+    """One batch on its way. `instances` are those of the stops, in order; it has them all."""
+
+    __slots__ = ("_stops", "batch", "instances", "way")
+
+    def __init__(self, way: Way, batch: Batch, instances: list[Any]) -> None:
+        self.way = way
+        self.batch = batch
+        self.instances = instances
+        self._stops: dict[int, Batch] = {0: batch}
+
+    def stop(self, i: int) -> Batch:
+        """The batch as the `i`-th stop has it."""
+        batch = self._stops.get(i)
+        if batch is None:
+            node, since_ns = self.way.nodes[i], self.batch.started_ns
+            tickets = []
+            for ticket in self.batch.tickets:
+                tickets.append(Ticket(ticket.flow, node, ticket.rows, None))
+                tickets[-1].queued_ns = since_ns
+            batch = self._stops[i] = Batch(self.way.queues[i], self.instances[i], tickets, since_ns)
+        return batch
+
+
+class RelayingDispatcher(Dispatcher):
+    """Composes what `Dispatcher` does. `relay` starts one, and returns True; it may call straight back in. False: its
+    batch is started by itself.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Batch], None],
+        answered: Callable[[Flow], None],
+        refused: Callable[[ModelQueue, Ticket, int], None] = tell_nobody,
+        told: Callable[[StreamFlow], None] = tell_nobody,
+        *,
+        relay: Callable[[Relay], bool],
+    ) -> None:
+        super().__init__(run, answered, refused, told)
+        self._relay = relay
+        self._ways: dict[Hashable, Way | None] = {}
+
+    def remove(self, queue: ModelQueue) -> None:
+        super().remove(queue)
+        self._ways.clear()  # those of its graphs would keep them
+
+    def set_free(self, relay: Relay, stops: Iterable[int]) -> None:
+        """These instances have nothing more to do with a relay."""
+        for i in stops:
+            self._free(relay.way.queues[i], relay.instances[i])
+
+    def relayed(self, relay: Relay, outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> None:
+        """A relay has run through, on a private way, with no member failing: `outputs[j][m]` are those of its last
+        stop. Its instances have been set free.
+        """
+        way = relay.way
+        first, last = way.nodes[0], way.nodes[-1]
+        for m, ticket in enumerate(relay.batch.tickets):
+            flow = ticket.flow
+            if flow.done:
+                continue
+            flow.pass_over(first, way.nodes, way.inner)
+            try:
+                for following in flow.finish_step(last, outputs, m):
+                    self._put_next(following, now_ns)
+            except FlowserveError as error:
+                if not flow.done:
+                    self._fail(flow, error)
+                continue
+            if not flow.open:
+                self._over(flow)
+
+    def relay_returned(self, relay: Relay, made: Sequence[Made], error: FlowserveError | None, now_ns: int) -> bool:
+        """A relay came back, perhaps early. `made[i]` is what its i-th stop made; after those one failed, if there is
+        an `error`. Its instances have been set free. Returns whether what failed is tried again.
+        """
+        reached = {node.index for node in relay.way.nodes[: len(made) + (error is not None)]}
+        for m, ticket in enumerate(relay.batch.tickets):
+            if not ticket.flow.done:
+                self._take_on(ticket.flow, m, relay, made, reached, now_ns)
+        return error is not None and self.relay_failed(relay.stop(len(made)), error)
+
+    def relay_failed(self, batch: Batch, error: FlowserveError) -> bool:
+        """As `batch_failed`, for a stop whose instance is set free by itself."""
+        return self._after_failure(batch, error)
+
+    def _take_on(self, flow: Flow, m: int, relay: Relay, made: Sequence[Made], reached: set[int], now_ns: int) -> None:
+        """Take a flow over all the stops that its batch came by."""
+        try:
+            for i, (outputs, errors) in enumerate(made):
+                if errors and m in errors:
+                    self._fail(flow, traced(errors[m], relay.stop(i).tickets[m], relay.instances[i]))
+                    return
+                for following in flow.finish_step(relay.way.nodes[i], outputs, m):
+                    if following.node.index not in reached:
+                        self._put_next(following, now_ns)
+        except FlowserveError as error:
+            if not flow.done:
+                self._fail(flow, error)
+            return
+        if not flow.open:
+            self._over(flow)
+
+    def _put_next(self, ticket: Ticket, now_ns: int) -> None:
+        if self._ending:
+            raise Unavailable(self._ending)
+        self._put(ticket, now_ns)
+
+    def _start(self, queue: ModelQueue, now_ns: int) -> None:
+        if not queue.passes_on:
+            super()._start(queue, now_ns)
+            return
+        queue.is_dirty = False
+        free = queue.free
+        batcher = queue.batcher
+        while free:
+            tickets = batcher.take(now_ns)
+            if tickets is None:
+                return
+            queue.running += 1
+            batch = Batch(queue, free.popleft(), tickets, now_ns)
+            if batcher or not self._is_relayed(batch):
+                self._run(batch)
+
+    def _is_relayed(self, batch: Batch) -> bool:
+        """Start a relay with this batch, where there is one."""
+        tickets = batch.tickets
+        first = tickets[0]
+        flow, node = first.flow, first.node
+        plan, route = flow.plan, flow.route
+        try:
+            way = self._ways[plan, node, route]
+        except KeyError:
+            way = self._find_way(plan, node, route)
+        if way is None or batch.rows > way.row_max or len(tickets) > way.member_max:
+            return False
+        for queue in way.queues[1:]:
+            if not queue.free or queue.batcher:
+                return False
+        for ticket in tickets:
+            one = ticket.flow
+            if one.plan is not plan or ticket.node is not node or one.route is not route or not ticket.rows:
+                return False
+        instances = [batch.instance]
+        for queue in way.queues[1:]:
+            queue.running += 1
+            instances.append(queue.free.popleft())
+        if self._relay(Relay(way, batch, instances)):
+            return True
+        for queue, instance in zip(way.queues[1:], instances[1:], strict=True):
+            queue.running -= 1
+            queue.free.appendleft(instance)
+        return False
+
+    def _find_way(self, plan: Plan, node: PlanNode, route: Any) -> Way | None:
+        if len(self._ways) >= _WAYS_MAX:
+            self._ways.clear()
+        way = self._ways[plan, node, route] = find_way(plan, node, route)
+        return way
+
+
+def find_way(plan: Plan, first: PlanNode, route: Sequence[ModelQueue]) -> Way | None:
+    """Where a relay that begins with `first` goes; None where there is none.
+
+    Each step reads nothing but what was made on the way, on a model of its own. What is made before the last is read on
+    the way, so that no other step waits for the relay's end.
+    """
+    if plan.nesting is not None:
+        return None
+    way = [first]
+    made = set(first.outputs)
+    models = {first.model}
+    for node in plan.nodes[first.index + 1 :]:
+        if not route[way[-1].index].passes_on:
+            break
+        if route[node.index].receives and node.model not in models and _reads_only(node, made):
+            way.append(node)
+            made.update(node.outputs)
+            models.add(node.model)
+    while len(way) > 1 and not _is_closed(way):
+        way.pop()
+    return Way(plan, way, route) if len(way) > 1 else None
+
+
+def _reads_only(node: PlanNode, made: set[int]) -> bool:
+    if not node.writes or not node.max_batch_size or node.converts or node.optional or node.checks:
+        return False
+    return len(set(node.inputs)) == len(node.inputs) and made.issuperset(node.inputs) and min(node.inputs) >= 0
+
+
+def _is_closed(way: Sequence[PlanNode]) -> bool:
+    """Whether nobody else waits for what is made before the last stop."""
+    stops = {node.index for node in way}
+    return all(stops.issuperset(consumers) for node in way[:-1] for _, _, consumers in node.writes)
