@@ -59,6 +59,7 @@ Outcome = Results | FlowserveError
 # What a process tells of a relay: what it passed before, in words, and what this one answered, b"" for nothing; or
 # whether it had come by when it was fenced off.
 Told = tuple[Sequence[int], bytes] | bool
+_NO_WORD: Final = bytes(8)
 # What most batches say of their members. Nobody writes into results.
 _NONE: Final[Mapping[int, Any]] = {}
 
@@ -150,6 +151,10 @@ class Link:
         self._socket.send(marshal.dumps((RECALL, number)))
 
     @property
+    def is_open(self) -> bool:
+        return self._socket.fileno() >= 0
+
+    @property
     def segment_count(self) -> int:
         """How much memory of the child's own is known; it only ever grows."""
         return len(self._segments)
@@ -165,7 +170,7 @@ class Link:
         number = other._peers.get(self)
         if number is None:
             number = next(other._peer_numbers)
-            gone = [(link, known) for link, known in other._peers.items() if link._socket.fileno() < 0]
+            gone = [(link, known) for link, known in other._peers.items() if not link.is_open]
             theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs, ours:
                 socket.send_fds(self._socket, [marshal.dumps((HEAR,))], [ours.fileno()])
@@ -344,6 +349,11 @@ class Link:
             os.close(fd)
         self._told.add(segment.number)
         segment.on_end.append(self._ended.append)
+
+
+def keeps_inputs(answer: bytes) -> bool:
+    """Whether a DONE or FAILED says that the model holds on to inputs of its batch."""
+    return answer[16:24] != _NO_WORD
 
 
 def _drained(entries: deque[Any]) -> list[Any]:

@@ -24,14 +24,14 @@ import trio
 
 from flowserve.backends.base import Results
 from flowserve.backends.child.protocol import PASSED_WORDS
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.memory.arena import Place
 from flowserve.runtime.accounts import record_batch, record_relay, record_run_through
 from flowserve.runtime.alone import Occupancy, Pace
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.instance import gather
 from flowserve.runtime.parameters import take_parameters
-from flowserve.runtime.process_link import Expected, Link, Told
+from flowserve.runtime.process_link import Expected, Link, Outcome, Told, keeps_inputs
 from flowserve.runtime.process_outputs import Garbled
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import DynamicBatcher, OneByOne
@@ -58,6 +58,7 @@ class Runner(Protocol):
     without looking. `receives`: its inputs may lie in another process's memory.
     """
 
+    name: str
     passes_on: bool
     receives: bool
     running: Batch | None
@@ -96,7 +97,7 @@ class Path:
 
     def __init__(self, relay: Relay) -> None:
         self.runners: Sequence[Runner] = tuple(relay.instances)
-        self.links = [runner.link for runner in self.runners]
+        self.links = [link for runner in self.runners if (link := runner.link) is not None]
         nodes = relay.way.nodes
         made = {slot: (i, j) for i, node in enumerate(nodes) for j, slot in enumerate(node.outputs) if slot >= 0}
         self._inputs = [[], *([made[slot] for slot in node.inputs] for node in nodes[1:])]
@@ -109,10 +110,7 @@ class Path:
     @property
     def is_whole(self) -> bool:
         """Whether these processes are the ones that it was made for."""
-        for runner, link in zip(self.runners, self.links, strict=True):
-            if link is None or runner.link is not link:
-                return False
-        return True
+        return [runner.link for runner in self.runners] == self.links
 
     @property
     def is_quick(self) -> bool:
@@ -120,7 +118,7 @@ class Path:
 
     def prepare(self) -> list[Link]:
         """Whatever a process needs to know of the others, it knows now. Raises OSError where one has just ended."""
-        links = [link for link in self.links if link is not None]
+        links = self.links
         known = sum([link.segment_count for link in links])
         if known == self._known:
             return links
@@ -204,9 +202,7 @@ class Relays:
         self._release(sent, [i])
         if not sent.is_lost:
             sent.is_lost = True
-            batch = sent.relay.stop(i)
-            self._dispatcher.relay_failed(batch, why)
-            record_batch(batch.queue.observer, batch, why, self._clock())
+            self._fail(sent, i, why)
         if sent.rounds:
             sent.asked.discard(i)
             self._go_on(sent)
@@ -218,9 +214,12 @@ class Relays:
         """Look after those that take long, for ever. Ends only by cancellation."""
         while True:
             await trio.sleep(_LOOK_S)
-            overdue_ns = self._clock() - OVERDUE_NS
-            for sent in [one for one in self._active.values() if not one.rounds and one.started_ns < overdue_ns]:
-                self._fence_off(sent)
+            self._look_for_overdue()
+
+    def _look_for_overdue(self) -> None:
+        overdue_ns = self._clock() - OVERDUE_NS
+        for sent in [one for one in self._active.values() if not one.rounds and one.started_ns < overdue_ns]:
+            self._fence_off(sent)
 
     def _send(self, sent: OnItsWay) -> None:
         path = sent.path
@@ -236,49 +235,50 @@ class Relays:
     def _came_back(self, sent: OnItsWay, passed: Sequence[int], answer: bytes) -> None:
         """`passed` are words of those that it passed; the one after them answered, if there is an answer."""
         links = sent.path.links
-        reached = len(passed) // PASSED_WORDS
-        if len(passed) % PASSED_WORDS or reached + bool(answer) > len(links):
+        before = len(passed) // PASSED_WORDS
+        reached = before + bool(answer)
+        if len(passed) % PASSED_WORDS or reached > len(links):
             raise Garbled(f"a relay of {len(links)} that has passed {len(passed)} words")
-        if (
-            reached + 1 == len(links)
-            and sent.relay.way.is_private
-            and not sent.is_lost
-            and not any(passed[::PASSED_WORDS])
-        ):
-            last = links[-1]
-            assert last is not None
-            expected = last.expected(sent.number, sent.expected.rows, None)
-            outcome = last.outcome(expected, answer)
+        rows = sent.expected.rows
+        outcome: Outcome | None = None
+        made: list[Results] = []
+        is_private = sent.relay.way.is_private and not (any(passed[::PASSED_WORDS]) or keeps_inputs(answer))
+        if is_private and reached == len(links) and not sent.is_lost:
+            outcome = links[-1].outcome(links[-1].expected(sent.number, rows, None), answer)
             if isinstance(outcome, Results) and not (outcome.errors or outcome.parameters):
                 self._ran_through(sent, passed, outcome)
                 return
             made = self._made(sent, passed)
         else:
             made = self._made(sent, passed)
-            outcome = None
-            link = links[reached] if answer else None
-            if link is not None:
-                expected = link.expected(sent.number, sent.expected.rows, made) if reached else sent.expected
-                outcome = link.outcome(expected, answer)
-        error = None
-        if isinstance(outcome, Results):
-            made.append(outcome)
-        else:
-            error = outcome
-        for i in range(reached + bool(answer), len(links)):
+            if answer and links[before].is_open:
+                expected = links[before].expected(sent.number, rows, made) if before else sent.expected
+                outcome = links[before].outcome(expected, answer)
+        for i in range(reached, len(links)):
             self._untell(sent, i)
         self._end(sent)
-        if not sent.is_lost:
-            self._returned(sent, made, error)
+        if sent.is_lost:
+            return
+        if len(made) < before:  # a process that had done its share died meanwhile, and it is needed after all
+            name = sent.path.runners[len(made)].name
+            self._fail(sent, len(made), InstanceDied(f"instance '{name}': its process ended while others went on"))
+        elif isinstance(outcome, Results):
+            self._returned(sent, [*made, outcome], None)
+        else:
+            self._returned(sent, made, outcome)
 
     def _made(self, sent: OnItsWay, passed: Sequence[int]) -> list[Results]:
-        """What those made that it has passed. Raises Garbled."""
+        """What those made that it has passed, up to the first that has ended since. Raises Garbled."""
         made: list[Results] = []
+        is_whole = True
         for i in range(len(passed) // PASSED_WORDS):
             link = sent.path.links[i]
-            assert link is not None
-            expected = link.expected(sent.number, sent.expected.rows, made) if i else sent.expected
-            made.append(link.passed(expected, passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS]))
+            is_whole = is_whole and link.is_open
+            if link.is_open:  # the blocks of all others come home, or belong to a model that keeps them
+                expected = link.expected(sent.number, sent.expected.rows, [*made]) if i else sent.expected
+                results = link.passed(expected, passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS])
+                if is_whole:
+                    made.append(results)
         return made
 
     def _ran_through(self, sent: OnItsWay, passed: Sequence[int], last: Results) -> None:
@@ -290,7 +290,6 @@ class Relays:
         before_ns = sent.started_ns
         for i, runner in enumerate(path.runners):
             link = path.links[i]
-            assert link is not None
             if i * PASSED_WORDS < len(passed):
                 _, gathered_ns, computed_ns, segment, offset = passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS]
                 link.comes_home(segment, offset)
@@ -333,6 +332,11 @@ class Relays:
             failed = relay.stop(len(made))
             record_batch(failed.queue.observer, failed, error, now_ns)
 
+    def _fail(self, sent: OnItsWay, i: int, why: FlowserveError) -> None:
+        batch = sent.relay.stop(i)
+        self._dispatcher.relay_failed(batch, why)
+        record_batch(batch.queue.observer, batch, why, self._clock())
+
     def _release(self, sent: OnItsWay, stops: Sequence[int]) -> None:
         """Their instances have nothing more to do with it."""
         for i in stops:
@@ -351,12 +355,11 @@ class Relays:
     def _untell(self, sent: OnItsWay, i: int) -> None:
         link = sent.path.links[i]
         news, sent.news[i] = sent.news[i], ((), ())
-        if link is not None:
-            link.untold(*news)
+        link.untold(*news)
 
     def _fence_off(self, sent: OnItsWay) -> None:
         sent.rounds += 1
-        sent.asked = {i for i, link in enumerate(sent.path.links) if link is not None and _asks(link, sent.number)}
+        sent.asked = {i for i, link in enumerate(sent.path.links) if _asks(link, sent.number)}
         self._go_on(sent)
 
     def _fenced(self, sent: OnItsWay, i: int, *, has_seen: bool) -> None:
@@ -378,9 +381,8 @@ class Relays:
             return
         self._end(sent)
         for link in sent.path.links:
-            if link is not None:
-                with suppress(OSError):
-                    link.recall(sent.number)
+            with suppress(OSError):
+                link.recall(sent.number)
 
 
 def _asks(link: Link, number: int) -> bool:

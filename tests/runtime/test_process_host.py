@@ -4,8 +4,6 @@ copied, and nobody's data but one's own.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,123 +11,23 @@ import pytest
 import trio
 
 from flowserve.backends import registry
-from flowserve.backends.base import Results
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, InstanceDied, Invalid, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime import alone, process_host, relays
 from flowserve.runtime.alone import LOOK_EVERY, STREAK
 from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import PROCESS, host_maker
-from flowserve.runtime.opening import open_engine
-from flowserve.runtime.process_host import ProcessHost
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
-from flowserve.testing.backends import Repository, config_of, spec
+from flowserve.testing.backends import config_of, spec
 from flowserve.testing.engine import add_chain
-from flowserve.values import Array, DType, Request
+from flowserve.testing.processes import MODEL, OUT, ServedInProcesses, row
+from flowserve.values import DType, Request
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
-MODEL = """
-import os, sys, threading
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.runs = 0
-        self.kept = []
-
-    def execute(self, requests):
-        self.runs += 1
-        return [self.answer(request, request.inputs()[0].as_numpy()) for request in requests]
-
-    def answer(self, request, given):
-{body}
-"""
-OUT = "        return pb_utils.InferenceResponse([pb_utils.Tensor('OUT', {})])"
-
-
-class Served:
-    """An engine with models in processes, each FP32 `IN` to `OUT` of one row size."""
-
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        self.engine = engine
-        self.repository = Repository(folder)
-        self.hosts: dict[str, ProcessHost] = {}
-        self.results: dict[str, list[Results]] = {}
-
-    async def add(self, name: str, body: str, *, width: int = 64, dtype: DType = DType.FP32) -> ProcessHost:
-        self.repository.write(name, "1/model.py", MODEL.format(body=body))
-        given, made = spec("IN", (width,), dtype), spec("OUT", (width,), dtype)
-        config = config_of(name=name, inputs=[given], outputs=[made], max_batch_size=16)
-        model = registry.find("python").load(config, self.repository.files(name), {})
-        engine = self.engine
-        host = host_maker(config, model, PROCESS, engine.processes, engine.streaming, engine.clock)(
-            f"{name}_0", InstanceGroup(name, "KIND_CPU")
-        )
-        assert isinstance(host, ProcessHost)
-        await trio.to_thread.run_sync(host.open, engine.completions)
-        key = ModelKey(name, 1)
-        engine.add_model(key, DynamicBatcher(BatchPolicy.simple(16)), [host], model)
-        node = Node(0, name, key, (given,), (made,), 16)
-        edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
-        engine.announce(config, Graph(name, 1, (given,), (made,), 16, (node,), edges))
-        self.hosts[name] = host
-        self._listen(host)
-        return host
-
-    def _listen(self, host: ProcessHost) -> None:
-        """Keep the results of each batch, as the engine gets them."""
-        found = self.results.setdefault(host.name.removesuffix("_0"), [])
-        completions = self.engine.completions
-        finished = completions.finished
-
-        def listening(batch: Any, outcome: Any) -> None:
-            if batch.instance is host and isinstance(outcome, Results):
-                found.append(outcome)
-            finished(batch, outcome)
-
-        completions.finished = listening
-
-    async def ask(self, name: str, array: Array, **facts: Any) -> Array:
-        request = Request({"IN": array}, stamp=self.engine.next_stamp(), **facts)
-        return (await self.engine.infer(self.engine.find(name), request)).outputs["OUT"]
-
-    async def ask_all(self, name: str, arrays: Sequence[Array]) -> list[Array | FlowserveError]:
-        """All in one turn of the loop."""
-        answers: list[Any] = [None] * len(arrays)
-
-        async def one(index: int) -> None:
-            try:
-                answers[index] = await self.ask(name, arrays[index])
-            except FlowserveError as error:
-                answers[index] = error
-
-        async with trio.open_nursery() as nursery:
-            for index in range(len(arrays)):
-                nursery.start_soon(one, index)
-        return answers
-
-    def lent_bytes(self) -> int:
-        """What the models' arenas on this side have in somebody's hands."""
-        return sum(host._packer.arena.lent_bytes for host in self.hosts.values())
-
-
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with open_engine(EngineOptions()) as engine:
-        yield Served(engine, tmp_path)
-
-
-def row(number: float, width: int = 64) -> Array:
-    return np.full((1, width), number, np.float32)
-
 
 async def test_a_batch_of_sixteen_stays_one_through_a_chain_of_processes_and_nothing_is_copied_between(
-    served: Served,
+    served: ServedInProcesses,
 ) -> None:
     for name, what in (("twice", "given * 2"), ("plus", "given + 1"), ("minus", "given - 3")):
         await served.add(name, OUT.format(what))
@@ -149,7 +47,7 @@ async def test_a_batch_of_sixteen_stays_one_through_a_chain_of_processes_and_not
     assert served.lent_bytes() == 0
 
 
-async def test_two_readers_of_one_output_may_both_write_into_it(served: Served) -> None:
+async def test_two_readers_of_one_output_may_both_write_into_it(served: ServedInProcesses) -> None:
     scribble = "        given *= 10\n" + OUT.format("given")
     await served.add("source", OUT.format("given + 1"))
     for name in ("left", "right"):
@@ -171,7 +69,7 @@ async def test_two_readers_of_one_output_may_both_write_into_it(served: Served) 
     assert [list(one.copied) for name in ("left", "right") for one in served.results[name]] == [[0], [0]]
 
 
-async def test_a_model_may_keep_its_input_and_nobody_overwrites_it(served: Served) -> None:
+async def test_a_model_may_keep_its_input_and_nobody_overwrites_it(served: ServedInProcesses) -> None:
     body = """
         self.kept.append(given)
         if len(self.kept) > 3:
@@ -192,7 +90,7 @@ async def test_a_model_may_keep_its_input_and_nobody_overwrites_it(served: Serve
     assert served.lent_bytes() == len(link._kept) * 4096
 
 
-async def test_an_input_dropped_by_a_thread_of_the_models_comes_home_while_it_idles(served: Served) -> None:
+async def test_an_input_dropped_by_a_thread_of_the_models_comes_home_while_it_idles(served: ServedInProcesses) -> None:
     body = """
         threading.Timer(0.05, self.kept.clear).start()
         self.kept.append(given)
@@ -207,7 +105,7 @@ async def test_an_input_dropped_by_a_thread_of_the_models_comes_home_while_it_id
     assert served.lent_bytes() == 0
 
 
-async def test_a_request_is_seen_whole_and_answers_may_fail_one_by_one(served: Served) -> None:
+async def test_a_request_is_seen_whole_and_answers_may_fail_one_by_one(served: ServedInProcesses) -> None:
     body = """
         facts = [request.request_id(), request.correlation_id(), request.flags(), request.timeout(),
                  request.priority(), request.parameters(), request.requested_output_names(), request.model_name()]
@@ -232,7 +130,7 @@ async def test_a_request_is_seen_whole_and_answers_may_fail_one_by_one(served: S
         assert str(told.value) == repr(facts)[:4096]
 
 
-async def test_what_a_model_raises_fails_its_batch_in_its_own_words(served: Served) -> None:
+async def test_what_a_model_raises_fails_its_batch_in_its_own_words(served: ServedInProcesses) -> None:
     await served.add("raises", "        raise ValueError('too ' + 'much')")
     with pytest.raises(ModelFailed, match="instance 'raises_0', message: ValueError: too much"):
         await served.ask("raises", row(1))
@@ -241,7 +139,7 @@ async def test_what_a_model_raises_fails_its_batch_in_its_own_words(served: Serv
     assert served.lent_bytes() == 0
 
 
-async def test_text_and_large_tensors_go_through_processes(served: Served) -> None:
+async def test_text_and_large_tensors_go_through_processes(served: ServedInProcesses) -> None:
     await served.add(
         "shout", OUT.format("np.array([[t.upper() for t in r] for r in given], object)"), width=2, dtype=DType.BYTES
     )
@@ -256,7 +154,7 @@ async def test_text_and_large_tensors_go_through_processes(served: Served) -> No
     assert served.lent_bytes() == 0
 
 
-async def test_a_request_without_rows_is_answered_and_its_process_lives(served: Served) -> None:
+async def test_a_request_without_rows_is_answered_and_its_process_lives(served: ServedInProcesses) -> None:
     host = await served.add("same", OUT.format("given"))
     child = host.child
     nothing, something = await served.ask("same", np.empty((0, 64), np.float32)), await served.ask("same", row(1))
@@ -266,7 +164,7 @@ async def test_a_request_without_rows_is_answered_and_its_process_lives(served: 
     assert host.child is child
 
 
-async def test_a_model_that_cannot_be_opened_says_why_and_leaves_no_process(served: Served) -> None:
+async def test_a_model_that_cannot_be_opened_says_why_and_leaves_no_process(served: ServedInProcesses) -> None:
     for body, why in (
         ("raise RuntimeError('no weights')", "initialize failed: RuntimeError: no weights"),
         ("os._exit(3)", "ended with exit status 3"),
@@ -282,7 +180,7 @@ async def test_a_model_that_cannot_be_opened_says_why_and_leaves_no_process(serv
             await trio.to_thread.run_sync(host.open, served.engine.completions)
 
 
-async def test_a_process_that_says_what_cannot_be_is_ended_and_its_requests_fail(served: Served) -> None:
+async def test_a_process_that_says_what_cannot_be_is_ended_and_its_requests_fail(served: ServedInProcesses) -> None:
     """A model that finds its socket and answers in the backend's place."""
     body = """
         import socket, struct, gc
@@ -313,7 +211,7 @@ class _Turns(trio.abc.Instrument):
 
 
 async def test_a_request_that_is_alone_goes_through_its_processes_in_one_turn_of_the_loop(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _wait_on_any_machine(monkeypatch)
     for name in ("twice", "again"):
@@ -335,7 +233,7 @@ async def test_a_request_that_is_alone_goes_through_its_processes_in_one_turn_of
 
 
 async def test_what_two_processes_answer_goes_on_in_the_turn_in_which_it_was_read(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relays, "QUICK_NS", 0)  # they come back to the server in between
     turns = _Turns()
@@ -363,7 +261,7 @@ def _noted(result: Any, log: list[int], turn: int) -> Any:
 
 @pytest.mark.fault("R2")
 async def test_a_process_that_dies_while_the_loop_waits_for_it_fails_its_request_by_name(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _wait_on_any_machine(monkeypatch)
     body = "        if given[0, 0] < 0:\n            os.kill(os.getpid(), 9)\n" + OUT.format("given * 2")
