@@ -3,9 +3,10 @@
 Decided here: how a batch becomes one `session.run`, which sessions there are, and that what comes out is what the
 configuration promised. One session serves all instances of a model on the CPU: a session may be run by several threads
 at once, and a second copy of the weights would buy nothing. On a GPU each instance has a session and a stream of its
-own. How sessions are set up is in onnx_session.py; whether a file and its configuration agree, in onnx_signature.py;
-what ragged inputs and batch inputs are, in onnx_ragged.py; outputs that other processes read, in onnx_placed.py; runs
-on tensors that stay on a GPU, in onnx_device.py; who runs a session there, in onnx_providers.py.
+own. How sessions are set up is in onnx_session.py, how many threads they get in onnx_threads.py; whether a file and its
+configuration agree, in onnx_signature.py; what ragged inputs and batch inputs are, in onnx_ragged.py; outputs that
+other processes read, in onnx_placed.py; runs on tensors that stay on a GPU, in onnx_device.py; who runs a session
+there, in onnx_providers.py.
 
 `session.run` with numpy arrays is measured to cost a seventh of building OrtValues in Python, so the latter serves
 only the models that need it: those with a BF16 tensor, which onnxruntime does not take from numpy.
@@ -38,6 +39,7 @@ from flowserve.backends.onnx_session import (
     to_be_asked_only,
 )
 from flowserve.backends.onnx_signature import Signature, completion, disagreements, with_flat_controls
+from flowserve.backends.onnx_threads import session_on_cpu
 from flowserve.backends.onnx_values import needs_preparing
 from flowserve.config.complete import RULE
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
@@ -68,12 +70,17 @@ class OnnxRuntime:
         return completion(config, signature_of(session), relative(path, files))
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> OnnxModel:
-        """The cores are shared out between the runs that may happen at once, unless the model's parameters say more."""
+        """The cores are shared out between the runs that may happen at once, unless the model's parameters say more, or
+        its runs are too short to be shared.
+        """
         path = self._path(config, files)
         opening = partial(open_session, config, path, files, partial(settings, config, options))
         groups = config.instance_groups
         on_cpu = not groups or any(group.kind != KIND_GPU for group in groups)
-        session = opening() if on_cpu else open_session(config, path, files, to_be_asked_only)
+        if on_cpu:
+            session = session_on_cpu(config, path, options, settings, partial(open_session, config, path, files))
+        else:
+            session = open_session(config, path, files, to_be_asked_only)
         config, signature = _judged(config, session, relative(path, files))
         if all(group.kind != KIND_GPU for group in groups) and accelerators(config):
             log.info("model '%s' has no instance on a GPU: gpu_execution_accelerator is not used", config.name)
