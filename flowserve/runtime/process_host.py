@@ -102,6 +102,11 @@ class ProcessHost:
         return self._link
 
     @property
+    def asks_meanwhile(self) -> bool:
+        """Whether its model has been seen to want something of the server before it answers."""
+        return self._calls is not None and self._calls.come_in_batches
+
+    @property
     def arena(self) -> Arena:
         """Where inputs that lie there already need not be copied. Shared by the instances of one model version."""
         return self._packer.arena
@@ -155,7 +160,7 @@ class ProcessHost:
         except OSError as error:
             self._is_over()
             return Internal(f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}")
-        if is_alone and self._waits and self.pace.is_quick and not self._asks_meanwhile():
+        if is_alone and self._waits and self.pace.is_quick and not self.asks_meanwhile:
             return self._wait(link)
         return None
 
@@ -230,9 +235,11 @@ class ProcessHost:
             self._calls.close()
             self._calls = None
 
-    def _asks_meanwhile(self) -> bool:
-        """Whether its model has been seen to want something of the server before it answers."""
-        return self._calls is not None and self._calls.come_in_batches
+    def _executes(self) -> Batch | None:
+        """What its model asks for in the name of: of a relay the batch as this instance has it."""
+        if self.relay is not None:
+            self.running = self.relay.batch_of(self)
+        return self.running
 
     def _begin_early_calls(self, child: Child, fd: int) -> None:
         try:
@@ -251,7 +258,7 @@ class ProcessHost:
             self._packer.arena,
             self._completions.calls,
             self._readiness,
-            lambda: self.running if self.relay is None else self.relay.batch_of(self),
+            self._executes,
             lambda: "" if self._opening is None else self._model,
             self._wrong,
         )

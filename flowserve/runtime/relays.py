@@ -44,7 +44,7 @@ MEMBERS_MAX: Final = 8
 # So long a relay is left alone; nothing that is quick takes it.
 OVERDUE_NS: Final = SECOND_NS // 10
 _LOOK_S: Final = 0.05
-_PATHS_MAX: Final = 1024
+_PATHS_MAX: Final = 1024  # of one way
 _ANY: Final = 1 << 30  # requests
 # Of the batches that go on relays; those that do not are numbered by each link, from 1.
 _FIRST_NUMBER: Final = 1 << 48
@@ -67,6 +67,9 @@ class Runner(Protocol):
 
     @property
     def link(self) -> Link | None: ...
+
+    @property
+    def asks_meanwhile(self) -> bool: ...
 
 
 class OnItsWay:
@@ -114,7 +117,8 @@ class Path:
 
     @property
     def is_quick(self) -> bool:
-        return all(runner.pace.mean_ns <= QUICK_NS for runner in self.runners)
+        """Who asks others before it answers may ask one that the relay keeps until then."""
+        return all(runner.pace.mean_ns <= QUICK_NS and not runner.asks_meanwhile for runner in self.runners)
 
     def prepare(self) -> list[Link]:
         """Whatever a process needs to know of the others, it knows now. Raises OSError where one has just ended."""
@@ -144,7 +148,6 @@ class Relays:
         self._clock = clock
         self._numbers = count(_FIRST_NUMBER)
         self._active: dict[int, OnItsWay] = {}
-        self._paths: dict[tuple[object, ...], Path] = {}
         self._dispatcher: RelayingDispatcher
         self._poke: Callable[[], None]
 
@@ -158,12 +161,14 @@ class Relays:
         members = len(relay.batch.tickets)
         if members > MEMBERS_MAX or (members == 1 and self._occupancy.is_quiet):
             return False
-        key = (relay.way, *relay.instances)
-        path = self._paths.get(key)
+        paths, key = relay.way.paths, tuple(relay.instances)
+        path: Path | None = paths.get(key)
         if path is None or not path.is_whole:
-            if len(self._paths) >= _PATHS_MAX:
-                self._paths.clear()
-            path = self._paths[key] = Path(relay)
+            if len(paths) >= _PATHS_MAX:
+                paths.clear()
+            path = paths[key] = Path(relay)
+            if not path.is_whole:  # a process has ended that will not be started again
+                return False
         if not path.is_quick:
             return False
         now_ns = self._clock()

@@ -4,6 +4,8 @@ by whatever happens to one of the processes on the way.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +31,12 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 STEPS = {"twice": "given * 2", "plus": "given + 1", "minus": "given - 3"}
 # What a bad request holds when it comes to the model.
 DIES = "        if 99 < given[0, 0] < 101:\n            os.kill(os.getpid(), 9)\n"
+CALLS = """        if 99 < given[0, 0] < 101:
+            tensors = [pb_utils.Tensor("IN", given)]
+            answer = pb_utils.InferenceRequest(model_name="{}", inputs=tensors, requested_output_names=["OUT"]).exec()
+            if answer.has_error():
+                raise pb_utils.TritonModelException(answer.error().message())
+"""
 SLEEPS = "        if 99 < given[0, 0] < 101:\n            import time; time.sleep(0.6)\n"
 
 
@@ -246,6 +254,41 @@ async def test_processes_that_die_while_another_takes_long_are_told_apart(
         seen.assert_nobody_is_kept(hosts)
     assert right(await ask(served, range(8)), range(8))
     assert served.lent_bytes() == 0
+
+
+async def test_a_model_that_calls_one_of_its_own_way_is_answered_and_takes_part_no_more(
+    served: ServedInProcesses, seen: Seen
+) -> None:
+    for name in ("twice", "minus"):
+        await served.add(name, OUT.format(STEPS[name]))
+    for called in ("twice", "minus", "plus"):
+        served.hosts.pop("plus", None)
+        plus = f"plus_{called}"
+        calls = CALLS.format(plus if called == "plus" else called)
+        hosts = [served.hosts["twice"], await served.add(plus, calls + OUT.format("given + 1")), served.hosts["minus"]]
+        name = f"chain_{called}"
+        add_chain(served.engine, name, ["twice", plus, "minus"])
+        await ask(served, range(8), name)
+        seen.ways.clear()
+        answers = await ask(served, [1, 50], name)
+        assert seen.ways == [3]
+        if called == "plus":  # nobody else could answer it
+            assert "can never be answered" in str(answers[1])
+        else:
+            assert right(answers, [1, 50])
+        assert right(await ask(served, [2, 3], name), [2, 3])
+        assert seen.ways == [3]
+        seen.assert_nobody_is_kept(hosts)
+
+
+async def test_what_is_known_of_a_way_goes_with_its_models(served: ServedInProcesses, seen: Seen) -> None:
+    hosts = await chain(served, seen)
+    assert right(await ask(served, [1, 2]), [1, 2])
+    path = [one for one in gc.get_objects() if isinstance(one, relays.Path) and one.runners[0] is hosts[0]]
+    gone = weakref.ref(path.pop())
+    served.engine.dispatcher.remove(served.engine.find("plus").route[0])
+    gc.collect()
+    assert gone() is None
 
 
 async def test_inputs_that_a_model_keeps_or_writes_to_stay_its_own(served: ServedInProcesses, seen: Seen) -> None:
