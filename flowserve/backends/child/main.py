@@ -116,7 +116,9 @@ def _server(job: Job) -> type[Server]:
 
 
 class Told(Sequence[Request]):
-    """The requests of a batch, from what the server said of them; each is made when somebody asks for it."""
+    """The requests of a batch, from what the server said of them; each is made when somebody asks for it. Which outputs
+    they are asked for is said besides.
+    """
 
     __slots__ = ("_facts",)
 
@@ -133,7 +135,7 @@ class Told(Sequence[Request]):
     def __getitem__(self, index: int | slice) -> Request | Told:
         if isinstance(index, slice):
             return Told(self._facts[index], 0)
-        return Request({}, *self._facts[index])
+        return Request({}, None, *self._facts[index])
 
 
 class Server:

@@ -143,9 +143,9 @@ TOLD: Final = 13
 #   come home: (segment, offset) of inputs of calls that nobody reads any more
 RESULT: Final = 12
 
-# What of a request travels with it, in this order: `Request`'s fields but its tensors.
+# What of a request travels with it, in this order: `Request`'s fields but its tensors, and but its outputs, since
+# `wanted` says what a step is asked for.
 FACTS: Final = (
-    "outputs",
     "id",
     "priority",
     "timeout_us",
@@ -163,7 +163,7 @@ def are_plain(requests: Sequence[Request]) -> bool:
     all are, and each step of every request is looked at: attributes one by one cost a third of what tuples of them do.
     """
     for one in requests:
-        if one.id or one.parameters or one.outputs or one.priority or one.timeout_us:
+        if one.id or one.parameters or one.priority or one.timeout_us:
             return False
         if one.sequence_id or one.sequence_start or one.sequence_end:
             return False
