@@ -75,7 +75,20 @@ class Runner(Protocol):
 class OnItsWay:
     """A relay that was sent. What is in lists is in the order of its stops."""
 
-    __slots__ = ("asked", "expected", "is_lost", "left", "news", "number", "path", "relay", "rounds", "started_ns")
+    __slots__ = (
+        "asked",
+        "expected",
+        "is_lost",
+        "left",
+        "missing",
+        "news",
+        "number",
+        "path",
+        "refusing",
+        "relay",
+        "rounds",
+        "started_ns",
+    )
 
     def __init__(self, number: int, path: Path, relay: Relay, started_ns: int) -> None:
         self.number = number
@@ -89,6 +102,9 @@ class OnItsWay:
         self.is_lost = False  # a process died, and its requests have failed
         self.asked: set[int] = set()  # stops that have not said yet where it is
         self.rounds = 0  # how often they were asked
+        self.refusing: set[int] = set()  # stops that had not seen it when they were
+        # One of those that died since, and how: it may have been handed on there, and nobody has read it.
+        self.missing: tuple[int, FlowserveError] | None = None
 
     def batch_of(self, runner: Runner) -> Batch:
         """The batch as an instance has it."""
@@ -200,19 +216,8 @@ class Relays:
 
     def died(self, runner: Runner, why: FlowserveError) -> None:
         """A process has ended. Harmless where it took part in nothing."""
-        sent = runner.relay
-        if sent is None:
-            return
-        i = sent.path.runners.index(runner)
-        self._release(sent, [i])
-        if not sent.is_lost:
-            sent.is_lost = True
-            self._fail(sent, i, why)
-        if sent.rounds:
-            sent.asked.discard(i)
-            self._go_on(sent)
-        else:
-            self._fence_off(sent)
+        for sent in [one for one in self._active.values() if runner in one.path.runners]:
+            self._died(sent, sent.path.runners.index(runner), why)
         self._poke()
 
     async def run(self) -> None:
@@ -357,6 +362,20 @@ class Relays:
 
     # ------------------------------------------------------------------ where it takes long, or a process died
 
+    def _died(self, sent: OnItsWay, i: int, why: FlowserveError) -> None:
+        sent.asked.discard(i)
+        if i in sent.left:
+            self._release(sent, [i])
+            if not sent.is_lost:
+                sent.is_lost = True
+                self._fail(sent, i, why)
+        elif i in sent.refusing and sent.missing is None:
+            sent.missing = i, why
+        if sent.rounds:
+            self._go_on(sent)
+        else:
+            self._fence_off(sent)
+
     def _untell(self, sent: OnItsWay, i: int) -> None:
         link = sent.path.links[i]
         news, sent.news[i] = sent.news[i], ((), ())
@@ -372,6 +391,7 @@ class Relays:
         if i in sent.left:
             self._release(sent, [i])
         if not has_seen:
+            sent.refusing.add(i)
             self._untell(sent, i)
         self._go_on(sent)
 
@@ -379,12 +399,14 @@ class Relays:
         """Once everybody has said where it is. Where a process died they are asked again: then nothing is on its way.
         Otherwise it will come back, early.
         """
-        if sent.asked or not sent.is_lost:
+        if sent.asked or not (sent.is_lost or sent.missing):
             return
         if sent.rounds == 1:
             self._fence_off(sent)
             return
         self._end(sent)
+        if sent.missing and not sent.is_lost:
+            self._fail(sent, *sent.missing)
         for link in sent.path.links:
             with suppress(OSError):
                 link.recall(sent.number)

@@ -256,6 +256,28 @@ async def test_processes_that_die_while_another_takes_long_are_told_apart(
     assert served.lent_bytes() == 0
 
 
+@pytest.mark.fault("R2")
+async def test_a_batch_that_lies_unread_in_a_process_that_dies_is_not_waited_for(
+    served: ServedInProcesses, seen: Seen
+) -> None:
+    dies = "        if given[0, 0] == 7:\n            import time; time.sleep(0.6); os.kill(os.getpid(), 9)\n"
+    hosts = await chain(served, seen, twice=SLEEPS + OUT.format("given * 2"), plus=dies + OUT.format("given + 1"))
+    slow: list[Any] = []
+
+    async def ask_slowly() -> None:
+        slow.extend(await ask(served, [100, 1]))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_slowly)
+        await trio.sleep(0.3)  # `plus` is free again, and is given something else meanwhile
+        (died,) = await served.ask_all("plus", [row(7)])
+        assert isinstance(died, InstanceDied)
+    assert all(isinstance(answer, InstanceDied) for answer in slow)
+    await until_it_is_back(served, [1, 2])
+    seen.assert_nobody_is_kept(hosts)
+    assert served.lent_bytes() == 0
+
+
 async def test_a_model_that_calls_one_of_its_own_way_is_answered_and_takes_part_no_more(
     served: ServedInProcesses, seen: Seen
 ) -> None:

@@ -59,7 +59,8 @@ from flowserve.values import Request, TensorSpec
 
 log = logging.getLogger("flowserve.child")
 
-_FENCED_MAX: Final = 256  # relays that are remembered
+# Relays that are remembered. One that is forgotten would be taken in; each of them was a tenth of a second on its way.
+_FENCED_MAX: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,8 @@ class Server:
         self._usuals = Usuals(job.outputs, batches=job.batches)
         self._peers: Peers | None = None  # once there are some
         self._relayed: tuple[int, Sequence[Place]] = (0, ())  # the last that came by and was done, and where it lies
-        self._fenced: dict[int, bool] = {}  # relays that are fenced off: whether they had come by here
+        # Relays that are fenced off: where lies what was made of them here, None where they had not come by.
+        self._fenced: dict[int, Sequence[Place] | None] = {}
         self._is_idle = False
         self._pid = os.getpid()
         self._clock = perf_counter_ns
@@ -166,8 +168,8 @@ class Server:
                 return
             elif kind == FENCE:
                 self._fence_off(message[1])
-            elif kind == RECALL and message[1] == self._relayed[0]:
-                self._outputs.come_home(self._relayed[1])
+            elif kind == RECALL:
+                self._outputs.come_home(self._fenced.pop(message[1], None) or ())
 
     def _receive(self) -> tuple[Any, ...] | None:
         """The next message that is not about memory or peers. None when the server is gone."""
@@ -282,10 +284,10 @@ class Server:
                 self._run(*marshal.loads(packed)[1:])
             else:
                 self._peers.lost(peer)
-        seen = self._fenced.setdefault(number, self._relayed[0] == number)
+        made = self._fenced.setdefault(number, self._relayed[1] if self._relayed[0] == number else None)
         if len(self._fenced) > _FENCED_MAX:
             del self._fenced[next(iter(self._fenced))]
-        self._send(pack(FENCED, (number, seen)))
+        self._send(pack(FENCED, (number, made is not None)))
 
     def _answer(
         self,
