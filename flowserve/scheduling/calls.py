@@ -14,7 +14,7 @@ Requests that call nobody never come here. This file does not know how an execut
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Union
 
@@ -45,6 +45,10 @@ class CalledFlow(Flow):
     def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
         self.finished.add(node.index)
         return super().finish_step(node, outputs, m)
+
+    def pass_over(self, first: PlanNode, nodes: Sequence[PlanNode], inner: Iterable[tuple[int, int]]) -> None:
+        self.finished.update(node.index for node in nodes[:-1])
+        super().pass_over(first, nodes, inner)
 
 
 class Calls:

@@ -99,6 +99,12 @@ class RelayingDispatcher(Dispatcher):
         self._relay = relay
         self._ways: dict[Hashable, Way | None] = {}
 
+    def add(self, queue: ModelQueue) -> None:
+        """A queue that is not one line, or keeps the order of its answers, has no part in relays, whatever it says."""
+        if queue.bound is not None or queue.order is not None:
+            queue.passes_on, queue.receives = False, 0
+        super().add(queue)
+
     def remove(self, queue: ModelQueue) -> None:
         super().remove(queue)
         self._ways.clear()  # those of its graphs would keep them
@@ -242,7 +248,7 @@ def find_way(plan: Plan, first: PlanNode, route: Sequence[ModelQueue]) -> Way | 
 
 
 def _reads_only(node: PlanNode, made: set[int]) -> bool:
-    if not node.writes or not node.max_batch_size or node.converts or node.optional or node.checks:
+    if not node.writes or not node.inputs or not node.max_batch_size or node.converts or node.optional or node.checks:
         return False
     return len(set(node.inputs)) == len(node.inputs) and made.issuperset(node.inputs) and min(node.inputs) >= 0
 
