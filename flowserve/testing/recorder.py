@@ -18,8 +18,7 @@ from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter, Needs
 from flowserve.scheduling.router import Flow
-from flowserve.testing.sim import Handle
-from flowserve.testing.strategies import SimModel
+from flowserve.testing.sim_world import Handle, SimModel
 from flowserve.values import DType, TensorSpec
 
 PORT = (TensorSpec("X", DType.FP32, (-1,)),)

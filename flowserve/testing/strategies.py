@@ -1,166 +1,23 @@
 """Random models, graphs and requests for the scheduling machines.
 
-Decided here: what a random world looks like. Everything is drawn from a `random.Random`, so that one description
-serves twice: a seeded one repeats for ever (the simulator's seeds), Hypothesis's own shrinks (`worlds`). A world also
-says how each request must end, worked out without any machine, by walking the graph: so that a test can tell a wrong
-answer from a right one.
+Decided here: what a random world (sim_world.py) looks like. Everything is drawn from a `random.Random`, so that one
+description serves twice: a seeded one repeats for ever (the simulator's seeds), Hypothesis's own shrinks (`worlds`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from random import Random
-from typing import Any
 
 from hypothesis import strategies as st
 
 from flowserve.config.types import LimitedResource, RateLimiter
-from flowserve.graph.plan import NO_SLOT, Plan, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
-from flowserve.scheduling.affinity import Affine, Moves
-from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.batcher import BatchPolicy
 from flowserve.scheduling.limiter import Needs
-from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
+from flowserve.scheduling.queues import LevelPolicy, Levels
+from flowserve.testing.sim_world import FIXED, SimModel, SimRequest, World
 from flowserve.values import DType, TensorSpec
-
-MOVES = Moves(each_ns=7, bytes_per_ns=2)  # worth waiting for in a world where a batch takes up to 250 ns
-FIXED = 4  # the width that inputs of fixed shape want
-NOTHING = -7  # what an input that is not there counts as in a content
-
-
-@dataclass(frozen=True)
-class SimModel:
-    """A model whose outputs say what went into them. `policy` None: the default scheduler. `levels` None: one line.
-
-    `shortest_ns` to `longest_ns` is how long a batch takes; where both are 0 it runs inline, inside `run`.
-    """
-
-    number: int
-    key: ModelKey
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    max_batch_size: int
-    policy: BatchPolicy | None
-    instances: int
-    is_pure: bool
-    shortest_ns: int
-    longest_ns: int
-    needs: tuple[Needs, ...] = ()  # of each instance, where the world has a rate limiter
-    levels: Levels | None = None
-    keeps_order: bool = False
-    devices: tuple[int, ...] = ()  # of each instance, where a request stays on the device its tensors lie on
-
-    def batcher(self) -> Batcher:
-        if self.devices:
-            return Affine(self._line, self.max_batch_size, self.devices.__getitem__, residence, MOVES)
-        if self.levels is not None and self.policy is not None:
-            return PolicyBatcher(self.policy, self.levels)
-        return self._line()
-
-    def _line(self) -> Batcher:
-        return OneByOne() if self.policy is None else DynamicBatcher(self.policy)
-
-    def level_policy(self, request: SimRequest) -> LevelPolicy:
-        """What waiting means for this request."""
-        if self.policy is None or self.levels is None:
-            return LevelPolicy()
-        exists = 1 <= request.priority <= self.levels.count
-        level = request.priority if exists else self.levels.default
-        return self.levels.policies.get(level, self.levels.policy)
-
-    def patience_ns(self, request: SimRequest) -> int | None:
-        """How long it waits at most before it is refused, or None."""
-        policy = self.level_policy(request)
-        if policy.is_delayed or not policy.timeout_ns:
-            return None
-        own_ns = request.timeout_ns if policy.may_override else 0
-        return min(own_ns, policy.timeout_ns) if own_ns else policy.timeout_ns
-
-    def content(self, output: int, inputs: tuple[int, ...]) -> int:
-        """What output number `output` holds when the inputs hold `inputs`. Integers hash alike in every process."""
-        return hash((self.number, output, *inputs))
-
-
-@dataclass(frozen=True)
-class SimRequest:
-    """One request. It raises in the models it is `poison` for, fails alone in those of `faults`, and those of `omits`
-    leave out their last output for it. `widths[i]` is the width of input i, None where it is not given. `wanted`: the
-    outputs it asks for, None for all. `leaves_after_ns`: when its caller gives up. `follows`: the request whose end
-    makes this one arrive. `priority` and `timeout_ns` are what it says itself, 0 for nothing.
-    """
-
-    number: int
-    graph: int
-    arrives_ns: int
-    rows: int
-    widths: tuple[int | None, ...]
-    wanted: tuple[str, ...] | None = None
-    poison: frozenset[ModelKey] = frozenset()
-    faults: frozenset[ModelKey] = frozenset()
-    omits: frozenset[ModelKey] = frozenset()
-    leaves_after_ns: int | None = None
-    follows: int | None = None
-    priority: int = 0
-    timeout_ns: int = 0
-
-    def content(self, i: int) -> int:
-        return hash((self.number, i, 1 << 20))
-
-
-@dataclass(frozen=True)
-class World:
-    """Models, the graphs over them, and the requests that will come. `overtaken_max`: where there is a limiter, how
-    often it lets a model be overtaken.
-    """
-
-    models: tuple[SimModel, ...]
-    graphs: tuple[Graph, ...]
-    requests: tuple[SimRequest, ...]
-    overtaken_max: int | None = None
-    by_key: dict[ModelKey, SimModel] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_key", {model.key: model for model in self.models})
-
-    @cached_property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plan of each request."""
-        return tuple(make_plan(self.graphs[request.graph], request.wanted) for request in self.requests)
-
-    def right_answer(self, request: SimRequest) -> list[int | None] | None:
-        """What each output must hold (None: left out), or None where the request must fail."""
-        plan = self.plans[request.number]
-        held: dict[int, tuple[int, int]] = {}  # slot -> content, width
-        for i, width in enumerate(request.widths):
-            if width is not None:
-                held[i] = (request.content(i), width)
-        for node in plan.nodes:
-            if not node.writes:
-                continue  # nobody wants what it would make
-            model = self.by_key[node.model]
-            inputs = [held.get(slot) for slot in node.inputs]
-            for found, spec in zip(inputs, model.inputs, strict=True):
-                if found is None and not spec.optional:
-                    return None
-                if found is not None and spec.dims == (FIXED,) and found[1] != FIXED:
-                    return None
-            if model.key in request.poison or model.key in request.faults:
-                return None
-            contents = tuple(NOTHING if found is None else found[0] for found in inputs)
-            width = next((found[1] for found in inputs if found is not None), FIXED)
-            for j, slot in enumerate(node.outputs):
-                if slot != NO_SLOT and not is_omitted(model, request, j):
-                    fixed = model.outputs[j].dims == (FIXED,)
-                    held[slot] = (model.content(j, contents), FIXED if fixed else width)
-        return [held[slot][0] if slot in held else None for slot in plan.output_slots]
-
-
-def is_omitted(model: SimModel, request: SimRequest, output: int) -> bool:
-    return model.key in request.omits and output == len(model.outputs) - 1
-
-
-# ---------------------------------------------------------------------------------------------------------- drawing
 
 
 def draw_policy(random: Random, max_batch_size: int) -> BatchPolicy:
@@ -194,8 +51,9 @@ def _draw_spec(random: Random, name: str, *, may_be_optional: bool = False) -> T
     return TensorSpec(name, DType.FP32, dims, optional=may_be_optional and random.random() < 0.3)
 
 
-def draw_model(random: Random, number: int, *, batching: bool) -> SimModel:
-    limit = random.choice([1, 2, 4, 8]) if batching else 0
+def draw_model(random: Random, number: int, *, batching: bool, limit: int = 0) -> SimModel:
+    """`limit`: its `max_batch_size` where that is not to be drawn."""
+    limit = limit or (random.choice([1, 2, 4, 8]) if batching else 0)
     inputs = [_draw_spec(random, f"I{i}", may_be_optional=i > 0) for i in range(random.randint(1, 3))]
     shortest = random.choice([0, 0, 1, 10, 50])
     keeps_order = random.random() < 0.2
@@ -212,6 +70,22 @@ def draw_model(random: Random, number: int, *, batching: bool) -> SimModel:
         longest_ns=shortest * random.choice([1, 1, 5]),
         levels=draw_levels(random, keeps_order=keeps_order) if random.random() < 0.4 else None,
         keeps_order=keeps_order,
+    )
+
+
+def draw_quick_model(random: Random, number: int) -> SimModel:
+    """One in processes, as models are between which batches are handed on."""
+    model = draw_model(random, number, batching=True, limit=random.choice([2, 8, 8]))
+    policy = random.choice([None, model.policy, *[BatchPolicy.simple(model.max_batch_size)] * 4])
+    plain = random.random() < 0.9
+    return replace(
+        model,
+        in_process=random.random() < 0.95,
+        inputs=tuple(replace(spec, optional=False) for spec in model.inputs),
+        outputs=tuple(replace(spec, dims=(FIXED,)) for spec in model.outputs) if plain else model.outputs,
+        policy=policy,
+        levels=None if plain else model.levels,
+        keeps_order=not plain and model.keeps_order,
     )
 
 
@@ -237,11 +111,6 @@ def draw_devices(random: Random, model: SimModel) -> tuple[int, ...]:
     return tuple(random.randrange(2) for _ in range(model.instances))
 
 
-def residence(handle: Any) -> tuple[int, int]:
-    """Where a handle of the simulator lies, and how many bytes it has."""
-    return handle.device, max(handle.stop - handle.start, 1) * handle.width
-
-
 def plain_graph(model: SimModel) -> Graph:
     """A model as a graph of one node."""
     node = Node(0, model.key.name, model.key, model.inputs, model.outputs, model.max_batch_size)
@@ -264,23 +133,28 @@ def chain_graph(name: str, models: list[SimModel]) -> Graph:
     return Graph(name, 1, *ends, limit, nodes, tuple(edges), is_ensemble=True)
 
 
-def draw_graph(random: Random, name: str, models: list[SimModel]) -> Graph:
+def draw_graph(random: Random, name: str, models: list[SimModel], *, is_close: bool = False) -> Graph:
     """A random well-formed ensemble: fan-out, joins, one tensor read twice by a step, optional inputs unfed.
 
-    Every tensor that no step reads is an output, and some that are read are outputs too.
+    Every tensor that no step reads is an output, and some that are read are outputs too. `is_close`: nearly all models
+    stand in it once, and most steps read what the others made, as where batches are handed on.
     """
+    if is_close:
+        order = random.sample(models, len(models)) + random.choices(models, k=random.random() < 0.15)
+    else:
+        order = random.choices(models, k=random.randint(1, 6))
     sources = [(GRAPH, i) for i in range(random.randint(1, 2))]
     nodes: list[Node] = []
     edges: list[Edge] = []
     read: set[tuple[int, int]] = set()
-    for index in range(random.randint(1, 6)):
-        model = random.choice(models)
+    for index, model in enumerate(order):
         label = f"{model.key.name}#{index}"
         nodes.append(Node(index, label, model.key, model.inputs, model.outputs, model.max_batch_size))
         for i, spec in enumerate(model.inputs):
             if spec.optional and random.random() < 0.5:
                 continue
-            producer, output = random.choice(sources[-4:] if random.random() < 0.7 else sources)
+            near = [one for one in sources if one[0] != GRAPH][-2:] if is_close and random.random() < 0.95 else []
+            producer, output = random.choice(near or (sources[-4:] if random.random() < 0.7 else sources))
             read.add((producer, output))
             edges.append(Edge(f"t{producer}_{output}", producer, output, index, i))
         sources += [(index, j) for j in range(len(model.outputs))]
@@ -336,25 +210,57 @@ def draw_request(random: Random, number: int, index: int, graph: Graph) -> SimRe
 
 def draw_world(random: Random) -> World:
     """Up to four models, each served alone, ensembles over them that share them, and up to forty requests."""
+    if random.random() < 0.35:
+        return draw_quick_world(random)
     batching = random.random() < 0.85
     models = [draw_model(random, number, batching=batching) for number in range(random.randint(1, 4))]
     graphs = [plain_graph(model) for model in models[: random.randint(0, len(models))]]
     graphs += [draw_graph(random, f"ensemble{i}", models) for i in range(random.randint(1, 3))]
-    requests = []
-    for number in range(random.randint(1, 40)):
-        index = random.randrange(len(graphs))
-        requests.append(draw_request(random, number, index, graphs[index]))
+    requests = draw_requests(random, graphs, random.randint(1, 40))
     overtaken_max = random.choice([None, None, 0, 1, 16])
     if overtaken_max is not None:
         models = [replace(model, needs=draw_needs(random, model.instances)) for model in models]
     elif random.random() < 0.4:
         models = [replace(model, devices=draw_devices(random, model)) for model in models]
-    return World(tuple(models), tuple(graphs), tuple(requests), overtaken_max)
+    return World(tuple(models), tuple(graphs), requests, overtaken_max, draw_end(random, 0.1))
+
+
+def draw_quick_world(random: Random) -> World:
+    """Models in processes, of which some are not as they must be to hand batches on, and ensembles over them in which
+    that would be possible.
+    """
+    models = [draw_quick_model(random, number) for number in range(random.randint(2, 6))]
+    if random.random() < 0.1:
+        models = [replace(model, devices=draw_devices(random, model)) for model in models]
+    graphs = [draw_graph(random, f"ensemble{i}", models, is_close=True) for i in range(random.choice([1, 1, 2]))]
+    if random.random() < 0.3:
+        graphs.append(plain_graph(random.choice(models)))
+    requests = []
+    for request in draw_requests(random, graphs, random.randint(1, 30)):
+        come = request.arrives_ns // 100 * 100  # many at once
+        poison = request.poison or frozenset([random.choice(models).key] if random.random() < 0.1 else [])
+        wanted = None if random.random() < 0.8 else request.wanted
+        requests.append(replace(request, arrives_ns=come, poison=poison, wanted=wanted))
+    return World(tuple(models), tuple(graphs), tuple(requests), None, draw_end(random, 0.3))
+
+
+def draw_requests(random: Random, graphs: list[Graph], count: int) -> tuple[SimRequest, ...]:
+    chosen = [random.randrange(len(graphs)) for _ in range(count)]
+    return tuple(draw_request(random, number, index, graphs[index]) for number, index in enumerate(chosen))
+
+
+def draw_end(random: Random, chance: float) -> int | None:
+    return random.randint(1, 200) if random.random() < chance else None
 
 
 def worlds() -> st.SearchStrategy[World]:
     """Random worlds that shrink."""
     return st.randoms(use_true_random=False).map(draw_world)
+
+
+def quick_worlds() -> st.SearchStrategy[World]:
+    """Those of them in which batches are handed on."""
+    return st.randoms(use_true_random=False).map(draw_quick_world)
 
 
 def policies(max_batch_size: int = 8) -> st.SearchStrategy[BatchPolicy]:

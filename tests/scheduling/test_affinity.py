@@ -10,8 +10,9 @@ from flowserve.scheduling.affinity import NOWHERE, Affine, Moves
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.testing.recorder import Recorder, simple_model
-from flowserve.testing.sim import Handle, Sim
-from flowserve.testing.strategies import World, draw_graph, draw_model, draw_request, plain_graph, residence
+from flowserve.testing.sim import Sim
+from flowserve.testing.sim_world import Handle, World, residence
+from flowserve.testing.strategies import draw_graph, draw_model, draw_request, plain_graph
 
 MODEL = simple_model(0, max_batch_size=4)
 GRAPH = plain_graph(MODEL)

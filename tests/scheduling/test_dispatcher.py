@@ -15,7 +15,7 @@ from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import PORT, Recorder, rows_of, simple_model
-from flowserve.testing.sim import Handle
+from flowserve.testing.sim_world import Handle
 from flowserve.testing.strategies import chain_graph, plain_graph
 from flowserve.values import DType, TensorSpec
 

@@ -1,4 +1,4 @@
-"""The whole dispatcher under any order of events: arrivals, returns, failures, leavers and the clock.
+"""The whole dispatcher under any order of events: arrivals, returns, failures, leavers, relays, deaths and the clock.
 
 The simulator's world says what each request must get and checks every promise after each turn; here Hypothesis, not a
 clock, chooses what happens next, and how much of it happens before the machines are asked again.
@@ -13,24 +13,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowserve.testing.sim import Sim
-from flowserve.testing.strategies import World, worlds
+from flowserve.testing.sim_world import World
+from flowserve.testing.strategies import quick_worlds, worlds
 
 
 class AnyOrder(Sim):
     """A simulated server in which whatever can happen may happen next."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, seed: int, world: World) -> None:
         self.possible: list[Callable[[], None]] = []
-        super().__init__(0, world)
+        super().__init__(seed, world)
 
     def _at(self, time: int, act: Callable[[], None]) -> None:
         self.possible.append(act)
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    @initialize(world=worlds())
-    def build(self, world: World) -> None:
-        self.sim = AnyOrder(world)
+    @initialize(seed=st.integers(0, 1 << 16), world=worlds() | quick_worlds())
+    def build(self, seed: int, world: World) -> None:
+        """`seed`: of what models take, and of what becomes of relays."""
+        self.sim = AnyOrder(seed, world)
         self.is_looked_at = True
 
     @precondition(lambda self: self.sim.possible)

@@ -14,7 +14,8 @@ from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.scheduling.limited import OVERTAKEN_MAX
 from flowserve.scheduling.limiter import BEHIND_MAX, EVERYWHERE, Available, Limiter, Needs
 from flowserve.testing.recorder import Recorder, simple_model
-from flowserve.testing.strategies import SimModel, plain_graph
+from flowserve.testing.sim_world import SimModel
+from flowserve.testing.strategies import plain_graph
 
 A, B, C = simple_model(0), simple_model(1), simple_model(2)
 

@@ -11,8 +11,8 @@ from flowserve.graph.plan import NO_SLOT, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.recorder import PORT, rows_of, simple_model
-from flowserve.testing.sim import Handle
-from flowserve.testing.strategies import SimModel, chain_graph, plain_graph
+from flowserve.testing.sim_world import Handle, SimModel
+from flowserve.testing.strategies import chain_graph, plain_graph
 from flowserve.values import DType, TensorSpec
 
 FREE = TensorSpec("X", DType.FP32, (-1,))

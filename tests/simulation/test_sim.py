@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 
 from flowserve.testing.sim import Sim
+from flowserve.testing.strategies import draw_quick_world
 
 BLOCK = 25  # seeds per test: few enough to find one quickly, many enough not to drown the report
 
@@ -37,9 +39,11 @@ def test_one_seed_gives_one_history() -> None:
 def test_the_worlds_are_eventful() -> None:
     """So that a green simulation means something: all that can go wrong does, and batches form."""
     seen: Counter[object] = Counter()
-    together = 0
+    together = relayed = 0
     for seed in range(120):
-        for _, what, *rest in Sim(seed).run().log:
+        sim = Sim(seed).run()
+        relayed += sim.relayed
+        for _, what, *rest in sim.log:
             seen[what if what != "is answered" else (what, rest[1])] += 1
             together = max(together, len(rest) - 2) if what == "runs" else together
     for event in (
@@ -55,3 +59,27 @@ def test_the_worlds_are_eventful() -> None:
     ):
         assert seen[event] > 20, event
     assert together == 8
+    assert relayed > 20, "few batches are handed on"
+
+
+def test_relays_end_in_every_way() -> None:
+    """So that their laws mean something."""
+    seen: Counter[object] = Counter()
+    members: Counter[int] = Counter()
+    for seed in range(300):
+        sim = Sim(seed, draw_quick_world(Random(seed))).run()
+        seen.update(what for _, what, *_ in sim.log)
+        members.update(sim.handed_on)
+    for event in (
+        "is handed on",
+        "is not handed on",
+        "runs through",
+        "comes back whole",
+        "comes back early",
+        "raises on its way",
+        "is fenced off",
+        "dies",
+        "the server ends",
+    ):
+        assert seen[event] > 10, event
+    assert sum(n for count, n in members.items() if count > 1) > 20
