@@ -12,6 +12,7 @@ import pytest
 from flowserve.graph.conversion import Conversion
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.scheduling.affinity import Affine
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.calls import CalledFlow
@@ -201,6 +202,17 @@ def test_a_batch_of_too_many_rows_or_members_runs_by_itself() -> None:
     server = Server(graph_of(CHAIN), alone="c")
     server.submit(1, 1)
     assert not server.relays
+
+
+def test_a_queue_with_a_line_for_each_device_or_that_keeps_order_takes_no_part() -> None:
+    lines = Affine(OneByOne, 8, [0, 1].__getitem__, lambda facts: (0, 8))
+    for queue in (
+        ModelQueue(ModelKey("a", 1), lines, range(2)),
+        ModelQueue(ModelKey("a", 1), OneByOne(), range(2), keeps_order=True),
+    ):
+        queue.passes_on, queue.receives = True, 1
+        Server(graph_of(CHAIN)).dispatcher.add(queue)
+        assert (queue.passes_on, queue.receives) == (False, 0)
 
 
 def test_a_flow_that_goes_on_after_its_relay_has_nothing_left_to_be_read() -> None:
