@@ -218,7 +218,7 @@ class Relays:
         """A process has ended. Harmless where it took part in nothing."""
         for sent in [one for one in self._active.values() if runner in one.path.runners]:
             self._died(sent, sent.path.runners.index(runner), why)
-        self._poke()
+            self._poke()
 
     async def run(self) -> None:
         """Look after those that take long, for ever. Ends only by cancellation."""
