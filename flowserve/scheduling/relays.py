@@ -197,6 +197,8 @@ class RelayingDispatcher(Dispatcher):
             way = self._ways[plan, node, route]
         except KeyError:
             way = self._find_way(plan, node, route)
+        if self._halves:
+            return False  # they are to be tried again where it would go, perhaps
         if way is None or batch.rows > way.row_max or len(tickets) > way.member_max:
             return False
         for queue in way.queues[1:]:
