@@ -34,7 +34,6 @@ from flowserve.backends.child.protocol import (
     FENCE,
     FENCED,
     GONE,
-    HEAR,
     MESSAGE_BYTES_MAX,
     PEER,
     READY,
@@ -171,11 +170,8 @@ class Link:
         if number is None:
             number = next(other._peer_numbers)
             gone = [(link, known) for link, known in other._peers.items() if not link.is_open]
-            theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs, ours:
-                socket.send_fds(self._socket, [marshal.dumps((HEAR,))], [ours.fileno()])
-                told = (PEER, number, [known for _, known in gone])
-                socket.send_fds(other._socket, [marshal.dumps(told)], [theirs.fileno()])
+            told = (PEER, number, [known for _, known in gone])
+            socket.send_fds(other._socket, [marshal.dumps(told)], [self._socket.fileno()])
             for link, _ in gone:
                 del other._peers[link]
             other._peers[self] = number

@@ -35,7 +35,6 @@ from flowserve.backends.child.protocol import (
     FENCE,
     FENCED,
     GONE,
-    HEAR,
     MARSHAL_VERSION,
     MESSAGE_BYTES_MAX,
     PEER,
@@ -149,7 +148,7 @@ class Server:
         self._inputs = Inputs(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
         self._outputs = Outputs(job.outputs)
         self._usuals = Usuals(job.outputs, batches=job.batches)
-        self._peers: Peers | None = None  # once there are some
+        self._peers = Peers()
         self._relayed: tuple[int, Sequence[Place]] = (0, ())  # the last that came by and was done, and where it lies
         # Relays that are fenced off: where lies what was made of them here, None where they had not come by.
         self._fenced: dict[int, Sequence[Place] | None] = {}
@@ -182,13 +181,9 @@ class Server:
 
     def _next_message(self) -> tuple[Any, ...] | None:
         while True:
-            source = self._socket if self._peers is None else self._peers.wait()
-            packed, ancillary, _, _ = source.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
             if not packed:
-                if self._peers is None or source is self._socket:
-                    return None
-                self._peers.lost(source)
-                continue
+                return None
             message: tuple[Any, ...] = marshal.loads(packed)
             kind = message[0]
             if kind == RUN:
@@ -198,9 +193,8 @@ class Server:
             elif kind == SPILLED:
                 spilled: tuple[Any, ...] = marshal.loads(self._inputs.message(*message[1:]))
                 return spilled
-            elif kind in (PEER, HEAR):
-                self._peers = self._peers or Peers(self._socket)
-                (self._peers.know if kind == PEER else self._peers.hear)(*message[1:], *descriptors(ancillary))
+            elif kind == PEER:
+                self._peers.know(*message[1:], *descriptors(ancillary))
             else:
                 return message
 
@@ -260,7 +254,7 @@ class Server:
         number, kept, gathered_ns, computed_ns, segment, offset, nbytes = words[:7]
         usual = self._usuals.of(rows)
         known = names.get(segment)
-        if usual is None or known is None or self._peers is None:
+        if usual is None or known is None:
             return False
         if nbytes != usual.nbytes or not nbytes or tuple(words[7:]) != usual.words:
             return False
@@ -278,12 +272,6 @@ class Server:
 
     def _fence_off(self, number: int) -> None:
         """Say whether a batch of a relay has come by here. If not, it no longer may."""
-        while self._peers is not None and (peer := self._peers.pending()) is not None:
-            packed = peer.recv(MESSAGE_BYTES_MAX)
-            if packed:
-                self._run(*marshal.loads(packed)[1:])
-            else:
-                self._peers.lost(peer)
         made = self._fenced.setdefault(number, self._relayed[1] if self._relayed[0] == number else None)
         if len(self._fenced) > _FENCED_MAX:
             del self._fenced[next(iter(self._fenced))]

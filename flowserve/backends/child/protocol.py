@@ -54,7 +54,7 @@ ATTACH: Final = 1
 #   wanted[m]: the outputs asked of it; or these once, where all are asked for the same
 #   contexts[m]: the `traceparent` of the span that it runs in, or ""; None where nobody is traced
 #   relay: None, or (names, stops, passed, places): the batch is handed on to the first of the stops, as a RUN of the
-#     same number on a socket between the two, and only the last process answers
+#     same number that comes to it as if from the server, and only the last process answers
 #       names: for each segment of the child's own the number that others know it by
 #       stops: of each (peer, come home, ended segments, inputs, wanted, names), where an input (i, j) is what the i-th
 #         process of the relay made as its j-th output
@@ -65,11 +65,9 @@ RUN: Final = 2
 END: Final = 3
 # (SPILLED, segment, offset, nbytes): the message lies there
 SPILLED: Final = 4
-# (PEER, number, gone), with a descriptor: another process, to which batches are handed on through it
+# (PEER, number, gone), with a descriptor: the server's end of another process's socket, to hand batches on to it
 #   gone: numbers of such that are no more
 PEER: Final = 32
-# (HEAR,), with a descriptor: the other end of that
-HEAR: Final = 33
 # (FENCE, number): say whether that batch of a relay has come by here; if not, it no longer may
 FENCE: Final = 34
 # (RECALL, number): nobody reads what was made of it
