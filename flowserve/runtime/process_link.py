@@ -94,7 +94,7 @@ class Link:
         self._told: set[int] = set()  # segments that the child has mapped
         self._ended: deque[int] = deque()  # of those, the ones that are no more
         self._peer_numbers = count(1)
-        self._peers: dict[Link, int] = {}  # those to which the child may hand batches on, by its numbers
+        self._peers: dict[socket.socket, int] = {}  # those to which the child may hand batches on, by its numbers
         self._segments: dict[int, Segment] = {}  # the child's own, by its numbers
         self._come_home: deque[Place] = deque()  # its blocks that nobody reads any more
 
@@ -166,15 +166,15 @@ class Link:
 
     def peer_of(self, other: Link) -> int:
         """By which number the other's child knows this one, to hand batches on to it. Raises OSError."""
-        number = other._peers.get(self)
+        number = other._peers.get(self._socket)
         if number is None:
             number = next(other._peer_numbers)
-            gone = [(link, known) for link, known in other._peers.items() if not link.is_open]
+            gone = [(end, known) for end, known in other._peers.items() if end.fileno() < 0]
             told = (PEER, number, [known for _, known in gone])
             socket.send_fds(other._socket, [marshal.dumps(told)], [self._socket.fileno()])
-            for link, _ in gone:
-                del other._peers[link]
-            other._peers[self] = number
+            for end, _ in gone:
+                del other._peers[end]
+            other._peers[self._socket] = number
         return number
 
     def names(self) -> dict[int, int]:

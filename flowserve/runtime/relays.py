@@ -247,7 +247,7 @@ class Relays:
         links = sent.path.links
         before = len(passed) // PASSED_WORDS
         reached = before + bool(answer)
-        if len(passed) % PASSED_WORDS or reached > len(links):
+        if len(passed) % PASSED_WORDS or not 0 < reached <= len(links):
             raise Garbled(f"a relay of {len(links)} that has passed {len(passed)} words")
         rows = sent.expected.rows
         outcome: Outcome | None = None
@@ -269,7 +269,7 @@ class Relays:
         self._end(sent)
         if sent.is_lost:
             return
-        if len(made) < before:  # a process that had done its share died meanwhile, and it is needed after all
+        if len(made) < before or (answer and outcome is None):  # one that had done its share died meanwhile
             name = sent.path.runners[len(made)].name
             self._fail(sent, len(made), InstanceDied(f"instance '{name}': its process ended while others went on"))
         elif isinstance(outcome, Results):
