@@ -35,7 +35,7 @@ from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Pump
-from flowserve.runtime.relays import join
+from flowserve.runtime.relay_paths import join
 from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor, WarmUp
 from flowserve.runtime.traces import Traces

@@ -34,7 +34,8 @@ from flowserve.runtime.process_inputs import InputPacker
 from flowserve.runtime.process_link import Link
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.readiness import Readiness
-from flowserve.runtime.relays import OnItsWay, Relays
+from flowserve.runtime.relay_paths import OnItsWay
+from flowserve.runtime.relays import Relays
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Ticket
 from flowserve.values import DType, TensorSpec

@@ -1,16 +1,16 @@
 """Batches that go from process to process without coming by here in between.
 
-Decided here: when that is worth it, what the processes must know of each other before, and how each of them gets free
-again, whatever becomes of it. Worth it is it where all of them are quick: then what a hop costs is mostly our own part
-of it, and nobody waits long for an instance that has done its share and is not free yet. The last process answers for
-all of them.
+Decided here: when that is worth it, and how each process gets free again, whatever becomes of it. Worth it is it where
+all of them are quick: then what a hop costs is mostly our own part of it, and nobody waits long for an instance that
+has done its share and is not free yet. The last process answers for all of them.
 
 A relay that takes long, or has lost a process, is *fenced off*: each process is asked where it is, and lets it by no
 more if it has not yet. Whoever says so is free, so that one process that hangs keeps no other. Where a process died
 with what the others had answered, they are asked a second time, since then nothing can be on its way any more, and take
 their answers back.
 
-Which batches go on relays is decided in scheduling/relays.py, how things are said in process_link.py.
+Which batches go on relays is decided in scheduling/relays.py, what the processes know of each other in relay_paths.py,
+how things are said in process_link.py.
 """
 
 from __future__ import annotations
@@ -18,142 +18,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import trio
 
 from flowserve.backends.base import Results
 from flowserve.backends.child.protocol import PASSED_WORDS
 from flowserve.errors import FlowserveError, InstanceDied
-from flowserve.memory.arena import Place
 from flowserve.runtime.accounts import record_batch, record_relay, record_run_through
-from flowserve.runtime.alone import Occupancy, Pace
+from flowserve.runtime.alone import Occupancy
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.instance import gather
 from flowserve.runtime.parameters import take_parameters
-from flowserve.runtime.process_link import Expected, Link, Outcome, Told, keeps_inputs
+from flowserve.runtime.process_link import Link, Outcome, Told, keeps_inputs
 from flowserve.runtime.process_outputs import Garbled
-from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.batcher import DynamicBatcher, OneByOne
+from flowserve.runtime.relay_paths import OnItsWay, Path, Runner
 from flowserve.scheduling.relays import Relay, RelayingDispatcher
 
-# A model is quick, here, whose batches take no longer: some three times what the server's own part of a hop costs.
-QUICK_NS: Final = 500_000
 # Of a larger batch each request pays little for a hop, and more is done beside each other if the steps are.
 MEMBERS_MAX: Final = 8
 # So long a relay is left alone; nothing that is quick takes it.
 OVERDUE_NS: Final = SECOND_NS // 10
 _LOOK_S: Final = 0.05
 _PATHS_MAX: Final = 1024  # of one way
-_ANY: Final = 1 << 30  # requests
 # Of the batches that go on relays; those that do not are numbered by each link, from 1.
 _FIRST_NUMBER: Final = 1 << 48
 # What most batches say of their members. Nobody writes into results.
 _NONE: Final[Mapping[int, Any]] = {}
-
-
-@runtime_checkable
-class Runner(Protocol):
-    """An instance in a process, as far as relays know it. `passes_on`: where its answers lie the next process knows
-    without looking. `receives`: its inputs may lie in another process's memory.
-    """
-
-    name: str
-    passes_on: bool
-    receives: bool
-    running: Batch | None
-    relay: OnItsWay | None
-    pace: Pace
-
-    @property
-    def link(self) -> Link | None: ...
-
-    @property
-    def asks_meanwhile(self) -> bool: ...
-
-
-class OnItsWay:
-    """A relay that was sent. What is in lists is in the order of its stops."""
-
-    __slots__ = (
-        "asked",
-        "expected",
-        "is_lost",
-        "left",
-        "missing",
-        "news",
-        "number",
-        "path",
-        "refusing",
-        "relay",
-        "rounds",
-        "started_ns",
-    )
-
-    def __init__(self, number: int, path: Path, relay: Relay, started_ns: int) -> None:
-        self.number = number
-        self.path = path
-        self.relay = relay
-        self.started_ns = started_ns
-        self.expected: Expected  # of the first
-        # What each process is told with the batch (`Link.news`), unless it never gets it.
-        self.news: list[tuple[Sequence[Place], Sequence[int]]] = [((), ())]
-        self.left = [*range(len(path.runners))]  # stops whose instances are not free yet
-        self.is_lost = False  # a process died, and its requests have failed
-        self.asked: set[int] = set()  # stops that have not said yet where it is
-        self.rounds = 0  # how often they were asked
-        self.refusing: set[int] = set()  # stops that had not seen it when they were
-        # One of those that died since, and how: it may have been handed on there, and nobody has read it.
-        self.missing: tuple[int, FlowserveError] | None = None
-
-    def batch_of(self, runner: Runner) -> Batch:
-        """The batch as an instance has it."""
-        return self.relay.stop(self.path.runners.index(runner))
-
-
-class Path:
-    """The processes that a batch goes through, made known to each other."""
-
-    def __init__(self, relay: Relay) -> None:
-        self.runners: Sequence[Runner] = tuple(relay.instances)
-        self.links = [link for runner in self.runners if (link := runner.link) is not None]
-        nodes = relay.way.nodes
-        made = {slot: (i, j) for i, node in enumerate(nodes) for j, slot in enumerate(node.outputs) if slot >= 0}
-        self._inputs = [[], *([made[slot] for slot in node.inputs] for node in nodes[1:])]
-        self.first_inputs = range(len(nodes[0].inputs))
-        self._wanted = [node.wanted for node in nodes]
-        self._known = -1  # memory that all have been told of
-        self._peers: list[int] = []
-        self.names: list[dict[int, int]] = []
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether these processes are the ones that it was made for."""
-        return [runner.link for runner in self.runners] == self.links
-
-    @property
-    def is_quick(self) -> bool:
-        """Who asks others before it answers may ask one that the relay keeps until then."""
-        return all(runner.pace.mean_ns <= QUICK_NS and not runner.asks_meanwhile for runner in self.runners)
-
-    def prepare(self) -> list[Link]:
-        """Whatever a process needs to know of the others, it knows now. Raises OSError where one has just ended."""
-        links = self.links
-        known = sum([link.segment_count for link in links])
-        if known == self._known:
-            return links
-        if not self._peers:
-            self._peers = [0, *(link.peer_of(links[i]) for i, link in enumerate(links[1:]))]
-        for link, inputs in zip(links, self._inputs, strict=True):
-            for i in {i for i, _ in inputs}:
-                link.sees(links[i])
-        self.names = [link.names() for link in links]
-        self._known = known
-        return links
-
-    def stop(self, i: int, news: tuple[Sequence[Place], Sequence[int]]) -> tuple[Any, ...]:
-        """What the process before the i-th is told of that one (protocol.py)."""
-        return (self._peers[i], *news, self._inputs[i], self._wanted[i], self.names[i])
 
 
 class Relays:
@@ -418,17 +309,3 @@ def _asks(link: Link, number: int) -> bool:
     except OSError:
         return False  # it has ended, and with it whatever it had
     return True
-
-
-def join(queue: ModelQueue) -> None:
-    """Say of a model how it may take part."""
-    hosts = [host for host in queue.instances if isinstance(host, Runner)]
-    if not hosts or len(hosts) < len(queue.instances):
-        return
-    batcher = queue.batcher
-    queue.passes_on = all(host.passes_on for host in hosts)
-    if all(host.receives for host in hosts):
-        if isinstance(batcher, OneByOne):
-            queue.receives = 1
-        elif isinstance(batcher, DynamicBatcher) and batcher.takes_all:
-            queue.receives = _ANY

@@ -14,7 +14,7 @@ from flowserve.backends import registry
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, InstanceDied, Invalid, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
-from flowserve.runtime import alone, process_host, relays
+from flowserve.runtime import alone, process_host, relay_paths
 from flowserve.runtime.alone import LOOK_EVERY, STREAK
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.hosts import PROCESS, host_maker
@@ -235,7 +235,7 @@ async def test_a_request_that_is_alone_goes_through_its_processes_in_one_turn_of
 async def test_what_two_processes_answer_goes_on_in_the_turn_in_which_it_was_read(
     served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relays, "QUICK_NS", 0)  # they come back to the server in between
+    monkeypatch.setattr(relay_paths, "QUICK_NS", 0)  # they come back to the server in between
     turns = _Turns()
     trio.lowlevel.add_instrument(turns)
     for name in ("twice", "again"):

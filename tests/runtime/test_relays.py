@@ -17,7 +17,7 @@ import trio
 
 from flowserve.errors import FlowserveError, InstanceDied, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
-from flowserve.runtime import relays
+from flowserve.runtime import relay_paths
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.scheduling.relays import Relay
@@ -44,7 +44,7 @@ class Seen:
     """The relays of an engine: how long each way was, and how many are on their way."""
 
     def __init__(self, served: ServedInProcesses, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(relays, "QUICK_NS", 1 << 60)  # however busy the machine is that runs this
+        patch.setattr(relay_paths, "QUICK_NS", 1 << 60)  # however busy the machine is that runs this
         processes = served.engine.processes
         assert processes is not None
         self.all = processes.relays
@@ -306,7 +306,7 @@ async def test_a_model_that_calls_one_of_its_own_way_is_answered_and_takes_part_
 async def test_what_is_known_of_a_way_goes_with_its_models(served: ServedInProcesses, seen: Seen) -> None:
     hosts = await chain(served, seen)
     assert right(await ask(served, [1, 2]), [1, 2])
-    path = [one for one in gc.get_objects() if isinstance(one, relays.Path) and one.runners[0] is hosts[0]]
+    path = [one for one in gc.get_objects() if isinstance(one, relay_paths.Path) and one.runners[0] is hosts[0]]
     gone = weakref.ref(path.pop())
     served.engine.dispatcher.remove(served.engine.find("plus").route[0])
     gc.collect()
