@@ -170,6 +170,7 @@ class Registry:
             if is_gone:
                 del self._engine.entries[name]
                 self.failed.pop(name, None)
+                self.last.pop(name, None)
         self.report(LoadEvent(name, "unloaded"))
 
     async def _resolve(self, changed: Mapping[str, Known | None]) -> tuple[Resolution, frozenset[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from flowserve.errors import Invalid, Unavailable
 from flowserve.repository.override import Override
@@ -272,3 +274,15 @@ async def test_a_reload_holds_up_requests_of_others_for_no_longer_than_a_turn(tm
             assert len(answers) > before
         over.set()
     assert set(answers) == {5.0}
+
+
+async def test_of_a_model_whose_folder_is_gone_nothing_is_kept(tmp_path: Path) -> None:
+    folder = write(tmp_path, "short_lived", 1.0)
+    async with running(tmp_path, "short_lived") as (engine, control):
+        shutil.rmtree(folder)
+        for generation in await control._take_out("short_lived", dependents=False, is_gone=True):
+            await generation.closed.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        assert "short_lived" not in engine.entries
+        registry = control._registry
+        assert (registry.known, registry.failed, registry.last) == ({}, {}, {})
