@@ -212,8 +212,10 @@ def _sequence(parsed: argparse.Namespace) -> dict[str, Any]:
     """What a request says of its sequence, if it has one."""
     if parsed.sequence_id is None:
         return {}
+    _, found = _request_parameter(f"sequence_id={parsed.sequence_id}")
+    is_one = type(found) in (int, str)  # not 1.5 or true, which can only be meant as texts
     flags = {"sequence_start": parsed.sequence_start, "sequence_end": parsed.sequence_end}
-    return dict([_request_parameter(f"sequence_id={parsed.sequence_id}")]) | flags
+    return {"sequence_id": found if is_one else parsed.sequence_id, **flags}
 
 
 def levels(text: str) -> tuple[int, ...]:

@@ -301,7 +301,8 @@ def test_infer_says_which_sequence_a_request_belongs_to_and_what_else_it_is_told
     assert total(1, "--sequence-id", "anna", "--sequence-start") == [1, {}]
     assert total(2, "--sequence-id", "anna", *more) == [3, {"mood": "good", "n": 5, "text": "5"}]
     assert total(3, "--sequence-id", "anna", "--sequence-end") == [6, {}]
-    assert total(7, "--sequence-id", '"7"', "--sequence-start", "--sequence-end") == [7, {}]
+    for text in ('"7"', "true", "1.5"):  # what is no whole number is a text
+        assert total(7, "--sequence-id", text, "--sequence-start", "--sequence-end") == [7, {}]
     for words, told in [
         ((), "must specify a non-zero or non-empty correlation ID"),
         (("--sequence-id", "anna"), "must specify the START flag"),
