@@ -17,7 +17,8 @@ _EXPORT: Final = "export it: torch.onnx.export(model, inputs, '1/model.onnx', dy
 _TENSORRT_LLM: Final = (
     "its engines are no TensorRT plans: call TensorRT-LLM in a decoupled model.py, or run trtllm-serve beside"
     " this server"
-)  # What to do instead, by backend.
+)
+# What to do instead, by backend.
 OTHER_BACKENDS: Final[Mapping[str, str]] = {
     "pytorch": _EXPORT,
     "libtorch": _EXPORT,

@@ -3,7 +3,7 @@
 Decided here: how a batch is sent and its answer read, which shared memory each side was told of, and when a block
 goes home: one of the child's when its last reader here is gone (the child hears of it with its next batch, so that
 this costs no message), one that the child reads when the run is over or, where the model holds on to an input, when
-it has let go. A batch may also come to the child from another one, and its answer go on to a third (relay.py); then it
+it has let go. A batch may also come to the child from another one, and its answer go on to a third (relays.py); then it
 is expected here, and whoever hears of the answer brings it. A link lives as long as its process; a restarted instance
 gets a new one.
 
