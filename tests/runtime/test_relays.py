@@ -37,7 +37,12 @@ CALLS = """        if 99 < given[0, 0] < 101:
             if answer.has_error():
                 raise pb_utils.TritonModelException(answer.error().message())
 """
-SLEEPS = "        if 99 < given[0, 0] < 101:\n            import time; time.sleep(0.6)\n"
+WAITS = """        if {low} < given[0, 0] < {high}:
+            import time
+            open({came!r}, "w").close()
+            while os.path.exists({closed!r}):
+                time.sleep(0.002)
+"""
 
 
 class Seen:
@@ -64,6 +69,32 @@ class Seen:
     def assert_nobody_is_kept(self, hosts: Sequence[ProcessHost]) -> None:
         assert not self.all._active
         assert all(host.running is None and host.relay is None for host in hosts)
+
+
+class Gate:
+    """A model waits with a request of this number for as long as it is closed."""
+
+    def __init__(self, served: ServedInProcesses, number: float = 100) -> None:
+        folder = served.repository.path
+        self._closed, self._came = folder / f"closed_{number}", folder / f"came_{number}"
+        self.body = WAITS.format(low=number - 1, high=number + 1, came=str(self._came), closed=str(self._closed))
+        self.close()
+
+    def close(self) -> None:
+        self._came.unlink(missing_ok=True)
+        self._closed.touch()
+
+    def open(self) -> None:
+        self._closed.unlink()
+
+    async def somebody_waits(self) -> None:
+        await until(self._came.exists)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(20):
+        while not condition():  # noqa: ASYNC110 - other processes wake nobody here
+            await trio.sleep(0.002)
 
 
 @pytest.fixture
@@ -206,7 +237,8 @@ async def test_a_process_that_dies_on_the_way_fails_its_requests_by_name_and_kee
 
 
 async def test_a_model_that_takes_long_keeps_no_instance_but_its_own(served: ServedInProcesses, seen: Seen) -> None:
-    hosts = await chain(served, seen, plus=SLEEPS + OUT.format("given + 1"))
+    gate = Gate(served)
+    hosts = await chain(served, seen, plus=gate.body + OUT.format("given + 1"))
     slow: list[Any] = []
 
     async def ask_slowly() -> None:
@@ -214,14 +246,13 @@ async def test_a_model_that_takes_long_keeps_no_instance_but_its_own(served: Ser
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask_slowly)
-        await trio.sleep(0.3)
+        await gate.somebody_waits()
+        for name, want in (("twice", 14), ("minus", 4)):
+            (answer,) = await ask(served, [7], name)
+            assert isinstance(answer, np.ndarray)
+            assert answer.tolist() == row(want).tolist()
         assert not slow
-        with trio.fail_after(0.25):
-            for name, want in (("twice", 14), ("minus", 4)):
-                (answer,) = await served.ask_all(name, [row(7)])
-                assert isinstance(answer, np.ndarray)
-                assert answer.tolist() == row(want).tolist()
-        assert not slow
+        gate.open()
     assert right(slow, [50, 1])
     assert seen.ways == [3]
     assert right(await ask(served, [3, 4]), [3, 4])
@@ -233,24 +264,26 @@ async def test_a_model_that_takes_long_keeps_no_instance_but_its_own(served: Ser
 async def test_processes_that_die_while_another_takes_long_are_told_apart(
     served: ServedInProcesses, seen: Seen
 ) -> None:
-    hosts = await chain(served, seen, plus=SLEEPS + OUT.format("given + 1"))
-    slow: list[Any] = []
-
-    async def ask_slowly() -> None:
-        slow.extend(await ask(served, [50, 1]))
-
+    gate = Gate(served)
+    hosts = await chain(served, seen, plus=gate.body + OUT.format("given + 1"))
     for victim in (0, 2, 1):
-        slow.clear()
+        gate.close()
+        slow: list[Any] = []
+
+        async def ask_slowly(slow: list[Any] = slow) -> None:
+            slow.extend(await ask(served, [50, 1]))
+
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask_slowly)
-            await trio.sleep(0.05)
+            await gate.somebody_waits()
             child = hosts[victim].child
             assert child is not None
             child.kill()
         assert all(isinstance(answer, InstanceDied) for answer in slow)
         assert f"'{hosts[victim].name}'" in str(slow[0])
+        gate.open()
         await until_it_is_back(served, [1, 2])
-        await trio.sleep(0.7)  # also the one that slept
+        await until(lambda: not seen.all._active)
         seen.assert_nobody_is_kept(hosts)
     assert right(await ask(served, range(8)), range(8))
     assert served.lent_bytes() == 0
@@ -260,18 +293,27 @@ async def test_processes_that_die_while_another_takes_long_are_told_apart(
 async def test_a_batch_that_lies_unread_in_a_process_that_dies_is_not_waited_for(
     served: ServedInProcesses, seen: Seen
 ) -> None:
-    dies = "        if given[0, 0] == 7:\n            import time; time.sleep(0.6); os.kill(os.getpid(), 9)\n"
-    hosts = await chain(served, seen, twice=SLEEPS + OUT.format("given * 2"), plus=dies + OUT.format("given + 1"))
+    first, second = Gate(served), Gate(served, 7)
+    dies = second.body + "        if given[0, 0] == 7:\n            os.kill(os.getpid(), 9)\n"
+    hosts = await chain(served, seen, twice=first.body + OUT.format("given * 2"), plus=dies + OUT.format("given + 1"))
     slow: list[Any] = []
+    died: list[Any] = []
 
     async def ask_slowly() -> None:
         slow.extend(await ask(served, [100, 1]))
 
+    async def ask_plus() -> None:
+        died.extend(await ask(served, [7], "plus"))
+
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask_slowly)
-        await trio.sleep(0.3)  # `plus` is free again, and is given something else meanwhile
-        (died,) = await served.ask_all("plus", [row(7)])
-        assert isinstance(died, InstanceDied)
+        await first.somebody_waits()
+        nursery.start_soon(ask_plus)  # it is free again before long
+        await second.somebody_waits()
+        first.open()
+        await until(lambda: hosts[0].relay is None)  # it has handed on
+        second.open()
+    assert isinstance(died[0], InstanceDied)
     assert all(isinstance(answer, InstanceDied) for answer in slow)
     await until_it_is_back(served, [1, 2])
     seen.assert_nobody_is_kept(hosts)
