@@ -5,9 +5,10 @@ Decided here: what such a model looks like, and that each has one instance, FP32
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import trio
@@ -23,6 +24,8 @@ from flowserve.runtime.process_host import ProcessHost
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.testing.backends import Repository, config_of, spec
 from flowserve.values import Array, DType, Request
+
+T = TypeVar("T")
 
 MODEL = """
 import os, sys, threading
@@ -94,23 +97,27 @@ class ServedInProcesses:
         return (await self.engine.infer(self.engine.find(name), request)).outputs["OUT"]
 
     async def ask_all(self, name: str, arrays: Sequence[Array]) -> list[Array | FlowserveError]:
-        """All in one turn of the loop."""
-        answers: list[Any] = [None] * len(arrays)
-
-        async def one(index: int) -> None:
-            try:
-                answers[index] = await self.ask(name, arrays[index])
-            except FlowserveError as error:
-                answers[index] = error
-
-        async with trio.open_nursery() as nursery:
-            for index in range(len(arrays)):
-                nursery.start_soon(one, index)
-        return answers
+        return await all_at_once(partial(self.ask, name), arrays)
 
     def lent_bytes(self) -> int:
         """What the models' arenas on this side have in somebody's hands."""
         return sum(host._packer.arena.lent_bytes for host in self.hosts.values())
+
+
+async def all_at_once(ask: Callable[[Array], Awaitable[T]], arrays: Sequence[Array]) -> list[T | FlowserveError]:
+    """What is answered to each of them, in their order, asked in one turn of the loop."""
+    answers: dict[int, T | FlowserveError] = {}
+
+    async def one(index: int) -> None:
+        try:
+            answers[index] = await ask(arrays[index])
+        except FlowserveError as error:
+            answers[index] = error
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(arrays)):
+            nursery.start_soon(one, index)
+    return [answers[index] for index in range(len(arrays))]
 
 
 def row(number: float, width: int = 64) -> Array:

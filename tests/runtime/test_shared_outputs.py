@@ -22,6 +22,7 @@ from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.embedded import AsyncEngine
 from flowserve.testing.backends import Repository
 from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
+from flowserve.testing.processes import all_at_once
 from flowserve.values import Array, DType
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
@@ -91,19 +92,7 @@ class Pipeline:
         return await self.engine.infer("ensemble", {"IN": array})
 
     async def ask_all(self, arrays: Sequence[Array]) -> list[dict[str, Array] | FlowserveError]:
-        """All in one turn of the loop."""
-        answers: list[Any] = [None] * len(arrays)
-
-        async def one(index: int) -> None:
-            try:
-                answers[index] = await self.ask(arrays[index])
-            except FlowserveError as error:
-                answers[index] = error
-
-        async with trio.open_nursery() as nursery:
-            for index in range(len(arrays)):
-                nursery.start_soon(one, index)
-        return answers
+        return await all_at_once(self.ask, arrays)
 
     def edge(self) -> dict[str, Any]:
         """What went from net to post."""
