@@ -200,7 +200,7 @@ class PythonInstance:
             try:
                 answered = self._execute(requests)
                 # A list of our own: who else holds an answer is told from its reference count.
-                responses: list[Any] = [None] * count if answered is None else [*answered]
+                responses: list[Any] = [None] * count if answered is None else _listed(answered)
                 del answered
             except RAISED as error:
                 failed = self._failed(error)
@@ -280,3 +280,11 @@ class PythonInstance:
     @staticmethod
     def _run_coroutine(execute: Callable[[Any], Any], loop: asyncio.AbstractEventLoop) -> Callable[[Any], Any]:
         return lambda requests: loop.run_until_complete(execute(requests))
+
+
+def _listed(answered: Sequence[Any]) -> list[Any]:
+    try:
+        return [*answered]
+    except TypeError:
+        kind = type(answered).__name__
+        raise TypeError(f"Expected a list in the execute return, found type '{kind}'") from None

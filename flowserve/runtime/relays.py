@@ -55,6 +55,7 @@ class Relays:
         self._clock = clock
         self._numbers = count(_FIRST_NUMBER)
         self._active: dict[int, OnItsWay] = {}
+        self._begun = trio.Event()  # set where there is something to look after
         self._dispatcher: RelayingDispatcher
         self._poke: Callable[[], None]
 
@@ -92,6 +93,8 @@ class Relays:
             runner.running = batch
             runner.relay = sent
         self._active[sent.number] = sent
+        if not self._begun.is_set():
+            self._begun.set()
         self._occupancy.begins(batch)
         return True
 
@@ -114,8 +117,11 @@ class Relays:
     async def run(self) -> None:
         """Look after those that take long, for ever. Ends only by cancellation."""
         while True:
+            await self._begun.wait()
             await trio.sleep(_LOOK_S)
             self._look_for_overdue()
+            if not self._active:  # a server that is idle wakes up for nothing
+                self._begun = trio.Event()
 
     def _look_for_overdue(self) -> None:
         overdue_ns = self._clock() - OVERDUE_NS

@@ -500,6 +500,13 @@ def test_a_model_that_raises_fails_its_batch_without_a_traceback_and_serves_the_
 
 
 @pytest.mark.fault("D6")
+def test_an_execute_that_returns_no_list_is_told_so(python: Open) -> None:
+    model = python(HEAD + DOUBLE.replace("return responses", "return responses[0]"))
+    with pytest.raises(ModelFailed, match="Expected a list in the execute return, found type 'InferenceResponse'"):
+        model.run({"x": rows(1)})
+
+
+@pytest.mark.fault("D6")
 @pytest.mark.parametrize(("change", "count"), [("responses[1:]", 1), ("responses * 2", 4), ("[]", 0)])
 def test_another_number_of_responses_than_requests_fails_the_batch(python: Open, change: str, count: int) -> None:
     model = python(HEAD + DOUBLE.replace("return responses", f"return {change}"))
