@@ -1,7 +1,7 @@
-"""TLS in front of the server: a relay between the client's encrypted stream and a plain socket pair.
+"""TLS in front of the server: what goes between the client's encrypted stream and a plain socket pair.
 
 Decided here: which protocols and certificates are taken (those of Python's ssl module: TLS 1.2 and later), what is
-said to a client that speaks plain HTTP, and that encryption costs plain connections nothing: behind the relay a
+said to a client that speaks plain HTTP, and that encryption costs plain connections nothing: behind it a
 connection is one like any other, with its deadlines and its notice of a client that leaves. What is said on it is
 decided in connection.py.
 """
@@ -58,10 +58,10 @@ class Terminator:
             sock.close()
             raise
         near.setblocking(False)
-        nursery.start_soon(self._relay, sock, far, name="http tls")
+        nursery.start_soon(self._carry, sock, far, name="http tls")
         return near
 
-    async def _relay(self, sock: socket.socket, far: socket.socket) -> None:
+    async def _carry(self, sock: socket.socket, far: socket.socket) -> None:
         plain = trio.SocketStream(trio.socket.from_stdlib_socket(far))
         transport = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
         stream = trio.SSLStream(transport, self._context, server_side=True, https_compatible=True)

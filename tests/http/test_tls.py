@@ -134,7 +134,7 @@ async def test_a_client_that_leaves_or_says_nothing_leaves_nothing_behind(
     await silent.aclose()
 
 
-async def test_a_client_for_whose_relay_no_descriptors_are_left_is_closed_and_the_next_one_served(
+async def test_a_client_for_whom_no_descriptors_are_left_is_closed_and_the_next_one_served(
     engine: Engine,
     nursery: trio.Nursery,
     papers: Path,
