@@ -27,7 +27,7 @@ from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
 from flowserve.cli.tensors import InferBody, Parameters, flat_body
 from flowserve.cli.terminal import output
 from flowserve.config.write import text_of
-from flowserve.errors import FlowserveError, Unsupported
+from flowserve.errors import FlowserveError, Invalid, Unsupported
 
 T = TypeVar("T")
 
@@ -123,6 +123,8 @@ def _each_level(options: BenchOptions, err: TextIO, measure: Callable[[int, floa
 def _sweep(options: BenchOptions, err: TextIO) -> int:
     assert options.sweep is not None
     subject = Subject(options.sweep, options.model)
+    if options.sequence_length and subject.make_id is None:
+        raise Invalid(f"--sequence-length: '{subject.name}' has no sequences")
     with _progress(err) as progress:
         task = progress.add_task("reading", total=None)
 

@@ -567,6 +567,13 @@ def test_a_sweep_asks_a_model_of_sequences_in_sequences_and_varies_its_instances
     assert (tried.measured.failed, tried.measured.requests_per_s > 0) == (0, True)
 
 
+def test_a_sweep_of_a_model_without_sequences_has_no_use_for_their_length(
+    others: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--sweep", str(others), "words", "--sequence-length", "3"]) == 1
+    assert capsys.readouterr().err.startswith("flowserve: --sequence-length: 'words' has no sequences")
+
+
 @pytest.mark.slow
 def test_a_sweep_recommends_a_configuration_that_the_repository_can_have(
     songs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
