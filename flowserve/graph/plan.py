@@ -8,8 +8,8 @@ node (one input, one reader, one node that follows) is told here, too. Nothing h
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from flowserve.graph.conversion import Conversion
 from flowserve.graph.nesting import Nesting, nesting
@@ -62,7 +62,7 @@ class Plan:
     "" where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a
     flow's slots after its inputs begin as. From slot `converted` on they are inputs that were converted; `lacking` are
     the graph's optional inputs that some step cannot run without: (slot, its input, its index). `nesting`: how often
-    which step runs, None where each does once.
+    which step runs, None where each does once. `ways` is scheduling's: what it has found out of this plan goes with it.
     """
 
     graph: Graph
@@ -77,6 +77,7 @@ class Plan:
     converted: int
     lacking: tuple[tuple[int, str, int], ...]
     nesting: Nesting | None
+    ways: dict[Any, Any] = field(default_factory=dict)
 
 
 def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:

@@ -270,10 +270,17 @@ class Link:
         outputs = self._reader.cut(usual, self._block(segment, offset, usual.nbytes), expected.rows)
         return Results(outputs, _NONE, gathered_ns, computed_ns, packed.copied, usual.placed, _NONE)
 
-    def placed(self, rows: list[int]) -> Sequence[int]:
-        """The bytes of each output of a batch that is answered as usual."""
+    def placed_at(self, segment: int, offset: int, rows: list[int]) -> Sequence[int]:
+        """The bytes of each output of a batch that the child is said to have answered, as usual, in that block. Raises
+        Garbled where there is no such block.
+        """
         usual = self._reader.usual(rows)
-        return () if usual is None else usual.placed
+        memory = self._segments.get(segment)
+        if usual is None or (memory is None and self.is_open):
+            raise Garbled("an answer that was passed on, and could not be")
+        if memory is not None and (offset % PAGE or offset + usual.nbytes > memory.size):
+            raise Garbled(f"a block at {offset} of {usual.nbytes} bytes in a segment of {memory.size}")
+        return usual.placed
 
     def comes_home(self, segment: int, offset: int) -> None:
         """Nobody read a block of the child's, and nobody will."""

@@ -190,17 +190,18 @@ class Relays:
 
     def _ran_through(self, sent: OnItsWay, passed: Sequence[int], last: Results) -> None:
         """As nearly all do: nobody reads what was made before the last stop, and it goes home."""
-        now_ns = before_ns = self._clock()
+        now_ns = self._clock()
         relay, path = sent.relay, sent.path
         rows = sent.expected.rows
         stops: list[tuple[int, int, Sequence[int]]] = []
+        home: list[tuple[Link, int, int]] = []
         before_ns = sent.started_ns
         for i, runner in enumerate(path.runners):
             link = path.links[i]
             if i * PASSED_WORDS < len(passed):
                 _, gathered_ns, computed_ns, segment, offset = passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS]
-                link.comes_home(segment, offset)
-                placed = link.placed(rows)
+                placed = link.placed_at(segment, offset, rows)
+                home.append((link, segment, offset))
             else:
                 gathered_ns, computed_ns, placed = last.gathered_ns, last.computed_ns, last.placed
             if not before_ns <= gathered_ns <= computed_ns <= now_ns:
@@ -209,6 +210,8 @@ class Relays:
             stops.append((gathered_ns, computed_ns, placed))
             runner.pace.took(computed_ns - before_ns)
             before_ns = computed_ns
+        for link, *place in home:  # now that everything is seen to be as it should
+            link.comes_home(*place)
         self._end(sent)
         gathered_ns, computed_ns, placed = stops[0]
         first = Results([], _NONE, gathered_ns, computed_ns, sent.expected.packed.copied, placed, _NONE)

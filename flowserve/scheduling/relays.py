@@ -16,8 +16,8 @@ set free, whether or not the batch comes by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.plan import Plan, PlanNode
@@ -30,8 +30,6 @@ from flowserve.scheduling.streams import StreamFlow
 
 # What one stop made: outputs[j][m], and why members failed.
 Made = tuple[Sequence[Sequence[Facts | None]], Mapping[int, FlowserveError]]
-# Ways that are remembered: of each graph, one for every step that a relay may begin with.
-_WAYS_MAX: Final = 4096
 
 
 class Way:
@@ -97,17 +95,12 @@ class RelayingDispatcher(Dispatcher):
     ) -> None:
         super().__init__(run, answered, refused, told)
         self._relay = relay
-        self._ways: dict[Hashable, Way | None] = {}
 
     def add(self, queue: ModelQueue) -> None:
         """A queue that is not one line, or keeps the order of its answers, has no part in relays, whatever it says."""
         if queue.bound is not None or queue.order is not None:
             queue.passes_on, queue.receives = False, 0
         super().add(queue)
-
-    def remove(self, queue: ModelQueue) -> None:
-        super().remove(queue)
-        self._ways.clear()  # those of its graphs would keep them
 
     def set_free(self, relay: Relay, stops: Iterable[int]) -> None:
         """These instances have nothing more to do with a relay."""
@@ -194,9 +187,9 @@ class RelayingDispatcher(Dispatcher):
         flow, node = first.flow, first.node
         plan, route = flow.plan, flow.route
         try:
-            way = self._ways[plan, node, route]
+            way: Way | None = plan.ways[node, route]
         except KeyError:
-            way = self._find_way(plan, node, route)
+            way = plan.ways[node, route] = find_way(plan, node, route)
         if self._halves:
             return False  # they are to be tried again where it would go, perhaps
         if way is None or batch.rows > way.row_max or len(tickets) > way.member_max:
@@ -218,12 +211,6 @@ class RelayingDispatcher(Dispatcher):
             queue.running -= 1
             queue.free.appendleft(instance)
         return False
-
-    def _find_way(self, plan: Plan, node: PlanNode, route: Any) -> Way | None:
-        if len(self._ways) >= _WAYS_MAX:
-            self._ways.clear()
-        way = self._ways[plan, node, route] = find_way(plan, node, route)
-        return way
 
 
 def find_way(plan: Plan, first: PlanNode, route: Sequence[ModelQueue]) -> Way | None:

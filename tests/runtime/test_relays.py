@@ -345,12 +345,12 @@ async def test_a_model_that_calls_one_of_its_own_way_is_answered_and_takes_part_
         seen.assert_nobody_is_kept(hosts)
 
 
-async def test_what_is_known_of_a_way_goes_with_its_models(served: ServedInProcesses, seen: Seen) -> None:
+async def test_what_is_known_of_a_way_goes_with_its_graph(served: ServedInProcesses, seen: Seen) -> None:
     hosts = await chain(served, seen)
     assert right(await ask(served, [1, 2]), [1, 2])
     path = [one for one in gc.get_objects() if isinstance(one, relay_paths.Path) and one.runners[0] is hosts[0]]
     gone = weakref.ref(path.pop())
-    served.engine.dispatcher.remove(served.engine.find("plus").route[0])
+    served.engine.withdraw_name("chain", "it is unloaded")
     gc.collect()
     assert gone() is None
 
