@@ -112,21 +112,11 @@ class RelayingDispatcher(Dispatcher):
         stop. Its instances have been set free.
         """
         way = relay.way
-        first, last = way.nodes[0], way.nodes[-1]
-        for m, ticket in enumerate(relay.batch.tickets):
-            flow = ticket.flow
-            if flow.done:
-                continue
-            flow.pass_over(first, way.nodes, way.inner)
-            try:
-                for following in flow.finish_step(last, outputs, m):
-                    self._put_next(following, now_ns)
-            except FlowserveError as error:
-                if not flow.done:
-                    self._fail(flow, error)
-                continue
-            if not flow.open:
-                self._over(flow)
+        first = way.nodes[0]
+        for ticket in relay.batch.tickets:
+            if not ticket.flow.done:
+                ticket.flow.pass_over(first, way.nodes, way.inner)
+        self._deliver(enumerate(relay.stop(len(way.nodes) - 1).tickets), outputs, {}, now_ns)
 
     def relay_returned(self, relay: Relay, made: Sequence[Made], error: FlowserveError | None, now_ns: int) -> bool:
         """A relay came back, perhaps early. `made[i]` is what its i-th stop made; after those one failed, if there is
