@@ -140,19 +140,17 @@ class RelayingDispatcher(Dispatcher):
                     self._fail(flow, traced(errors[m], relay.stop(i).tickets[m], relay.instances[i]))
                     return
                 for following in flow.finish_step(relay.way.nodes[i], outputs, m):
-                    if following.node.index not in reached:
-                        self._put_next(following, now_ns)
+                    if following.node.index in reached:
+                        continue
+                    if self._ending:
+                        raise Unavailable(self._ending)
+                    self._put(following, now_ns)
         except FlowserveError as error:
             if not flow.done:
                 self._fail(flow, error)
             return
         if not flow.open:
             self._over(flow)
-
-    def _put_next(self, ticket: Ticket, now_ns: int) -> None:
-        if self._ending:
-            raise Unavailable(self._ending)
-        self._put(ticket, now_ns)
 
     def _start(self, queue: ModelQueue, now_ns: int) -> None:
         if not queue.passes_on:
