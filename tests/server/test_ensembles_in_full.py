@@ -116,7 +116,9 @@ def served(
     model("left", SLEEPS, when)
     model("right", SLEEPS, when)
     # Another number at every run, and small enough for FP32 to tell it from the one before.
-    counts = 'return refuse("no") if given("IN")[0, 0] < 0 else answer(OUT=given("IN") * 0 + time.monotonic_ns() % 2**24)'
+    counts = (
+        'return refuse("no") if given("IN")[0, 0] < 0 else answer(OUT=given("IN") * 0 + time.monotonic_ns() % 2**24)'
+    )
     model("counts", counts, more=CACHE)
     any_width = tensor("input", "IN", "-1") + tensor("output", "OUT", "-1")
     model("wide", echo, any_width, more=CACHE)
