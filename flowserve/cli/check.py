@@ -7,6 +7,7 @@ it field by field), and the exit status. What is a problem is decided by the roo
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def check(
 def _read(repositories: Sequence[Path], config_name: str) -> Reading:
     if len(repositories) == 1 and is_target(repositories[0]):
         return find_graph(str(repositories[0])).reading()
-    if len(repositories) == 1 and is_model_folder(path := repositories[0].resolve()):
+    if len(repositories) == 1 and is_model_folder(path := Path(os.path.realpath(repositories[0]))):
         return read_apart([path.parent], config_name, verify).only(path.name)
     return read_apart(repositories, config_name, verify)
 
@@ -77,6 +78,9 @@ def _findings(reading: Reading) -> Iterator[Finding]:
     for name, warning in reading.warnings:
         yield Finding("warning", name, warning)
     resolution = reading.resolution
+    if not (resolution.graphs or resolution.failed):
+        hint = "a repository is a folder of models' folders, each with a config.pbtxt or a numbered version folder"
+        yield Finding("warning", "", Problem("there is no model here", rule="R11", hint=hint))
     for name in resolution.ensembles:
         # Versions of an ensemble have one configuration, and so one advice.
         for advice in advise(next(iter(resolution.graphs[name].values())), reading.configs):

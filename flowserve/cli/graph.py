@@ -5,6 +5,7 @@ Decided here: which deployment is meant, and where the picture goes. What it loo
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def _read(options: GraphOptions) -> tuple[Reading, str]:
 
 def _which(options: GraphOptions) -> tuple[Path, str]:
     """The repository, and the deployment of it that is meant."""
-    path = options.path.resolve()
+    path = Path(os.path.realpath(options.path))  # a link that leads in a circle stays itself
     if not is_model_folder(path):
         return options.path, options.model
     if options.model not in ("", path.name):
@@ -73,6 +74,8 @@ def _which(options: GraphOptions) -> tuple[Path, str]:
 
 def _draw(reading: Reading, model: str, picture: str) -> bytes:
     graphs, facts = reading.resolution.graphs, reading.facts()
+    if not graphs:
+        raise NotFound("there is no model here, and so nothing to draw")
     if model:
         return render(_latest(reading, model), facts, picture)
     if len(graphs) == 1:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
 INTERRUPTED: Final = 130  # as shells say it
+NOT_WRITTEN: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
 
 DESCRIPTION: Final = """\
@@ -161,17 +164,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 for a failure, 2 for a misuse (raised as SystemExit), 130
     after Ctrl-C.
     """
+    _prepare_streams()
     try:
         status = _main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads it has seen enough: `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
+        _drop_output()
+        return 1
+    except OSError as error:
+        if error.errno not in NOT_WRITTEN or error.filename is not None:
+            raise
+        _drop_output()
+        sys.stderr.write(f"flowserve: the output cannot be written: {error.strerror}\n")
         return 1
     except (KeyboardInterrupt, BaseExceptionGroup) as error:  # which trio puts into a group
         if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
             raise
         return INTERRUPTED
     return status
+
+
+def _prepare_streams() -> None:
+    """Names come from users, and not every terminal, pipe or locale has their characters: those are escaped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # a shell's `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it lasts as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for standard error
+
+
+def _drop_output() -> None:
+    """Or Python complains when it flushes at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(arguments: Sequence[str] | None) -> int:
@@ -218,16 +242,15 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
 
     if wrong := contradiction(parsed):
         command.error(wrong)
-    if not is_target(parsed.repository):
-        return _serve(parsed)
     try:
-        private = find_graph(str(parsed.repository)).write_private()
+        if is_target(parsed.repository):
+            private = find_graph(str(parsed.repository)).write_private()
+            parsed.repositories = [private.path]
     except FlowserveError as error:
         from flowserve.cli.check import Printer
 
         Printer(sys.stderr, sys.stderr.isatty()).failure("", error)
         return 1
-    parsed.repositories = [private.path]
     return _serve(parsed)
 
 

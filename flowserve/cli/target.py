@@ -6,13 +6,15 @@ Graphs are known by what they can do, so that their room may use this one.
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from flowserve.config.suggest import did_you_mean
-from flowserve.errors import FlowserveError, Invalid, NotFound
+from flowserve.errors import FlowserveError, Invalid, NotFound, Place, Problem, Problems
 
 if TYPE_CHECKING:
     from flowserve.repository.override import PrivateFolder
@@ -30,8 +32,12 @@ class PythonGraph(Protocol):
 
 
 def is_target(path: Path) -> bool:
-    """Whether this is no folder but "module:graph"."""
-    return ":" in str(path) and not path.exists()
+    """Whether this is no folder but "module:graph". Raises Invalid where it is a module without its graph."""
+    if ":" in str(path):
+        return not os.path.exists(path)
+    if os.path.isfile(file := path if path.suffix == ".py" else Path(f"{path}.py")) and not os.path.isdir(path):
+        raise Invalid(f"'{path}' is a module, and no folder of models; name a graph in it: {_spelling(file)}")
+    return False
 
 
 def find_graph(word: str) -> PythonGraph:
@@ -41,19 +47,40 @@ def find_graph(word: str) -> PythonGraph:
     module, _, attribute = word.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
+    if "/" in module or module.endswith(".py"):
+        wanted = _spelling(Path(module), attribute)
+        raise Invalid(f"there is no folder '{word}'; a graph in Python is named as its module is imported: {wanted}")
     try:
         found = import_module(module)
-    except ModuleNotFoundError as error:
-        raise NotFound(f"there is no folder '{module}:{attribute}', and no module '{error.name}' to import") from error
     except FlowserveError:  # what is wrong with what it declares, with its lines
         raise
     except Exception as error:
-        raise Invalid(f"module '{module}' cannot be imported: {type(error).__name__}: {error}") from error
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise NotFound(f"there is no folder '{word}', and no module '{error.name}' to import") from error
+        text = f"module '{module}' cannot be imported: {type(error).__name__}: {error}"
+        raise Problems([Problem(text, _culprit(error))]) from error
     graphs = {name: value for name, value in vars(found).items() if _is_graph(value)}
     if attribute not in graphs:
         hint = did_you_mean(attribute, graphs) or f"it has {', '.join(graphs) or 'none'}"
         raise NotFound(f"module '{module}' has no graph '{attribute}' ({hint})")
     return graphs[attribute]
+
+
+def _spelling(file: Path, attribute: str = "") -> str:
+    module, folder = file.name.removesuffix(".py"), str(file.parent)
+    return f"'{module}:{attribute or 'NAME'}'" + ("" if folder == "." else f", in the folder '{folder}'")
+
+
+def _culprit(error: Exception) -> Place | None:
+    """The innermost line of the user's own; None where there is none in or below the current folder."""
+    here = Path.cwd()
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_relative_to(here):
+        return Place(Path(error.filename).relative_to(here).as_posix(), error.lineno or 1, error.offset or 1)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_relative_to(here) and "site-packages" not in file.parts:
+            return Place(file.relative_to(here).as_posix(), frame.lineno or 1, (frame.colno or 0) + 1)
+    return None
 
 
 def _is_graph(value: object) -> TypeGuard[PythonGraph]:

@@ -83,7 +83,8 @@ def why_missing(repositories: Sequence[Path], name: str) -> str:
 
 def is_model_folder(path: Path) -> bool:
     """Whether a folder is one model's rather than a repository of them."""
-    return (path / CONFIG_FILE).exists() or bool(path.is_dir() and model_folder_at(path).versions)
+    # Not of pathlib, which raises where a folder may not be looked into.
+    return os.path.exists(path / CONFIG_FILE) or bool(os.path.isdir(path) and model_folder_at(path).versions)
 
 
 def model_folder_at(path: Path) -> ModelFolder:
@@ -119,6 +120,9 @@ def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[M
     folders: list[ModelFolder] = []
     warnings: list[Problem] = []
     for entry in _entries(repository, only):
+        if not _is_text(entry.name):
+            warnings.append(Problem("a name that is not UTF-8; skipped", Place(_legible(entry.name)), "R10"))
+            continue
         if not _is_folder(entry):
             if entry.is_symlink() and not os.path.exists(entry):
                 warnings.append(Problem("a symbolic link that leads nowhere; skipped", Place(entry.name), "R3"))
@@ -171,7 +175,7 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
             versions.append(int(name))
         else:
             text = "not a version (a positive number without leading zeros); ignored"
-            warnings.append(Problem(text, Place(f"{path.name}/{name}"), "R7"))
+            warnings.append(Problem(text, Place(f"{path.name}/{_legible(name)}"), "R7"))
     return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))
 
 
@@ -180,6 +184,19 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link that leads in a circle
         return False
+
+
+def _is_text(name: str) -> bool:
+    """Names of files are bytes, which Python spells in halves of surrogate pairs where they are no UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _legible(name: str) -> str:
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _is_hidden(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -406,3 +407,29 @@ def test_ctrl_c_ends_a_check_that_waits_for_a_models_code(repository: Path, tmp_
         checking.send_signal(signal.SIGINT)
         assert checking.communicate(timeout=60) == ("", "")
     assert checking.returncode == 130
+
+
+def test_a_folder_without_any_model_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.startswith("warning: there is no model here [R11]\n    a repository is a folder of")
+    assert main(["graph", str(tmp_path)]) == 1
+    assert "nothing to draw" in capsys.readouterr().err
+
+
+def test_a_link_that_leads_in_a_circle_is_no_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for command in ("check", "graph"):
+        assert main([command, str(tmp_path / "loop")]) == 1
+        assert "cannot be read: Too many levels of symbolic links" in capsys.readouterr().err
+
+
+def test_characters_that_the_output_does_not_have_are_escaped_and_a_full_disk_is_told(tmp_path: Path) -> None:
+    write_identity(tmp_path / "größe" / "1" / "model.onnx")
+    command = [sys.executable, "-m", "flowserve", "check", str(tmp_path)]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True, env=ascii_only)
+    assert b"model gr\\xf6\\xdfe, version 1" in done.stdout
+    with Path("/dev/full").open("wb") as full:
+        lost = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    said = (lost.returncode, lost.stderr)
+    assert said == (1, "flowserve: the output cannot be written: No space left on device\n")

@@ -51,7 +51,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     """The name of a module in the current folder, a new one for each test."""
     name = f"steps_of_{request.node.name.partition('[')[0]}"
     (tmp_path / f"{name}.py").write_text(MODULE)
-    (tmp_path / "raises.py").write_text("1 / 0")
+    (tmp_path / "raises.py").write_text("\nx = 1 / 0")
+    (tmp_path / "parses.py").write_text("import json\n\njson.loads('{')")
+    (tmp_path / "unfinished.py").write_text("x = 1\ny = (")
+    (tmp_path / "imports.py").write_text("import no_such_package")
     (tmp_path / "declares.py").write_text(DECLARES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -96,7 +99,12 @@ def test_what_makes_it_slow_is_said_of_the_line_of_python(home: str, capsys: pyt
         ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken, slow)"),
         ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
         ("declares:graph", "declares.py:3:2: error: function 'f' does not take 2 arrays: it is f(x) [B3]"),
-        ("raises:graph", "module 'raises' cannot be imported: ZeroDivisionError: division by zero"),
+        ("raises:graph", "raises.py:2:5: error: module 'raises' cannot be imported: ZeroDivisionError: division"),
+        ("parses:graph", "parses.py:3:1: error: module 'parses' cannot be imported: JSONDecodeError: Expecting"),
+        ("unfinished:graph", "unfinished.py:2:5: error: module 'unfinished' cannot be imported: SyntaxError: '(' was"),
+        ("imports:graph", "imports.py:1:1: error: module 'imports' cannot be imported: ModuleNotFoundError: No module"),
+        ("raises", "'raises' is a module, and no folder of models; name a graph in it: 'raises:NAME'"),
+        ("sub/m.py:graph", "is named as its module is imported: 'm:graph', in the folder 'sub'"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "check", "graph"])

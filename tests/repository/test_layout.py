@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,17 @@ def test_a_folder_without_configuration_and_versions_is_skipped_with_a_warning(m
     assert [folder.name for folder in found.folders] == ["m"]
     (warning,) = found.warnings
     assert str(warning) == "notes: neither config.pbtxt nor a version folder in it; not a model, skipped [R4]"
+
+
+def test_a_folder_whose_name_is_no_utf8_is_skipped_with_a_warning_that_can_be_printed(make: Make) -> None:
+    root = make("m/1", os.fsdecode(b"gr\xf6sse/1"), os.fsdecode(b"m/\xe4lter"))
+    found = find_models([root])
+    assert [folder.name for folder in found.folders] == ["m"]
+    said = [str(warning) for warning in (*found.warnings, *found.folders[0].warnings)]
+    assert said == [
+        "gr\\xf6sse: a name that is not UTF-8; skipped [R10]",
+        "m/\\xe4lter: not a version (a positive number without leading zeros); ignored [R7]",
+    ]
 
 
 def test_a_models_folder_given_as_repository_is_said_to_be_one(make: Make) -> None:
