@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Literal
 
 from flowserve.authoring.graph import Graph, write_together
-from flowserve.cli.target import PythonGraph
+from flowserve.cli.target import PythonGraph, is_graph
 from flowserve.config.instances import OFF
 from flowserve.errors import Invalid
 from flowserve.memory.devices import devices
@@ -49,6 +49,9 @@ class Engine:
     ) -> None:
         if not sources:
             raise Invalid("an engine of nothing: give it a repository's folder, or a graph")
+        for source in sources:
+            if not isinstance(source, str | Path) and not is_graph(source):
+                raise Invalid(f"an engine is of repositories' folders and of graphs, not of {source!r}")
         self._sources = sources
         gpus = devices().gpus if gpu else OFF
         options = EngineOptions(python_execution=python_execution or PYTHON_EXECUTION, gpus=gpus)

@@ -7,6 +7,7 @@ served. Every one of these goes through the configurations and rules that files 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flowserve.config.parse import Parsed
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.config.write import message_of
 from flowserve.errors import FlowserveError, Problem, Problems
-from flowserve.graph.builder import Declared, Outputs, Part, Sketch, Tensor, caller
+from flowserve.graph.builder import Declared, Outputs, Part, Sketch, Tensor, caller, wanted
 from flowserve.render.formats import format_of, render
 from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.resolve import resolve
@@ -37,7 +38,7 @@ class Graph(Declared):
     """
 
     def __init__(self, name: str, *, max_batch_size: int | None = None, max_inflight_requests: int = 0) -> None:
-        self.name = name
+        self.name = wanted(name, str, "the name of a graph is a text")
         self.place = caller()
         self._sketch = Sketch(name, self.place, max_batch_size)
         if max_inflight_requests:
@@ -53,7 +54,7 @@ class Graph(Declared):
         """Answer a tensor under this name. None: the one that a step called so. `spec` "": as its step says."""
         self.sketch.add_output(name, tensor, spec)
 
-    def step(self, part: Part, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> None:
+    def step(self, part: Part, inputs: Mapping[str, str | Tensor | Outputs], outputs: Mapping[str, str]) -> None:
         """A step wired by names, as in a file: the part's tensor -> the graph's tensor."""
         self.sketch.add_step(part, inputs, outputs)
 
@@ -254,8 +255,13 @@ def _ambiguous(graphs: Sequence[Graph]) -> Iterator[Problem]:
 
 
 def _config(part: Declared) -> ModelConfig:
-    message = message_of(part.config(), part.place.file)
-    parsed = Parsed(message, part.source())
+    source = part.source()
+    try:
+        message = message_of(part.config(), part.place.file)
+    except Problems as wrong:  # values that their fields cannot take; the places are fields, of a text nobody wrote
+        moved = [replace(one, place=source.place(one.place.path if one.place else "")) for one in wrong.problems]
+        raise Problems(moved) from None
+    parsed = Parsed(message, source)
     return finish(draft_of(parsed, Path(part.folder or part.name), registry.default_files()), None)
 
 

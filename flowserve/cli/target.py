@@ -45,6 +45,11 @@ def find_graph(word: str) -> PythonGraph:
     becomes one.
     """
     module, _, attribute = word.partition(":")
+    if attribute.startswith("/"):  # two slashes are one by now: s3://bucket/models
+        raise NotFound(
+            f"'{module}:/{attribute}' is no folder here, and repositories elsewhere are not read; copy it into a folder "
+            "(aws s3 sync, gcloud storage rsync, azcopy) and name that"
+        )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     if "/" in module or module.endswith(".py"):
@@ -59,7 +64,7 @@ def find_graph(word: str) -> PythonGraph:
             raise NotFound(f"there is no folder '{word}', and no module '{error.name}' to import") from error
         text = f"module '{module}' cannot be imported: {type(error).__name__}: {error}"
         raise Problems([Problem(text, _culprit(error))]) from error
-    graphs = {name: value for name, value in vars(found).items() if _is_graph(value)}
+    graphs = {name: value for name, value in vars(found).items() if is_graph(value)}
     if attribute not in graphs:
         hint = did_you_mean(attribute, graphs) or f"it has {', '.join(graphs) or 'none'}"
         raise NotFound(f"module '{module}' has no graph '{attribute}' ({hint})")
@@ -83,6 +88,6 @@ def _culprit(error: Exception) -> Place | None:
     return None
 
 
-def _is_graph(value: object) -> TypeGuard[PythonGraph]:
+def is_graph(value: object) -> TypeGuard[PythonGraph]:
     # Asked of the class: a module may hold objects that have any attribute one asks for.
     return callable(getattr(type(value), "write_private", None))

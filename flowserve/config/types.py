@@ -23,14 +23,14 @@ class SourceMap:
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def place(self, path: str) -> Place:
-        """The place of `path`, or of its nearest written ancestor, or the file itself."""
+        """The place of `path`, or of its nearest written ancestor, or of the whole (""), or the file itself."""
         while path:
             found = self.places.get(path)
             if found is not None:
                 return found
             cut = max(path.rfind("."), path.rfind("["))
             path = path[:cut] if cut > 0 else ""
-        return Place(self.file)
+        return self.places.get("", Place(self.file))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from google.protobuf import text_format
@@ -20,7 +21,12 @@ from flowserve.config.types import SourceMap
 
 def message_of(config: Mapping[str, Any], file: str) -> ModelConfigProto:
     """`config` is as JSON spells it. `file` stands in messages. Raises Problems."""
-    return parse_model_config(json.dumps(config), file, "json")[0]
+    return parse_model_config(json.dumps(config, default=_plain), file, "json")[0]
+
+
+def _plain(value: object) -> int | str:
+    """Numbers of other libraries are numbers; of anything else the schema says what it wanted."""
+    return int(value) if isinstance(value, Integral) else repr(value)
 
 
 def text_of(config: Mapping[str, Any], file: str) -> str:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from flowserve.config.types import LATEST, SourceMap
 from flowserve.errors import FlowserveError, Place, Problem, Problems
@@ -26,6 +26,7 @@ from flowserve.values import TensorSpec
 _OURS: Final = ("flowserve.graph.", "flowserve.authoring.")
 # What an output is declared as whose tensor nobody writes: the rule that says so is the mistake to tell.
 _UNKNOWN: Final = "FP32[-1]"
+T = TypeVar("T")
 
 
 def caller() -> Place:
@@ -41,6 +42,13 @@ def caller() -> Place:
 def _shown(file: str) -> str:
     path, here = Path(file), Path.cwd()
     return path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name
+
+
+def wanted(value: T, kind: Any, what: str, hint: str = "") -> T:
+    """`value`, which has to be of that kind of thing. Raises Problems: nothing could be wired with another."""
+    if isinstance(value, kind):
+        return value
+    raise Problems([Problem(f"{what}, and not {type(value).__name__}", caller(), "B1", hint)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,11 +187,12 @@ class Sketch:
     # Writing it
 
     def add_input(self, name: str, text: str) -> Tensor:
-        self._refuse_second(name, "input", name in self.given)
+        self._refuse_second(wanted(name, str, "the name of an input is a text"), "input", name in self.given)
         self.given[name] = (self._spec(name, text), caller())
         return Tensor(self, GRAPH, name)
 
     def add_output(self, name: str, tensor: Tensor | Outputs | None, text: str) -> None:
+        wanted(name, str, "the name of an output is a text")
         self._refuse_second(name, "output", any(other.name == name for other in self.wanted))
         one = None if tensor is None else self._one(tensor)
         if one is not None and one.call == GRAPH:
@@ -193,8 +202,13 @@ class Sketch:
             self._give_name(one, name)
         self.wanted.append(Wanted(name, one, self._spec(name, text, is_output=True) if text else None, caller()))
 
-    def add_step(self, part: Part, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> None:
-        self._add(Call(part, dict(inputs), dict(outputs), caller()))
+    def add_step(self, part: Part, inputs: Mapping[str, Tensor | Outputs | str], outputs: Mapping[str, str]) -> None:
+        wanted(part, Part, "a step is of a model or a graph", "@flowserve.model makes one of a function")
+        wanted(inputs, Mapping, "the inputs of a step are a dict")
+        wanted(outputs, Mapping, "the outputs of a step are a dict")
+        given = {port: one if isinstance(one, str) else self._one(one) for port, one in inputs.items()}
+        named = {port: wanted(one, str, "the name of a tensor is a text") for port, one in outputs.items()}
+        self._add(Call(part, given, named, caller()))
 
     def call(self, part: Part, tensors: tuple[Tensor | Outputs, ...], named: Mapping[str, Tensor | Outputs]) -> Outputs:
         names = [spec.name for spec in part.inputs]
@@ -231,7 +245,7 @@ class Sketch:
             if len(names) != 1:
                 self._problem(f"'{tensor._part.name}' has {len(names)} outputs; say which: {', '.join(names)}")
             tensor = tensor[names[0] if names else "?"]
-        if tensor.graph is not self:
+        if wanted(tensor, Tensor, "what is read is a tensor of the graph").graph is not self:
             self._problem(
                 f"tensor '{tensor.graph.name_of(tensor)}' is of graph '{tensor.graph.name}', not of '{self.name}'",
                 hint="call that graph on tensors of this one, and use what it gives",
@@ -342,7 +356,7 @@ class Sketch:
 
     def source(self) -> SourceMap:
         """Where each field of the configuration was written."""
-        places = {"name": self.place, "ensemble_scheduling": self.place, "max_batch_size": self.place}
+        places = {"": self.place, "name": self.place, "ensemble_scheduling": self.place, "max_batch_size": self.place}
         places |= {f"input[{number}]": place for number, (_, place) in enumerate(self.given.values())}
         places |= {f"output[{number}]": output.place for number, output in enumerate(self.wanted)}
         places |= {f"ensemble_scheduling.step[{number}]": call.place for number, call in enumerate(self.calls)}

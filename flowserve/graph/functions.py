@@ -7,13 +7,14 @@ a model is. How the function meets a batch is backends/callable.py's.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
 from flowserve.config.types import SourceMap
 from flowserve.errors import FlowserveError, Place, Problem, Problems
-from flowserve.graph.builder import Declared, caller
+from flowserve.graph.builder import Declared, caller, wanted
 from flowserve.graph.notation import input_json, output_json, tensor
 from flowserve.values import TensorSpec
 
@@ -88,7 +89,7 @@ class FunctionModel(Declared):
 
     def source(self) -> SourceMap:
         """Every field was written in the decorator."""
-        return SourceMap(self.place.file, dict.fromkeys(self.config(), self.place))
+        return SourceMap(self.place.file, dict.fromkeys(("", *self.config()), self.place))
 
 
 def model(
@@ -120,6 +121,9 @@ def model(
     Problems.
     """
     place = caller()
+    for side in (inputs, outputs):
+        wanted(side, Mapping, "the tensors of a function are a dict", "as in {'X': 'FP32[4]'}")
+    numbers = {"max_batch_size": max_batch_size, "max_queue_delay_us": max_queue_delay_us, "instances": instances}
 
     def decorate(function: Function) -> FunctionModel:
         mistakes = _mismatch(function, len(inputs))
@@ -130,6 +134,11 @@ def model(
         if not max_batch_size:
             ragged = [spec.name for spec in (*given, *made) if spec.ragged]
             mistakes += [f"tensor '{port}' is ragged ([*]), and nothing is batched: write -1" for port in ragged]
+        mistakes += [
+            f"{one} is a whole number from 0 on, not {value!r}" for one, value in numbers.items() if _is_odd(value)
+        ]
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            mistakes.append(f"function '{function.__name__}' is async; an ordinary one may block, for it has a thread")
         if decoupled:
             mistakes += _not_decoupled((*given, *made), max_queue_delay_us, execution)
         elif inspect.isgeneratorfunction(function):
@@ -151,6 +160,13 @@ def model(
         )
 
     return decorate
+
+
+def _is_odd(value: Any) -> bool:
+    try:
+        return isinstance(value, bool) or operator.index(value) < 0
+    except TypeError:
+        return True
 
 
 def _not_decoupled(tensors: Sequence[TensorSpec], max_queue_delay_us: int, execution: Execution) -> Iterator[str]:

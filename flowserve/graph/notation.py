@@ -17,7 +17,7 @@ def tensor(name: str, text: str) -> TensorSpec:
     """`tensor("X", "FP32[3,-1]")`: data type and dims without the batch dimension. -1 varies from batch to batch, and *
     also within a batch (the tensor is ragged); a "?" at the end makes it optional. Raises Invalid.
     """
-    match = re.fullmatch(r"(\w+)\s*\[([-*\d,\s]*)\](\??)", text.strip())
+    match = re.fullmatch(r"(\w+)\s*\[([-*\d,\s]*)\](\??)", str(text).strip())
     if match is None:
         raise Invalid(f"tensor '{name}': {text!r} is not a data type with dims, as in 'FP32[3,224,224]' or 'BYTES[1]'")
     dtype, dims, optional = match.groups()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import flowserve
 from flowserve import Graph, Problems, model, model_folder, onnx_model
-from flowserve.errors import Problem
+from flowserve.errors import Invalid, Problem
 from flowserve.render.formats import SUFFIXES
 from flowserve.repository.layout import scan
 from flowserve.runtime.reading import read_repositories
@@ -200,6 +201,65 @@ def test_a_part_called_on_arrays_says_how_to_compute() -> None:
     with pytest.raises(Problems, match="not without any"):
         halve()
     np.testing.assert_array_equal(halve.function(np.ones((1, 4), np.float32))[1], [[4]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda g, x: Graph(None), "the name of a graph is a text, and not NoneType"),
+        (lambda g, x: g.input(3, "FP32[4]"), "the name of an input is a text, and not int"),
+        (lambda g, x: g.output(3, x), "the name of an output is a text, and not int"),
+        (lambda g, x: g.output("Y", np.zeros(3)), "what is read is a tensor of the graph, and not ndarray"),
+        (
+            lambda g, x: g.step(len, {}, {}),
+            "a step is of a model or a graph, and not builtin_function_or_method (@flow",
+        ),
+        (lambda g, x: g.step(halve, "X", {}), "the inputs of a step are a dict, and not str"),
+        (lambda g, x: g.step(halve, {"X": x}, {"Y": x}), "the name of a tensor is a text, and not Tensor"),
+        (lambda g, x: model(["FP32[4]"], {}), "the tensors of a function are a dict, and not list (as in {'X': "),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_at_its_line(wrong: Callable[[Any, Any], object], said: str) -> None:
+    graph = Graph("g")
+    x = graph.input("X", "FP32[4]")
+    with pytest.raises(Problems) as refused:
+        wrong(graph, x)
+    assert said in str(refused.value)
+    assert refused.value.problems[0].rule == "B1"
+    assert Path(__file__).name in str(refused.value.problems[0].place)
+
+
+def test_an_engine_is_of_graphs_and_not_of_their_parts() -> None:
+    with pytest.raises(Invalid, match="an engine is of repositories' folders and of graphs, not of <model 'halve'"):
+        flowserve.Engine(halve)  # type: ignore[arg-type]
+
+
+def test_a_value_that_a_configuration_cannot_hold_is_told_at_its_line() -> None:
+    graph = Graph("g", max_inflight_requests=-1, max_batch_size=np.int64(4))  # type: ignore[arg-type]
+    made = line(1)
+    graph.output("Z", scale(graph.input("A", "FP32[99999999999999999999]"), graph.input("B", None)))  # type: ignore
+    wired = line(1)
+    told = sorted((problem.place.line, problem.message) for problem in mistakes(graph) if problem.place)
+    assert [at for at, _ in told] == [made, wired, wired]
+    assert "Integer out of range (-1)" in told[0][1]
+    assert "Integer out of range (99999999999999999999)" in told[1][1]
+    assert "tensor 'B': None is not a data type with dims" in told[2][1]
+
+
+def test_numbers_of_a_declaration_are_whole_ones_and_a_function_is_no_coroutine() -> None:
+    async def later(x: Array) -> Array:
+        return x
+
+    numbers: dict[str, Any] = {"max_batch_size": "4", "instances": -1, "max_queue_delay_us": 1.5}
+    with pytest.raises(Problems) as refused:
+        model({"X": "FP32[4]"}, {"Z": "FP32[4]"}, **numbers)(later)
+    said = [problem.message for problem in refused.value.problems]
+    assert said == [
+        "max_batch_size is a whole number from 0 on, not '4'",
+        "max_queue_delay_us is a whole number from 0 on, not 1.5",
+        "instances is a whole number from 0 on, not -1",
+        "function 'later' is async; an ordinary one may block, for it has a thread",
+    ]
 
 
 @pytest.mark.parametrize(
