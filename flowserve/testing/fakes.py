@@ -19,7 +19,7 @@ from flowserve.config.parse import Parsed
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.config.write import fields_of, message_of, text_of
-from flowserve.errors import NotFound, Place
+from flowserve.errors import Invalid, NotFound, Place
 from flowserve.graph.functions import BACKEND, FunctionModel
 from flowserve.repository.layout import ModelFolder, find_models
 from flowserve.repository.override import PrivateFolder
@@ -41,6 +41,9 @@ class FakeModel:
     """
 
     def __init__(self, answer: Callable[..., Any] | Exception | None = None) -> None:
+        is_class = isinstance(answer, type) and issubclass(answer, BaseException)
+        if is_class or not (answer is None or callable(answer) or isinstance(answer, Exception)):
+            raise Invalid(f"a fake answers what a function says, or raises an exception that is made, not {answer!r}")
         self.calls: list[tuple[Any, ...]] = []
         self._answer = answer
 
@@ -68,6 +71,9 @@ class Faked:
     """`source` with the models that `fakes` names replaced: good wherever a graph is, for `Engine` and `simulate`."""
 
     def __init__(self, source: Source, fakes: Mapping[str, FakeModel]) -> None:
+        for name, fake in fakes.items():
+            if not isinstance(fake, FakeModel):
+                raise Invalid(f"a fake for '{name}' is a FakeModel, as in FakeModel(function), not {fake!r}")
         self._folder, self.name, self._kept = folder_of(source)
         self._fakes = fakes
         self._offered: list[FunctionModel] = []  # functions live as long as somebody holds them

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import Invalid, NotFound
 from flowserve.graph.types import Graph
@@ -41,17 +43,57 @@ def simulate(
     asks takes each answer at once. Answers are not remembered (response_cache). Blocks while configurations are read.
 
     Raises Problems and NotFound for what cannot be served, Invalid for a duration or a count of a model that is not
-    there, Unsupported for models of iterative sequences.
+    there or that is none, Unsupported for models of iterative sequences.
     """
     path, own_name, kept = folder_of(source)
     reading = read_repositories([path])
     graph = _graph(reading, name or own_name)
     models = {node.model.name for node in graph.nodes}
     took, count = _by_model("takes_ms", takes_ms, models, 1.0), _by_model("answers", answers, models, 1)
+    _refuse_answers(answers, {node.model.name for node in graph.nodes if node.decoupled})
     requests = [one if isinstance(one, Arrival) else Arrival(one) for one in arrivals]
-    world = World(graph, reading.configs, lambda model, rows: round(took(model, rows) * MS_NS), count, rate_limit)
+    for number, one in enumerate(requests):
+        _refuse_arrival(number, one)
+    world = World(
+        graph,
+        reading.configs,
+        lambda model, rows: _ns(took(model, rows), f"takes_ms of '{model}'"),
+        lambda model, number: _whole(count(model, number), 0, f"answers of '{model}'"),
+        rate_limit,
+    )
     del kept  # nothing is read any more
     return world.live(requests)
+
+
+def _refuse_arrival(number: int, one: Arrival) -> None:
+    _ns(one.at_ms, f"at_ms of arrival {number}")
+    _ns(one.timeout_ms, f"timeout_ms of arrival {number}")
+    _whole(one.rows, 1, f"rows of arrival {number}")
+
+
+def _refuse_answers(answers: Count | Mapping[str, Count], decoupled: Collection[str]) -> None:
+    """A count that would be left aside is a mistake in a test."""
+    named = [name for name in answers if name not in decoupled] if isinstance(answers, Mapping) else []
+    if named:
+        raise Invalid(f"answers names '{named[0]}', which is not decoupled: it answers each step once")
+    if not isinstance(answers, Mapping) and answers != 1 and not decoupled:
+        raise Invalid("answers is given, and no model of the graph is decoupled: each answers a step once")
+
+
+def _ns(milliseconds: Any, what: str) -> int:
+    try:
+        nanoseconds: int = round(milliseconds * MS_NS)
+    except (TypeError, ValueError, OverflowError):  # no number, or none that is finite
+        nanoseconds = -1
+    if nanoseconds < 0:
+        raise Invalid(f"{what} is a number of milliseconds from 0 on, not {milliseconds!r}")
+    return nanoseconds
+
+
+def _whole(number: Any, least: int, what: str) -> int:
+    if not isinstance(number, int | np.integer) or number < least:
+        raise Invalid(f"{what} is a whole number from {least} on, not {number!r}")
+    return int(number)
 
 
 def _by_model(what: str, given: Any, models: Collection[str], default: Any) -> Callable[[str, int], Any]:
@@ -77,14 +119,8 @@ def _graph(reading: Reading, name: str) -> Graph:
     if name in resolution.failed:
         raise resolution.failed[name]
     if name not in resolution.graphs:
-        known = did_you_mean(name, resolution.graphs) or f"there are {', '.join(sorted(resolution.graphs))}"
+        there = sorted({*resolution.graphs, *resolution.failed})
+        known = did_you_mean(name, there) or f"there are {', '.join(there) or 'none'}"
         raise NotFound(f"no deployment '{name}' to simulate ({known})" if name else f"which deployment? {known}")
     versions = resolution.graphs[name]
     return versions[max(versions)]
-
-
-def _refuse_strangers(takes_ms: Mapping[str, Duration], models: Collection[str]) -> None:
-    for name in takes_ms:
-        if name not in models:
-            hint = did_you_mean(name, models) or f"its models are {', '.join(sorted(models))}"
-            raise Invalid(f"takes_ms names '{name}', which the graph does not have ({hint})")

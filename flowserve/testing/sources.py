@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowserve.cli.target import PythonGraph
+from flowserve.cli.target import PythonGraph, is_graph
+from flowserve.errors import Invalid
 
 Source = PythonGraph | str | Path
 
@@ -18,5 +19,7 @@ def folder_of(source: Source) -> tuple[Path, str, object]:
     """
     if isinstance(source, str | Path):
         return Path(source), "", None
+    if not is_graph(source):
+        raise Invalid(f"models are in a repository's folder or in a graph, not in {source!r}")
     private = source.write_private()
     return private.path, source.name, private

@@ -222,6 +222,35 @@ def test_a_fake_keeps_its_models_batching_and_needs_none_of_its_files(tmp_path: 
     assert [batch.requests for batch in told.batches] == [(0, 1, 2)]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"takes_ms": -3}, "takes_ms of 'part' is a number of milliseconds from 0 on, not -3"),
+        ({"takes_ms": {"part": "3"}}, "takes_ms of 'part' is a number of milliseconds from 0 on, not '3'"),
+        ({"takes_ms": lambda rows: float("nan")}, "takes_ms of 'part' is a number of milliseconds from 0 on, not nan"),
+        ({"arrivals": [0, -1]}, "at_ms of arrival 1 is a number of milliseconds from 0 on, not -1"),
+        ({"arrivals": [Arrival(0, rows=0)]}, "rows of arrival 0 is a whole number from 1 on, not 0"),
+        ({"arrivals": [Arrival(0, timeout_ms=-1)]}, "timeout_ms of arrival 0 is a number of milliseconds from 0 on"),
+        ({"answers": {"part": 3}}, "answers names 'part', which is not decoupled: it answers each step once"),
+        ({"answers": 3}, "answers is given, and no model of the graph is decoupled"),
+    ],
+)
+def test_a_number_that_would_mean_nothing_is_a_mistake(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        simulate(graph_of(part(max_batch_size=4)), **{"arrivals": [0], **wrong})
+    assert said in str(refused.value)
+
+
+def test_what_is_no_fake_and_no_graph_is_refused_where_it_is_written(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"a fake for 'only' is a FakeModel, as in FakeModel\(function\), not <function"):
+        Faked(tmp_path, {"only": lambda rows: rows})  # type: ignore[dict-item]
+    for answer in (3, ValueError):
+        with pytest.raises(Invalid, match="or raises an exception that is made, not"):
+            FakeModel(answer)  # type: ignore[arg-type]
+    with pytest.raises(Invalid, match="models are in a repository's folder or in a graph, not in 3"):
+        simulate(3, arrivals=[0])  # type: ignore[arg-type]
+
+
 def test_a_fake_for_nothing_is_a_mistake(tmp_path: Path) -> None:
     one_model(tmp_path, "")
     with pytest.raises(NotFound, match=r"a fake for 'onyl'.*did you mean \"only\""):
