@@ -72,6 +72,7 @@ class Control:
         self._options = options
         self._nursery = nursery
         loader = Loader(engine)
+        repositories = [path.absolute() for path in repositories]  # wherever a model may change to
         self._registry = Registry(engine, loader, _log_event)
         self._operations = Operations(
             engine,
@@ -98,6 +99,8 @@ class Control:
         names = [*found.duplicates, *(folder.name for folder in found.folders)]
         if self._options.mode == "explicit" and self._options.load != (ALL,):
             names = list(self._options.load)
+        elif not names:
+            log.warning("there is no model here: a repository is a folder of models' folders")
         watch = Watch()
         if self._options.mode == "poll":
             watch.knows(await self._operations.stamps())

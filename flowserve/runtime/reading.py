@@ -101,7 +101,7 @@ def read_repositories(
     refuses models that are right by their configurations, but not by what it looks at (verification.py). Blocks. Raises
     FlowserveError where a repository itself cannot be read.
     """
-    found = find_models(repositories)
+    found = find_models([path.absolute() for path in repositories])  # wherever a model may change to
     read: dict[str, ReadModel] = {}
     failed: dict[str, FlowserveError] = dict(found.duplicates)
     half_right: dict[str, ModelConfig] = {}

@@ -246,6 +246,28 @@ def test_a_model_that_writes_into_its_input_leaves_the_callers_alone(tmp_path: P
     np.testing.assert_array_equal(answer, ROWS * 2)  # it outlives the engine, and the process that wrote it
 
 
+def test_a_model_that_changes_its_working_directory_finds_its_files_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the repository was named by a relative path, too, as `flowserve run graphs/` does."""
+    write_python_model(tmp_path / "graphs")
+    file = tmp_path / "graphs/twice/1/model.py"
+    initialize = """
+    def initialize(self, args):
+        os.chdir("/")
+        import beside
+
+        for folder in (args["model_repository"] + "/1", pb_utils.get_model_dir(), os.path.dirname(__file__)):
+            assert "model.py" in os.listdir(folder)
+
+    def execute"""
+    file.write_text("import os\n" + file.read_text().replace("\n    def execute", initialize))
+    (file.parent / "beside.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with Engine("graphs", python_execution="process") as engine:
+        np.testing.assert_array_equal(engine.infer("twice", {"X": ROWS})["Y"], ROWS * 2)
+
+
 def test_an_onnx_file_is_asked_without_a_copy_of_its_answer(tmp_path: Path) -> None:
     (tmp_path / "net" / "1").mkdir(parents=True)
     (tmp_path / "net" / "1" / "model.onnx").write_bytes(onnx_identity())
