@@ -25,6 +25,12 @@ class Invalid(FlowserveError):
     kind = "invalid"
 
 
+class AlreadyExists(Invalid):
+    """What is to be made is there already."""
+
+    kind = "already_exists"
+
+
 class TooLarge(Invalid):
     """The request is larger than a limit the operator set."""
 

@@ -154,7 +154,10 @@ def collect(requests: Sequence[InferenceRequest], responses: list[Any], model: s
     """
     used = [request._sender if isinstance(request, GivenRequest) else None for request in requests]
     if not any(used) and not any(responses):
-        raise ModelFailed(f"model '{model}' returned None where a list of InferenceResponse was expected (TypeError)")
+        raise ModelFailed(
+            f"model '{model}' returned no InferenceResponse: its execute returned None or a list of None, and answered "
+            "through no response sender either (does each branch of it return its responses?)"
+        )
     for m, sender in enumerate(used[: len(responses)]):
         if responses[m] is None and sender is not None:
             responses[m] = sender.wait()

@@ -103,9 +103,17 @@ class Source:
             if (line := raised_at(error, self.owner)) is not None:
                 place = Place(relative(Path(line.filename), self.files), line.lineno or 1, 1)
                 where = f"{place.file}:{place.line}"
-            failed = ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {reason(error)}")
+            failed = ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {reason(error)}{_hint(error)}")
             failed.place = place
             raise failed from error
+
+
+def _hint(error: BaseException) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    return (
+        f" (it is neither beside {MODEL_FILE} nor in the Python environment that the server runs in: install it there)"
+    )
 
 
 def reason(error: BaseException) -> str:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+from flowserve.config.suggest import did_you_mean
+
+_BOTH: Final = ("name", "data_type", "dims", "reshape", "is_shape_tensor", "is_non_linear_format_io")
+_PROPERTIES: Final[Mapping[str, tuple[str, ...]]] = {
+    "input": (*_BOTH, "optional", "allow_ragged_batch", "format"),
+    "output": (*_BOTH, "label_filename"),
+}
 
 
 class ModelConfig:
@@ -68,6 +76,12 @@ class ModelConfig:
         for needed in ("name", "data_type", "dims"):
             if needed not in tensor:
                 raise ValueError(f"{kind} added in auto_complete_config function lacks '{needed}': {dict(tensor)}")
+        for unknown in (key for key in tensor if key not in _PROPERTIES[kind]):
+            hint = did_you_mean(unknown, _PROPERTIES[kind])
+            raise ValueError(
+                f"{kind} '{tensor['name']}' added in auto_complete_config function has the property '{unknown}', which "
+                f"{kind}s do not have{hint and f' ({hint})'}"
+            )
         tensors: list[dict[str, Any]] = self._model_config.setdefault(kind, [])
         written = next((entry for entry in tensors if entry["name"] == tensor["name"]), None)
         if written is None:

@@ -33,7 +33,7 @@ from flowserve.cli.option_values import (
     resource,
     whole_number,
 )
-from flowserve.cli.refused_options import add_arguments_without_effect
+from flowserve.cli.refused_options import add_arguments_without_effect, settings_without_effect
 from flowserve.cli.trace_options import TraceSetting, trace_choice, trace_setting
 from flowserve.observe.log_settings import LogChoice
 
@@ -235,5 +235,5 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         cache_bytes=arguments.cache_config,
         trace=tuple(arguments.trace_config),
         log=log_choice(arguments),
-        without_effect=tuple(arguments.without_effect),
+        without_effect=(*arguments.without_effect, *settings_without_effect(arguments.backend_config)),
     )

@@ -69,6 +69,9 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "--model-load-thread-count": "how many models load at once is not chosen",
 }
 
+# Backends that are told nothing by --backend-config. Others than these and onnxruntime are somebody else's packages.
+_WITHOUT_SETTINGS: Final = ("callable", "python", "tensorrt")
+
 
 def add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
     """Takes them, and leaves them out of the help. The names of those to be warned of are in `without_effect`."""
@@ -81,9 +84,15 @@ def add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def settings_without_effect(settings: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Of the backends' settings that were given, those that nobody reads, as options."""
+    return [f"--backend-config={backend},{key}" for backend, key, _ in settings if backend in _WITHOUT_SETTINGS]
+
+
 def warning_of(names: Sequence[str]) -> str:
-    """One line about options of WITHOUT_EFFECT that were given."""
-    return "without effect here: " + ", ".join(f"{name} ({WITHOUT_EFFECT[name]})" for name in dict.fromkeys(names))
+    """One line about options without effect that were given."""
+    reasons = {name: WITHOUT_EFFECT.get(name, "this backend has no settings") for name in names}
+    return "without effect here: " + ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
 
 
 def _agreed(value: bool, feature: str) -> Callable[[str], bool]:

@@ -113,6 +113,10 @@ def _every_version_exists(w: Wiring) -> Iterator[Problem]:
             hint = "a step that does not say model_version asks for version 0; write `model_version: -1` for the latest"
         elif wanted < LATEST:
             hint += "; -1 means the latest"
+        elif not (policy := w.available[name][versions[-1]].version_policy).all and wanted not in policy.specific:
+            hint += (
+                f"; if {name}/{wanted} is there, `version_policy {{ all {{ }} }}` in its configuration serves it too"
+            )
         yield Problem(
             f"ensemble '{w.name}' depends on '{name}' whose required version {wanted} is not loaded.", place, hint=hint
         )

@@ -15,6 +15,7 @@ from flowserve.errors import FlowserveError
 
 STATUS: Final[Mapping[str, StatusCode]] = {
     "invalid": StatusCode.INVALID_ARGUMENT,
+    "already_exists": StatusCode.ALREADY_EXISTS,
     "too_large": StatusCode.RESOURCE_EXHAUSTED,
     "forbidden": StatusCode.PERMISSION_DENIED,
     "not_found": StatusCode.NOT_FOUND,

@@ -14,6 +14,7 @@ from flowserve.errors import FlowserveError
 
 STATUS: Final[Mapping[str, int]] = {
     "invalid": 400,
+    "already_exists": 400,
     "too_large": 413,
     "forbidden": 403,
     "not_found": 404,

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
+from flowserve.errors import AlreadyExists, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.memory.client_cuda import CudaHandles, CudaRegion
 
 DIRECTORY: Final = "/dev/shm"
@@ -184,7 +184,7 @@ class ClientMemory:
     def _check_name(self, name: str) -> None:
         self.check_allowed()
         if name in self._regions:
-            raise Invalid(f"shared memory region '{name}' already in manager")
+            raise AlreadyExists(f"shared memory region '{name}' already in manager")
         if len(self._regions) >= REGIONS_MAX:
             raise Invalid(
                 f"failed to register shared memory region '{name}': {REGIONS_MAX} regions are registered, which is the "

@@ -7,7 +7,7 @@ on disk a version policy serves. Nothing here opens a file.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -164,7 +164,10 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
     warnings: list[Problem] = []
     try:
         with os.scandir(path) as entries:
-            inside = sorted(entry.name for entry in entries if _is_folder(entry))
+            folders = {entry.name: _is_folder(entry) for entry in entries}
+        inside = sorted(name for name, is_folder in folders.items() if is_folder)
+        if CONFIG_FILE not in folders:
+            warnings += _misplaced(path, folders)
     except OSError as error:
         inside = []
         warnings.append(Problem(f"cannot be read: {error.strerror}", Place(path.name), "R6"))
@@ -177,6 +180,17 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
             text = "not a version (a positive number without leading zeros); ignored"
             warnings.append(Problem(text, Place(f"{path.name}/{_legible(name)}"), "R7"))
     return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))
+
+
+def _misplaced(path: Path, folders: Mapping[str, bool]) -> Iterator[Problem]:
+    """What was meant as the configuration of a model that has none. `folders`: what is in it, and what of it is one."""
+    files = [name for name, is_folder in folders.items() if not is_folder]
+    found = [name for name in files if name.lower().startswith("config.p") or name.endswith(".pbtxt")]
+    inside = (f"{name}/{CONFIG_FILE}" for name in folders if is_version(name))
+    found += [name for name in inside if os.path.exists(path / name)]
+    for name in sorted(found):
+        text = f"not read: a model's configuration is {path.name}/{CONFIG_FILE}"
+        yield Problem(text, Place(f"{path.name}/{_legible(name)}"), "R12")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -107,11 +107,13 @@ class Admission:
         return [spec.name for spec in self._specs if not spec.optional and spec.name not in request.inputs]
 
     def _refuse_missing(self, request: Request, wanted: str) -> NoReturn:
+        unknown = [name for name in request.inputs if name not in self._index]
+        also = f" It has no input(s) [{_names(unknown)}]." if unknown else ""
         _refuse(
             request,
             f"{wanted} but got {len(request.inputs)} inputs for model '{self._graph.name}'. "
             f"Got input(s) [{_names(list(request.inputs))}], but missing required input(s) "
-            f"[{_names(self._missing(request))}]. Please provide all required input(s).",
+            f"[{_names(self._missing(request))}]. Please provide all required input(s).{also}",
         )
 
     def _check_batch(self, request: Request) -> None:

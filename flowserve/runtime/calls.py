@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import trio
@@ -43,6 +43,12 @@ from flowserve.values import Array, Response
 if TYPE_CHECKING:
     from flowserve.runtime.asks import Asks
     from flowserve.runtime.engine import Engine
+
+# Triton's text, as a model that calls reads it.
+_MANY_ANSWERS: Final = (
+    "is using the decoupled. The current BLS request call doesn't support models using the decoupled transaction "
+    "policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models."
+)
 
 
 class Pending:
@@ -83,11 +89,13 @@ class Calls:
         if pending.batch is not None and pending.batch.instance.running is not pending.batch:
             pending.batch = None
         call = pending.call
+        deployment = None
         try:
             deployment = engine.find(call.model, call.version)
             flow = pending.flow = engine.call(pending.batch, deployment, call.request, is_stream=call.is_stream)
         except FlowserveError as error:
-            pending.answered(error)
+            is_one_of_many = deployment is not None and deployment.graph.is_decoupled and not call.is_stream
+            pending.answered(Unsupported(f"Model {call.model} {_MANY_ANSWERS}") if is_one_of_many else error)
             return
         self._pending[flow] = pending
         self._tell(flow)

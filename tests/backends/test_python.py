@@ -519,9 +519,10 @@ def test_another_number_of_responses_than_requests_fails_the_batch(python: Open,
 
 
 @pytest.mark.fault("D6")
-def test_no_list_at_all_fails_the_batch(python: Open) -> None:
-    with pytest.raises(ModelFailed, match="TypeError"):
-        python(HEAD + DOUBLE.replace("return responses", "return None")).run({"x": rows(1)})
+@pytest.mark.parametrize("returned", ["None", "[None]"])
+def test_no_response_at_all_fails_the_batch(python: Open, returned: str) -> None:
+    with pytest.raises(ModelFailed, match="its execute returned None or a list of None, and answered through no "):
+        python(HEAD + DOUBLE.replace("return responses", f"return {returned}")).run({"x": rows(1)})
 
 
 @pytest.mark.fault("S10", "B9")
@@ -615,7 +616,8 @@ def test_what_needs_a_server_says_so_where_there_is_none(python: Open, body: str
     [
         ("class TritonPythonModel:\n  def execute(self, requests:\n", "m/1/model.py:2:"),
         ("class Model: pass\n", "m/1/model.py: model 'm' has no class TritonPythonModel"),
-        ("import no_such_package\n", "model 'm' (m/1/model.py:1): import failed: ModuleNotFoundError"),
+        ("import no_such_package\n", "model 'm' (m/1/model.py:1): import failed: ModuleNotFoundError: No module named"),
+        ("import no_such_package\n", "'no_such_package' (it is neither beside model.py nor in the Python environment"),
         ("class TritonPythonModel: pass\n", "class TritonPythonModel in m/1/model.py has no method execute"),
         (
             "class TritonPythonModel:\n  def initialize(self, args): raise OSError('no weights')\n  execute = 1",
@@ -778,6 +780,10 @@ def test_a_model_without_auto_complete_config_is_not_even_imported(repository: R
         (
             "config.add_input({'name': 'x'})",
             "ValueError: input added in auto_complete_config function lacks 'data_type",
+        ),
+        (
+            "config.add_output({'name': 'y', 'data_type': 'TYPE_INT8', 'dims': [4], 'label_file': 'labels.txt'})",
+            "has the property 'label_file', which outputs do not have (did you mean \"label_filename\"?)",
         ),
         (
             "config.add_input({'name': 'x', 'data_type': 'TYPE_INT8', 'dims': [4]})",

@@ -122,6 +122,7 @@ def test_an_empty_repository_is_served_and_ready(tmp_path: Path, serve: Serve) -
     assert get(served, "/v2/health/ready").status_code == 200
     index = httpx.post(served.base_url + "/v2/repository/index", timeout=10, trust_env=False)
     assert index.json() == []
+    assert "there is no model here: a repository is a folder of models' folders" in served.log
 
 
 @pytest.mark.fault("K4")

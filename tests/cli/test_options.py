@@ -153,6 +153,11 @@ def test_options_that_only_tune_are_taken_with_a_word_about_each() -> None:
     assert warning_of(["--http-thread-count", "--http-thread-count"]) == (
         "without effect here: --http-thread-count (one event loop serves all HTTP connections)"
     )
+    settings = ["python,shm-default-byte-size=1", "onnxruntime,intra_op_thread_count=1", "of_a_plug_in,what=ever"]
+    given = run_options(parser.parse_args(["models", *(f"--backend-config={one}" for one in settings)])).without_effect
+    assert warning_of(given) == (
+        "without effect here: --backend-config=python,shm-default-byte-size (this backend has no settings)"
+    )
 
 
 # What tritonserver can be told, in the order of its help; some are there only where it was built with the feature.

@@ -98,6 +98,7 @@ def test_what_makes_it_slow_is_said_of_the_line_of_python(home: str, capsys: pyt
         ("{home}:grap", "module '{home}' has no graph 'grap' (did you mean \"graph\"?)"),
         ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken, slow)"),
         ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
+        ("s3://bucket/models", "'s3://bucket/models' is no folder here, and repositories elsewhere are not read; copy"),
         ("declares:graph", "declares.py:3:2: error: function 'f' does not take 2 arrays: it is f(x) [B3]"),
         ("raises:graph", "raises.py:2:5: error: module 'raises' cannot be imported: ZeroDivisionError: division"),
         ("parses:graph", "parses.py:3:1: error: module 'parses' cannot be imported: JSONDecodeError: Expecting"),

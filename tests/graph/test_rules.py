@@ -155,7 +155,10 @@ def test_rule_G4_another_version_is_answered_with_those_there_are() -> None:
         compile_ensemble(config, 1, {"decode": {1: DECODE, 2: DECODE}})
     (problem,) = caught.value.problems
     assert problem.message.endswith("whose required version 3 is not loaded.")
-    assert problem.hint == "'decode' has versions 1, 2"
+    assert problem.hint == (
+        "'decode' has versions 1, 2; if decode/3 is there, `version_policy { all { } }` in its configuration serves it "
+        "too"
+    )
 
 
 def test_rule_G4_a_model_without_any_version_is_said_so() -> None:

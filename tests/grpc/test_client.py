@@ -277,6 +277,8 @@ def region(client: Client) -> Iterator[Any]:
 
 def test_tensors_are_read_from_shared_memory_and_written_to_it(client: Client, region: Any) -> None:
     assert client.get_system_shared_memory_status("region").regions["region"].byte_size == 64
+    again = ("region", "/flowserve_grpc_test", 64)
+    refused("ALREADY_EXISTS", "already in manager", client.register_system_shared_memory, *again)
     shm.set_shared_memory_region(region, [np.array([[1, 2]], np.float32)])
     given = triton.InferInput("IN", [1, 2], "FP32")
     given.set_shared_memory("region", 8)

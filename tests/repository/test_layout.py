@@ -51,6 +51,14 @@ def test_folders_that_are_no_versions_are_ignored_with_a_warning(make: Make) -> 
     assert named == {"m/abc", "m/04", "m/0", "m/-1", "m/3abc", "m/1_0", "m/\u0663", "m/99999999999999999999"}
 
 
+@pytest.mark.parametrize("place", ["config.pbtx", "Config.PBTXT", "config.pbtxt.txt", "model.pbtxt", "1/config.pbtxt"])
+def test_a_configuration_by_another_name_or_in_another_place_is_told(make: Make, place: str) -> None:
+    (folder,) = scan(make(f"m/{place}", "m/1/model.onnx", "m/config.json", "m/labels.txt"))
+    told = [str(warning) for warning in folder.warnings]
+    assert told == [f"m/{place}: not read: a model's configuration is m/config.pbtxt [R12]"]
+    assert not scan(make("n/config.pbtxt", f"n/{place}", "n/1/model.onnx"))[-1].warnings
+
+
 def test_what_belongs_beside_versions_is_skipped_in_silence(make: Make) -> None:
     root = make(
         "m/1", "m/warmup", "m/initial_state", "m/configs", "m/labels", "m/__pycache__", "m/.cache", "m/labels.txt"

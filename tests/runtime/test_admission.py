@@ -95,7 +95,9 @@ def test_unknown_and_missing_names_are_named() -> None:
         "expected 2 inputs but got 1 inputs for model 'idf'. Got input(s) ['A'], but missing required input(s) ['B']."
     )
     assert refusal(admission, Request({"A": one, "C": two})) == "unexpected inference input 'C' for model 'idf'"
-    assert refusal(admission, Request({"A": one, "B": two, "C": one})).startswith("expected 2 inputs but got 3 inputs")
+    too_many = refusal(admission, Request({"A": one, "B": two, "C": one}))
+    assert too_many.startswith("expected 2 inputs but got 3 inputs")
+    assert too_many.endswith(" It has no input(s) ['C'].")
     assert (
         refusal(admission, Request({"A": one, "B": two}, outputs=("NOPE",)))
         == "unexpected inference output 'NOPE' for model 'idf'"
