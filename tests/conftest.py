@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import subprocess
@@ -20,6 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # Tests start hundreds of processes. Where nobody may write bytecode, as containers often have it, each of them would
 # compile all of flowserve again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Rewriting the asserts of all tests makes millions of objects that live on, and what was collected lives as long as the
+# run: looking through it again and again for garbage was a tenth of the time. `pytest_collection_finish` turns it on.
+gc.disable()
 
 # `ci`, the default, gives the same examples each time: a suite that is green once is green for everybody. `dev` looks
 # elsewhere each time, `long` looks hard. Deadlines are off: how fast a shared machine is says nothing about a law.
@@ -70,6 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_gpu() if marked else ""
     for item in marked if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
