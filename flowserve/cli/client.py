@@ -35,15 +35,20 @@ class Address:
     @classmethod
     def of(cls, text: str) -> Address:
         """`http://host:port/prefix`, or `host:port`. Raises Invalid."""
-        parts = urlsplit(text if "://" in text else f"http://{text}")
         try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
             port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        except ValueError:  # a bracket without its other, a port that is no number
+            parts, port = urlsplit(""), None
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or not parts.hostname.isprintable()
+            or " " in text
+        ):
             raise Invalid(f"{text!r} is no server's URL; http://localhost:8000 is one")
         is_tls = parts.scheme == "https"
-        return cls(parts.hostname, port or (443 if is_tls else 8000), is_tls, parts.path.rstrip("/"))
+        return cls(parts.hostname, port or (443 if is_tls else 8000), is_tls, quote(parts.path.rstrip("/"), safe="/%"))
 
     def path(self, model: str, version: str, what: str = "") -> str:
         """Of a model, or of what can be asked of it ("/infer")."""

@@ -234,7 +234,8 @@ def test_a_server_is_named_by_url_or_by_host_and_port() -> None:
     assert Address.of("localhost:8000") == Address("localhost", 8000)
     assert Address.of("https://host/behind/") == Address("host", 443, True, "/behind")
     assert str(Address.of("[::1]:80")) == "http://[::1]:80"
-    for wrong in ("ftp://host", "host:port", ""):
+    assert Address.of("host/ü").prefix == "/%C3%BC"
+    for wrong in ("ftp://host", "host:port", "", "http://[::1", "local host:80"):
         with pytest.raises(Invalid, match="is no server's URL"):
             Address.of(wrong)
 
