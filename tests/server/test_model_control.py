@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,27 @@ def explicit(explicit_server: Explicit) -> Iterator[Explicit]:
     """One server for all tests that leave it as it was."""
     yield explicit_server
     explicit_server.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def polling(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    make_arithmetic: MakeFile,
+    make_ensemble: Text,
+    make_python: Any,
+) -> Iterator[dict[str, Future[None]]]:
+    """Both stories of polling mostly wait for seconds to pass: they begin with the first test of this file, and are
+    told beside the others.
+    """
+    asked = any("polling_" in item.name for item in request.session.items if item.path == request.path)
+    with ThreadPoolExecutor(2) as pool:
+
+        def begin(story: Callable[[Repository], None]) -> Future[None]:
+            folder = tmp_path_factory.mktemp("polling") / "models"
+            return pool.submit(story, Repository(folder, make_arithmetic, make_ensemble, make_python))
+
+        yield {story.__name__: begin(story) for story in (_follows, _survives) if asked}
 
 
 # ------------------------------------------------------------------------------------------------------------ explicit
@@ -731,10 +752,21 @@ def test_a_repository_that_disappears_takes_nothing_along_and_the_next_load_says
 # -------------------------------------------------------------------------------------------------------------- polling
 
 
-def test_polling_follows_the_repository(repository: Repository, serve: Serve) -> None:
+def test_polling_follows_the_repository(polling: dict[str, Future[None]]) -> None:
+    polling["_follows"].result()
+
+
+@pytest.mark.fault("C14", "L16")
+def test_polling_loads_no_file_that_is_still_being_copied_and_survives_a_repository_that_is_gone(
+    polling: dict[str, Future[None]],
+) -> None:
+    polling["_survives"].result()
+
+
+def _follows(repository: Repository) -> None:
     repository.put("m", 2)
     repository.put_chain("chain", "m")
-    with client_of(serve(repository.folder, *POLL)) as client:
+    with serving(repository.folder, *POLL) as served, client_of(served) as client:
         assert ask(client, "chain") == 2
         repository.put("m", 3)
         repository.put("new", 5)
@@ -753,13 +785,9 @@ def test_polling_follows_the_repository(repository: Repository, serve: Serve) ->
         assert ask(client, "m") == 4
 
 
-@pytest.mark.fault("C14", "L16")
-def test_polling_loads_no_file_that_is_still_being_copied_and_survives_a_repository_that_is_gone(
-    repository: Repository, serve: Serve
-) -> None:
+def _survives(repository: Repository) -> None:
     repository.put("m", 2)
-    served = serve(repository.folder, *POLL)
-    with client_of(served) as client:
+    with serving(repository.folder, *POLL) as served, client_of(served) as client:
         whole = repository.arithmetic("Mul", 3)
         target = repository.folder / "m/1/model.onnx"
         with target.open("wb") as stream:
