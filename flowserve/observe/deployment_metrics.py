@@ -114,6 +114,8 @@ def _families(choice: MetricsChoice) -> Iterator[Family]:
     )
     text = "Number of requests waiting to be executed"
     yield Family("nv_inference_pending_request_count", GAUGE, text, _one_line, lambda _, pending: (pending,))
+    text = "Seconds that loading what runs now took, 0 for an ensemble"
+    yield Family("nv_model_load_duration_secs", GAUGE, text, _one_line, lambda s, _: (number(s.load_s),))
     if choice.has_first_response:
         yield _histogram(
             "nv_inference_first_response_histogram_ms",

@@ -210,7 +210,11 @@ class Registry:
                 graphs = resolution.graphs[name].values()
                 labels = output_labels(next(iter(graphs)), lambda model: self.known[model].read.labels)
                 self._engine.announce(self.known[name].read.config, *graphs, labels=labels)
-                self.report(LoadEvent(name, "ready", seconds=built[name].seconds if name in built else 0.0))
+                one = built.get(name)
+                seconds = 0.0 if one is None else one.seconds
+                for version in () if one is None else one.loaded:
+                    self._engine.statistics_of(ModelKey(name, version)).load_s = seconds
+                self.report(LoadEvent(name, "ready", seconds=seconds))
                 continue
             error = self.failed[name] = resolution.failed[name]
             if self.is_serving(name):

@@ -64,6 +64,7 @@ def busy() -> Statistics:
 
 def test_counters_are_the_statistics_in_microseconds() -> None:
     one = busy()
+    one.load_s = 1.25
     one.failed(4, 1, BACKEND)
     one.failed(5, 1, CANCELED)
     one.failed(6, 1, REJECTED)
@@ -91,6 +92,7 @@ def test_counters_are_the_statistics_in_microseconds() -> None:
         ("nv_cache_hit_duration_per_model", "m", "2"): 3,
         ("nv_cache_miss_duration_per_model", "m", "2"): 9,
         ("nv_inference_pending_request_count", "m", "2"): 7,
+        ("nv_model_load_duration_secs", "m", "2"): 1.25,
     }
 
 
@@ -179,7 +181,7 @@ def test_every_family_stands_in_the_docs() -> None:
     with using(Devices(FakeMachine().devices)):
         text = metrics_text((Statistics("m", 1), 0))
     families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
-    assert len(families) == 31
+    assert len(families) == 32
     assert [name for name in families if f"`{name}`" not in docs] == []
 
 

@@ -286,3 +286,14 @@ async def test_of_a_model_whose_folder_is_gone_nothing_is_kept(tmp_path: Path) -
         assert "short_lived" not in engine.entries
         registry = control._registry
         assert (registry.known, registry.failed, registry.last) == ({}, {}, {})
+
+
+async def test_how_long_a_model_took_to_load_is_told_of_what_runs_now(tmp_path: Path) -> None:
+    write(tmp_path, "m", 1, "__import__('time').sleep(0.05)")
+    async with running(tmp_path, "m") as (engine, control):
+        loaded = engine.find("m").statistics
+        assert loaded.load_s >= 0.05
+        write(tmp_path, "m", 2)
+        before = loaded.load_s
+        await control.load("m")
+        assert 0 < engine.find("m").statistics.load_s != before
