@@ -9,6 +9,7 @@ parser: it forgets where each field stood, and stops at the first unknown one.
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import Final, NoReturn
 
 from flowserve.config.source import DEPTH_MAX, Block, Entry, Items, Scalar, Text, Value
@@ -29,6 +30,11 @@ ESCAPE: Final = re.compile(
 ESCAPES: Final = dict(zip("abfnrtv\\'\"?", "\a\b\f\n\r\t\v\\'\"?", strict=True))
 CLOSING: Final = {"{": "}", "<": ">"}
 END: Final = "end"
+MERGE: Final = re.compile(r"^(<{7}|={7}|>{7})", re.MULTILINE)
+# What people write who are used to other notations, or whose editor does it for them.
+JUNK: Final = {"=": 'a value stands behind ":"', "/": 'a comment begins with "#"'} | dict.fromkeys(
+    "“”„‟‘’‚‛«»`´", "a string stands in straight quotes"
+)
 
 
 def parse_pbtxt(text: Text) -> Block:
@@ -71,7 +77,14 @@ class _Parser:
     def _fail_at_junk(self, character: str) -> None:
         if character in "\"'":
             self._text.fail(self._at, "String literals cannot cross line boundaries", "is the closing quote missing?")
-        self._text.fail(self._at, f"unexpected character {character!r}", "is this a text-format file?")
+        hint = self._merge() or JUNK.get(character, "is this a text-format file?")
+        if character.isspace() or unicodedata.category(character) == "Cf":
+            hint = "it looks like a space, or like nothing; write a space for it"
+        self._text.fail(self._at, f"unexpected character {character!r}", hint)
+
+    def _merge(self) -> str:
+        is_one = MERGE.match(self._text.text, self._at)
+        return "this line is of a merge that was left with conflicts" if is_one else ""
 
     def _accept(self, kind: str) -> bool:
         if self._kind != kind:
@@ -79,22 +92,23 @@ class _Parser:
         self._advance()
         return True
 
-    def _expected(self, what: str) -> NoReturn:
+    def _expected(self, what: str, hint: str = "") -> NoReturn:
         found = "the end of the file" if self._kind == END else self._value
-        self._text.fail(self._at, f"Expected {what}, found {found}")
+        self._text.fail(self._at, f"Expected {what}, found {found}", hint)
 
-    def _entries(self, closing: str) -> tuple[Entry, ...]:
+    def _entries(self, closing: str, opened_at: int = 0) -> tuple[Entry, ...]:
         entries = []
         while not self._accept(closing) if closing != END else self._kind != END:
-            entries.append(self._entry(closing))
+            entries.append(self._entry(closing, opened_at))
         return tuple(entries)
 
-    def _entry(self, closing: str) -> Entry:
+    def _entry(self, closing: str, opened_at: int) -> Entry:
         at, name = self._at, self._value
         if self._kind == "[":
             self._text.fail(at, "extensions and Any values are not part of a model configuration")
         if self._kind != "word":
-            self._expected("a field name" if closing == END else f'a field name or "{closing}"')
+            wanted = "a field name" if closing == END else f'a field name or "{closing}"'
+            self._expected(wanted, self._why_no_name(closing, opened_at))
         self._advance()
         has_colon = self._accept(":")
         if self._kind in CLOSING:
@@ -109,13 +123,26 @@ class _Parser:
             self._accept(";")
         return Entry(at, name, value)
 
+    def _why_no_name(self, closing: str, opened_at: int) -> str:
+        if self._kind == END:
+            return f'what opens at {self._text.place(opened_at)} is not closed with "{closing}"'
+        if self._kind == "string":
+            return "names of fields stand without quotes; what has keys is written { key: ... value: ... }"
+        if self._merge():
+            return self._merge()
+        if self._kind == "{" and not self._text.text[: self._at].strip():
+            return "is it JSON? This file is text format, as in max_batch_size: 8"
+        if self._kind in CLOSING.values() and closing == END:
+            return "all that was opened before it is closed already"
+        return ""
+
     def _block(self) -> Block:
         at, closing = self._at, CLOSING[self._kind]
         self._depth += 1
         if self._depth > DEPTH_MAX:
             self._text.too_deep(at)
         self._advance()
-        entries = self._entries(closing)
+        entries = self._entries(closing, at)
         self._depth -= 1
         return Block(at, entries)
 
@@ -129,6 +156,8 @@ class _Parser:
             if self._kind in CLOSING:
                 values.append(self._block())
             elif has_colon:
+                if values and self._kind == "]":
+                    self._expected("a value", 'leave out the "," before it')
                 values.append(self._scalar())
             else:
                 self._expected('"{" (a list of plain values wants ":" before its "[")')

@@ -205,9 +205,39 @@ def test_a_key_given_twice_names_the_first() -> None:
     [
         ('name "m"', '1:6: Expected ":", found "m"'),
         ("name:", "1:6: Expected a value, found the end of the file"),
-        ("input {", '1:8: Expected a field name or "}", found the end of the file'),
+        (
+            "x: 1\ninput {",
+            (
+                '2:8: Expected a field name or "}", found the end of the file'
+                ' (what opens at m/config.pbtxt:2:7 is not closed with "}")'
+            ),
+        ),
+        ("x: [1, ]", '1:8: Expected a value, found ] (leave out the "," before it)'),
+        (
+            'm { "k": "v" }',
+            (
+                '1:5: Expected a field name or "}", found "k"'
+                " (names of fields stand without quotes; what has keys is written { key: ... value: ... })"
+            ),
+        ),
+        (
+            '\n{"name": 1}',
+            "2:1: Expected a field name, found { (is it JSON? This file is text format, as in max_batch_size: 8)",
+        ),
+        (
+            "x: 1\n<<<<<<< HEAD",
+            "2:1: Expected a field name, found < (this line is of a merge that was left with conflicts)",
+        ),
+        ("x: 1\n=======", "2:1: unexpected character '=' (this line is of a merge that was left with conflicts)"),
+        ("max_batch_size = 4", "1:16: unexpected character '=' (a value stands behind \":\")"),
+        ("// why", "1:1: unexpected character '/' (a comment begins with \"#\")"),
+        ("name: “m”", "1:7: unexpected character '“' (a string stands in straight quotes)"),
+        (
+            "x:\u00a01",
+            r"1:3: unexpected character '\xa0' (it looks like a space, or like nothing; write a space for it)",
+        ),
         ("input }", '1:7: Expected ":", found }'),
-        ("}", "1:1: Expected a field name, found }"),
+        ("}", "1:1: Expected a field name, found } (all that was opened before it is closed already)"),
         ("input [ {} {} ]", '1:12: Expected "," or "]", found {'),
         ("input { dims [ 1 ] }", '1:16: Expected "{" (a list of plain values wants ":" before its "["), found 1'),
         ('name: "open', "1:7: String literals cannot cross line boundaries (is the closing quote missing?)"),
