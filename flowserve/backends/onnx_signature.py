@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from flowserve.backends.shapes import shown
+from flowserve.backends.shapes import fits, shown
+from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import Invalid, Problem, Problems, Unsupported
 from flowserve.values import DType, TensorSpec
@@ -141,7 +142,7 @@ def _unknown(
             yield Problem(
                 f"unexpected inference {kind} '{spec.name}', allowed {kind}s are: {_names(ports)}",
                 config.source.place(f"{kind}[{index}].name"),
-                hint=f"these are the {kind}s of the model file of '{config.name}'",
+                hint=did_you_mean(spec.name, known) or f"these are the {kind}s of the model file of '{config.name}'",
             )
 
 
@@ -167,7 +168,9 @@ def _mismatches(
             )
         mismatch = _shape_mismatch(config, spec, port)
         if mismatch and not (kind == "output" and spec.name in flat):
-            yield Problem(f"{tensor}: {mismatch}", config.source.place(f"{path}.dims"), hint=f"shape as in {file}")
+            yield Problem(
+                f"{tensor}: {mismatch}", config.source.place(f"{path}.dims"), hint=_meant(config, spec, port, file)
+            )
         if kind == "input" and spec.optional and config.max_batch_size > 0:
             yield Problem(
                 f"{tensor}: optional inputs require max_batch_size 0 with the onnxruntime backend",
@@ -217,6 +220,18 @@ def _shape_mismatch(config: ModelConfig, spec: TensorSpec, port: Port) -> str:
             f"shape {shown(full)}"
         )
     return ""
+
+
+def _meant(config: ModelConfig, spec: TensorSpec, port: Port, file: str) -> str:
+    """Whose shape it is, and what to write where the batch dimension alone is what is wrong."""
+    whose = f"shape as in {file}"
+    if spec.reshape is not None or not port.is_batchable:
+        return whose
+    if not config.max_batch_size and fits(spec.dims, port.shape[1:]):
+        return f"{whose}; with `max_batch_size: 8`, or another number above 0, these dims stand for one row"
+    if config.max_batch_size and fits(spec.dims, port.shape):
+        return f"{whose}; dims leave out the batch dimension, since max_batch_size > 0: {shown(port.shape[1:])}"
+    return whose
 
 
 def _batch_inputs(config: ModelConfig, signature: Signature, file: str) -> Iterator[Problem]:

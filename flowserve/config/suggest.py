@@ -10,11 +10,21 @@ from typing import Final
 
 KNOWN_MAX: Final = 64
 NAME_CHARS_MAX: Final = 128
+BEGINNING_MIN: Final = 4  # characters: most names begin with one or two of some other's
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is closest, "" where none is close."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+    """The known name that is closest, or closest but for capitals, or the first that begins with it; "" where none is
+    so.
+    """
+    names = list(known)
+    if close := difflib.get_close_matches(name, names, n=1):
+        return close[0]
+    small = {one.casefold(): one for one in names}
+    if close := difflib.get_close_matches(name.casefold(), small, n=1):
+        return small[close[0]]
+    longer = (one for one in names if len(name) >= BEGINNING_MIN and one.startswith(name))
+    return next(longer, "")
 
 
 def did_you_mean(name: str, known: Iterable[str], quote: str = '"') -> str:

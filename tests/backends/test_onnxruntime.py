@@ -361,6 +361,17 @@ def test_another_file_name_and_a_folder_of_files_are_found(repository: Repositor
             ),
         ),
         (
+            {"inputs": [spec("x", [-1, 4])]},
+            "(shape as in m/1/model.onnx; dims leave out the batch dimension, since max_batch_size > 0: [4])",
+        ),
+        (
+            {"max_batch_size": 0},
+            (
+                "(shape as in m/1/model.onnx; with `max_batch_size: 8`, or another number above 0, these dims stand "
+                "for one row)"
+            ),
+        ),
+        (
             {"outputs": [spec("y", [5])]},
             (
                 "model 'm', tensor 'y': the model expects 2 dimensions (shape [-1,4]) but the model configuration "

@@ -634,7 +634,7 @@ model_warmup { name: "s" batch_size: 4 inputs { key: "%s" value { data_type: %s 
 def test_rule_M57_a_warmup_input_is_one_of_the_models(said: Said) -> None:
     assert said("M57", WARMED_UP % ("X", "TYPE_FP32", "7, 3")) == []
     assert said("M57", WARMED_UP % ("x", "TYPE_FP32", "7, 3")) == [
-        "2:49: warmup input 'x' is not an input of model m (it has X)"
+        "2:49: warmup input 'x' is not an input of model m (did you mean \"X\"?)"
     ]
     assert said("M57", WARMED_UP % ("X", "TYPE_INT8", "7, 4")) == [
         "2:66: warmup input 'X' of model m has data_type TYPE_INT8 (the input is TYPE_FP32)",

@@ -12,10 +12,13 @@ from flowserve.config.suggest import KNOWN_MAX, NAME_CHARS_MAX, meant
     [
         ("normalise", ["digit", "normalize"], " (did you mean 'normalize'?)"),
         ("zebra", ["digit", "normalize"], ""),
+        ("input", ["OUTPUT", "INPUT0"], " (did you mean 'INPUT0'?)"),
+        ("onnx", ["python", "onnxruntime"], " (did you mean 'onnxruntime'?)"),
+        ("on", ["python", "onnxruntime"], ""),
         ("normalise", ["normalize"] * (KNOWN_MAX + 1), ""),
         ("n" * (NAME_CHARS_MAX + 1), ["n" * NAME_CHARS_MAX], ""),
     ],
-    ids=["close", "far", "many", "long"],
+    ids=["close", "far", "capitals", "beginning", "short", "many", "long"],
 )
 def test_a_close_name_is_told_unless_comparing_would_take_long(name: str, known: list[str], hint: str) -> None:
     assert meant(name, known) == hint
