@@ -7,9 +7,12 @@ import gc
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -75,6 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_gpu() if marked else ""
     for item in marked if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: _module_beside(item) is not None)  # the rest stays in order
 
 
 def pytest_collection_finish() -> None:
@@ -82,6 +86,33 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(5000, 10, 10)
     gc.enable()
+
+
+def _module_beside(item: pytest.Item) -> ModuleType | None:
+    """Its module, where the test is about what that does beside the other tests."""
+    return item.module if isinstance(item, pytest.Function) and "done_beside" in item.fixturenames else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def beside(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Future[Any]]]:
+    """What takes long in processes of its own, and looks at no clock, goes on beside the other tests, one after
+    another: `beside(root, folder)` of each module that has one. The tests of what it returned come last; they take it
+    from `done_beside`.
+    """
+    modules = dict.fromkeys(filter(None, map(_module_beside, request.session.items)))
+    with ThreadPoolExecutor(1) as pool:
+        begun = {one.__name__: pool.submit(one.beside, ROOT, tmp_path_factory.mktemp("beside")) for one in modules}
+        yield begun
+        for one in begun.values():  # where the run was given up
+            one.cancel()
+
+
+@pytest.fixture
+def done_beside(request: pytest.FixtureRequest, beside: Mapping[str, Future[Any]]) -> Any:
+    """What the module's `beside` returned."""
+    return beside[request.module.__name__].result()
 
 
 @pytest.fixture(scope="session")

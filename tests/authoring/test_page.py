@@ -37,34 +37,36 @@ def test_two_dozen_lines_are_a_pipeline_with_a_branch(blocks: list[tuple[str, st
     assert len(code) <= LINES_PROMISED
 
 
-def test_every_block_prints_what_stands_below_it(blocks: list[tuple[str, str]], home: Path) -> None:
-    run = 0
-    for (language, code), (kind, printed) in pairwise(blocks[1:]):
-        if language != "python":
-            continue
-        assert kind == "text"
-        (home / "broken.py").write_text(code)
-        done = subprocess.run(
-            [sys.executable, "broken.py"], cwd=home, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.stderr == ""
-        assert done.stdout.rstrip() == printed.rstrip()
-        run += 1
-    assert run == 5
+def beside(root: Path, folder: Path) -> dict[str, list[tuple[str, str, str]]]:
+    """Of each block of Python: what it wrote to standard error, what it printed, and what the page shows below it."""
+    pages = {
+        name: BLOCK.findall((root / "docs" / f"{name}.md").read_text()) for name in ("python-graphs", "in-process")
+    }
+    (folder / "sound.py").write_text(pages["python-graphs"].pop(0)[1])
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for name, page in pages.items():
+        for (language, code), (kind, shown) in pairwise(page):
+            if language == "python":
+                assert kind == "text"
+                (folder / "broken.py").write_text(code)  # the name that the messages on the page have
+                command = [sys.executable, "broken.py"]
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+                found.setdefault(name, []).append((done.stderr, done.stdout.rstrip(), shown.rstrip()))
+    return found
 
 
-def test_the_page_about_engines_in_programs_does_what_it_says(home: Path, root: Path) -> None:
-    run = 0
-    for (language, code), (kind, printed) in pairwise(BLOCK.findall((root / "docs/in-process.md").read_text())):
-        if language == "python":
-            assert kind == "text"
-            (home / "ask.py").write_text(code)
-            done = subprocess.run(
-                [sys.executable, "ask.py"], cwd=home, capture_output=True, text=True, timeout=60, check=False
-            )
-            assert (done.stderr, done.stdout.rstrip()) == ("", printed.rstrip())
-            run += 1
-    assert run == 2
+def test_every_block_prints_what_stands_below_it(done_beside: dict[str, list[tuple[str, str, str]]]) -> None:
+    assert len(done_beside["python-graphs"]) == 5
+    for error, printed, shown in done_beside["python-graphs"]:
+        assert (error, printed) == ("", shown)
+
+
+def test_the_page_about_engines_in_programs_does_what_it_says(
+    done_beside: dict[str, list[tuple[str, str, str]]],
+) -> None:
+    assert len(done_beside["in-process"]) == 2
+    for error, printed, shown in done_beside["in-process"]:
+        assert (error, printed) == ("", shown)
 
 
 @pytest.mark.server

@@ -30,24 +30,27 @@ def test_every_example_prints_what_stands_below_it(root: Path) -> None:
     assert (failed, run > 20) == (0, True)
 
 
-@pytest.mark.server
-def test_the_fixtures_serve_a_session_of_somebody_elses(root: Path, tmp_path: Path) -> None:
+def beside(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     for name, code in BLOCK.findall((root / "docs/testing-graphs.md").read_text()):
-        (tmp_path / name).write_text(code)
-    (tmp_path / "sums.py").write_text(SUMS)
+        (folder / name).write_text(code)
+    (folder / "sums.py").write_text(SUMS)
     save = [sys.executable, "-c", "from sums import graph; graph.save('models')"]
-    subprocess.run(save, cwd=tmp_path, timeout=60, check=True)
-    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    done = subprocess.run(
+    subprocess.run(save, cwd=folder, timeout=60, check=True)
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder)]
+    return subprocess.run(
         pytest_command,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        cwd=folder,
+        env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.server
+def test_the_fixtures_serve_a_session_of_somebody_elses(done_beside: subprocess.CompletedProcess[str]) -> None:
+    assert "2 passed" in done_beside.stdout, done_beside.stdout + done_beside.stderr
 
 
 def test_the_kit_needs_none_of_the_tools_that_flowserves_own_tests_need() -> None:
