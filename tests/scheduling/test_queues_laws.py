@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,6 +19,7 @@ from flowserve.testing.strategies import draw_levels, plain_graph, policies
 
 PLAN = make_plan(plain_graph(simple_model(0)))
 LEVELS = st.randoms(use_true_random=False).map(draw_levels)
+FEWER = settings(max_examples=settings().max_examples // 2)
 
 
 class Waiting:
@@ -151,6 +152,7 @@ def test_laws_with_time_and_free_instances_everybody_leaves_or_is_refused(
 
 
 @pytest.mark.fault("D8")
+@settings(FEWER)  # each is many steps
 @given(
     limit=st.integers(1, 4),
     stream=st.lists(st.lists(st.integers(1, 4), min_size=4, max_size=8), min_size=60, max_size=90),

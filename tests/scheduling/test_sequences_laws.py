@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import chain
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -25,6 +26,7 @@ PLAN = make_plan(plain_graph(simple_model(0)))
 IDLE_NS = 50
 INSTANCES = ("one", "two")
 IDS = st.integers(1, 9)
+FEWER = settings(max_examples=settings().max_examples // 2)
 
 
 class Mark:
@@ -193,6 +195,8 @@ TestLawsOfDirect = DirectMachine.TestCase
 TestLawsOfDirectThatWaits = PatientDirectMachine.TestCase
 TestLawsOfOldest = OldestMachine.TestCase
 TestLawsOfOldestThatWaits = PatientOldestMachine.TestCase
+for laws in (TestLawsOfDirect, TestLawsOfDirectThatWaits, TestLawsOfOldest, TestLawsOfOldestThatWaits):
+    laws.settings = FEWER  # each is many steps
 
 CLIENTS = 50  # in one simulated server
 
