@@ -195,8 +195,8 @@ TestLawsOfDirect = DirectMachine.TestCase
 TestLawsOfDirectThatWaits = PatientDirectMachine.TestCase
 TestLawsOfOldest = OldestMachine.TestCase
 TestLawsOfOldestThatWaits = PatientOldestMachine.TestCase
-for laws in (TestLawsOfDirect, TestLawsOfDirectThatWaits, TestLawsOfOldest, TestLawsOfOldestThatWaits):
-    laws.settings = FEWER  # each is many steps
+TestLawsOfDirect.settings = TestLawsOfDirectThatWaits.settings = FEWER  # each is many steps
+TestLawsOfOldest.settings = TestLawsOfOldestThatWaits.settings = FEWER
 
 CLIENTS = 50  # in one simulated server
 
