@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from math import inf
 from typing import Final, Self
 
 import trio
@@ -29,7 +28,7 @@ from flowserve.backends.child.forkserver import REPORT
 from flowserve.errors import Unavailable
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.printed import Printed
-from flowserve.runtime.tracebacks import OF_LINES, PATIENCE_S, Record
+from flowserve.runtime.tracebacks import OF_LINES, Record
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -313,7 +312,7 @@ class _Log:
     async def read(self) -> None:
         """Until its end, or for ever."""
         while True:
-            with trio.move_on_after(PATIENCE_S if self._printed.is_waiting else inf) as patience:
+            with trio.move_on_after(self._printed.patience_s) as patience:
                 await trio.lowlevel.wait_readable(self._fd)
             if patience.cancelled_caught:
                 self._write(self._printed.nothing_more())

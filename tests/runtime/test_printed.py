@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.runtime.printed import LINE_BYTES_MAX, LINES_A_SECOND_MAX, Printed
+from flowserve.runtime.printed import LINE_BYTES_MAX, LINE_PATIENCE_S, LINES_A_SECOND_MAX, Printed
 
 SECOND_NS = 1_000_000_000
 
@@ -18,13 +19,46 @@ def texts(printed: Printed, *pieces: bytes, now_ns: int = 5 * SECOND_NS) -> list
     return [*lines, *(text for _, text in printed.rest())]
 
 
-@given(st.lists(st.binary(max_size=20).filter(lambda piece: b"<" not in piece), max_size=30))
+@given(st.lists(st.binary(max_size=20).filter(lambda piece: not {*b"<\r"} & {*piece}), max_size=30))
 def test_lines_do_not_depend_on_the_pieces_they_came_in(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
     assert texts(Printed(), *pieces) == texts(Printed(), whole)
     lines = whole.split(b"\n")
     expected = lines if lines[-1] else lines[:-1]
-    assert texts(Printed(), whole) == [line.rstrip(b"\r").decode(errors="backslashreplace") for line in expected]
+    assert texts(Printed(), whole) == [line.decode(errors="backslashreplace") for line in expected]
+
+
+@given(st.lists(st.sampled_from([b"a", b"b", b" ", b"\r", b"\n", b"cc"]), max_size=30))
+def test_of_what_is_written_over_the_last_state_is_a_line_whatever_the_pieces(pieces: list[bytes]) -> None:
+    whole = b"".join(pieces).rstrip(b"\n") + b"\n"
+    last = [line.rstrip(b"\r").rpartition(b"\r")[2].decode() for line in whole[:-1].split(b"\n")]
+    assert texts(Printed(), whole) == last
+    one_by_one = iter(texts(Printed(), *pieces, b"\n"))
+    assert all(text in one_by_one for text in last if text.strip()), "in order, with states before them"
+
+
+def test_windows_line_ends_are_line_ends() -> None:
+    assert texts(Printed(), b"one\r\ntwo\r", b"\nthree\r\n") == ["one", "two", "three"]
+
+
+def test_a_progress_bar_shows_a_state_every_five_seconds_and_its_last() -> None:
+    printed = Printed()
+    seen = []
+    for tenth in range(120):
+        piece = f"\rloading {tenth:3d}".encode()
+        seen += [(tenth // 10, text) for _, text in printed.take(piece, tenth * SECOND_NS // 10)]
+    seen += [(12, text) for _, text in printed.take(b"\n", 12 * SECOND_NS)]
+    assert seen == [(0, "loading   0"), (5, "loading  50"), (10, "loading 100"), (12, "loading 119")]
+
+
+def test_a_line_without_an_end_is_shown_when_nothing_more_comes() -> None:
+    printed = Printed()
+    assert printed.patience_s == inf
+    assert printed.take(b"loading ...", 0) == []
+    assert printed.patience_s == LINE_PATIENCE_S
+    assert printed.nothing_more() == [(logging.INFO, "loading ...")]
+    assert printed.patience_s == inf
+    assert printed.take(b"\nnext\n\n", 0) == [(logging.INFO, "next"), (logging.INFO, "")]
 
 
 @pytest.mark.parametrize(

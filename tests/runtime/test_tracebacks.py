@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowserve.backends.child.forkserver import LineFormatter
 from flowserve.runtime.printed import Printed
-from flowserve.runtime.tracebacks import RECORD_CHARS_MAX, Record
+from flowserve.runtime.tracebacks import PATIENCE_S, RECORD_CHARS_MAX, Record
 
 INFO, ERROR = logging.INFO, logging.ERROR
 # What tracebacks are made of, and what looks like it.
@@ -109,7 +109,7 @@ def test_what_only_looks_like_a_traceback_stays_lines_of_information(printed: st
 def test_a_traceback_that_never_ends_is_told_in_pieces() -> None:
     reader = Printed()
     reader.take(b"Traceback (most recent call last):\n", 0)
-    assert reader.is_waiting
+    assert reader.patience_s == PATIENCE_S
     told = reader.take(b"  File\n" * 900 + b"  " + b"x" * 4000 + b"\n", 2_000_000_000)
     for second in range(40):
         told += reader.take((b"  " + b"x" * 4000 + b"\n") * 10, (second + 4) * 1_000_000_000)
