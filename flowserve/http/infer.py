@@ -85,15 +85,14 @@ class InferRoute:
             if decoded is None:
                 return False
             request, form = decoded
-            response = None if deployment.fast_path is None else engine.answer_alone(deployment, request)
-            if response is None:
-                request.stamp = engine.next_stamp()
-                flow = engine.submit(deployment, request)
-                if not flow.done:
-                    exchange.promise(Promised(self, exchange, form, flow))
+            request.stamp = engine.next_stamp()
+            answered = engine.ask(deployment, request)
+            if not isinstance(answered, Response):
+                if not answered.done:
+                    exchange.promise(Promised(self, exchange, form, answered))
                     return True
-                response = engine.response(flow)
-            answer = self.encode(response, form, deployment)
+                answered = engine.response(answered)
+            answer = self.encode(answered, form, deployment)
         except (FlowserveError, UnknownEncoding) as error:
             answer = refusal_of(error)
         exchange.reply(*answer)

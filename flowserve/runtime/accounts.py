@@ -7,7 +7,8 @@ It runs for every batch on the loop, so what can be told of the batch as a whole
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError
@@ -15,13 +16,16 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, OTHER, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
+from flowserve.runtime.deployment import Deployment
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.relays import Relay
+from flowserve.scheduling.relays import Relay, Way
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow
 
 # A stop of a relay: when its inputs were in place, when it was computed, the bytes of each output.
 Stop = tuple[int, int, Sequence[int]]
+# What most batches say of their members. Nobody writes into results.
+_NONE: Final[Mapping[int, Any]] = {}
 
 
 def record_batch(statistics: Statistics, batch: Batch, outcome: Results | FlowserveError, now_ns: int) -> None:
@@ -80,19 +84,73 @@ def record_relay(relay: Relay, results: Sequence[Results], now_ns: int) -> None:
         record_batch(relay.way.queues[i].observer, relay.stop(i), made, now_ns if i == last else made.computed_ns)
 
 
-def record_run_through(relay: Relay, first: Results, stops: Sequence[Stop], now_ns: int) -> None:
-    """As `record_relay`, for one that has run through with no member failing. `stops` are those after the first."""
+def record_run_through(relay: Relay, copied: Sequence[int], stops: Sequence[Stop], now_ns: int) -> None:
+    """As `record_relay`, for one that has run through with no member failing. `copied`: bytes of each input of the
+    first stop.
+    """
     batch = relay.batch
-    record_batch(batch.queue.observer, batch, first, first.computed_ns)
-    rows, count = batch.rows, len(batch.tickets)
-    flow = batch.tickets[0].flow
-    traffic = flow.owner.traffic
-    nodes, queues = relay.way.nodes, relay.way.queues
-    since_ns = first.computed_ns
+    gathered_ns, since_ns, placed = stops[0]
+    first = Results([], _NONE, gathered_ns, since_ns, copied, placed, _NONE)
+    record_batch(batch.queue.observer, batch, first, since_ns)
+    input_ns, infer_ns, output_ns = _record_stops(
+        relay.way, batch.tickets[0].flow.owner, batch.rows, len(batch.tickets), stops, now_ns
+    )
+    for ticket in batch.tickets:
+        flow = ticket.flow
+        flow.compute_input_ns += input_ns
+        flow.compute_infer_ns += infer_ns
+        flow.compute_output_ns += output_ns
+
+
+def record_alone(
+    way: Way,
+    deployment: Deployment,
+    tensors: Sequence[Tensor | None],
+    rows: int,
+    copied: Sequence[int],
+    began_ns: int,
+    stops: Sequence[Stop],
+    now_ns: int,
+) -> None:
+    """As `record_run_through` and `record_ensemble`, for a request of so many `rows` that had neither batch nor flow.
+    `tensors` are its inputs.
+    """
+    node = way.nodes[0]
+    gathered_ns, since_ns, placed = stops[0]
+    input_ns, infer_ns = gathered_ns - began_ns, since_ns - gathered_ns
+    until_ns = now_ns if len(stops) == 1 else since_ns
+    way.queues[0].observer.ran(rows, 1, until_ns - began_ns, 0, input_ns, infer_ns, until_ns - since_ns, until_ns)
+    traffic = deployment.traffic[node.index]
+    traffic.ran(rows, placed)
+    carry_alone(traffic, rows, [tensors[slot] for slot in node.inputs], copied)
+    if not deployment.graph.is_ensemble:
+        return
+    later = _record_stops(way, deployment, rows, 1, stops, now_ns)
+    deployment.statistics.ran(rows, 1, now_ns - began_ns, 0, input_ns + later[0], infer_ns + later[1], later[2], now_ns)
+
+
+def carry_alone(node: NodeTraffic, rows: int, inputs: Sequence[Tensor | None], copied: Sequence[int]) -> None:
+    """What a request without company took into its node."""
+    if node.is_fixed and not any(copied):
+        node.whole_rows += rows
+        return
+    for edge in node.edges:
+        tensor = inputs[edge.input]
+        nbytes = 0 if tensor is None else tensor.nbytes
+        edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
+
+
+def _record_stops(
+    way: Way, deployment: Deployment, rows: int, count: int, stops: Sequence[Stop], now_ns: int
+) -> tuple[int, int, int]:
+    """Those of a relay after the first. Returns how long they took, all together: inputs, computing, outputs."""
+    since_ns = stops[0][1]
     input_ns = infer_ns = 0
-    for i, (gathered_ns, computed_ns, placed) in enumerate(stops, 1):
-        until_ns = now_ns if i == len(stops) else computed_ns
-        queues[i].observer.ran(
+    last = len(stops) - 1
+    for i in range(1, last + 1):
+        gathered_ns, computed_ns, placed = stops[i]
+        until_ns = now_ns if i == last else computed_ns
+        way.queues[i].observer.ran(
             rows,
             count,
             until_ns - since_ns,
@@ -102,18 +160,13 @@ def record_run_through(relay: Relay, first: Results, stops: Sequence[Stop], now_
             until_ns - computed_ns,
             until_ns,
         )
-        node: NodeTraffic = traffic[nodes[i].index]
+        node: NodeTraffic = deployment.traffic[way.nodes[i].index]
         node.ran(rows, placed)
         node.whole_rows += rows  # what is handed on in a relay lies where it was made
         input_ns += gathered_ns - since_ns
         infer_ns += computed_ns - gathered_ns
         since_ns = computed_ns
-    output_ns = now_ns - since_ns
-    for ticket in batch.tickets:
-        flow = ticket.flow
-        flow.compute_input_ns += input_ns
-        flow.compute_infer_ns += infer_ns
-        flow.compute_output_ns += output_ns
+    return input_ns, infer_ns, now_ns - since_ns
 
 
 def record_ensemble(flow: Flow, now_ns: int) -> None:

@@ -49,6 +49,15 @@ class Occupancy:
         """Whether requests come one by one."""
         return self._streak > STREAK
 
+    @property
+    def expects_one(self) -> bool:
+        """Whether a request that comes now, and goes through processes by itself, is taken to be alone."""
+        return self._streak > STREAK and not self._running and (self._streak + 1) % LOOK_EVERY != 0
+
+    def passed_through(self) -> None:
+        """One that was taken to be alone came and went."""
+        self._streak += 1
+
     def ends(self) -> None:
         """A batch that began is back, or never will be."""
         self._running -= 1

@@ -29,7 +29,7 @@ from flowserve.scheduling.streams import StreamFlow
 from flowserve.values import Request, TensorSpec
 
 if TYPE_CHECKING:
-    from flowserve.runtime.fast_path import FastPath
+    from flowserve.runtime.fast_path import OnTheSpot
 
 _PLANS_MAX: Final = 64
 # Triton's text, as its HTTP endpoint begins it.
@@ -67,7 +67,7 @@ class Deployment:
         self.gate: Gate | None = None  # where something keeps requests from its graph; set before the first comes
         # Where a large request is best received: the memory of the process that reads it. None: anywhere.
         self.arena: Arena | None = None
-        self.fast_path: FastPath | None = None  # for requests that come alone, where there is one
+        self.fast_path: OnTheSpot | None = None  # for requests that come alone, where there is one
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
         # How a request becomes a flow, by what its graph needs. `make_flow` is for one answer, `make_stream` for any.

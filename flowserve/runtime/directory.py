@@ -22,14 +22,17 @@ from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.clock import ClockNs, wall_clock_ns
 from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
 from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.fast_path import FastPath
+from flowserve.runtime.fast_path import FastPath, OnTheSpot
 from flowserve.runtime.gate import Gate
+from flowserve.runtime.hosts import Processes
 from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.lifecycle import Generations
+from flowserve.runtime.lone_relays import LoneRelays
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.supervisor import Supervisor
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.dispatcher import Dispatcher
+from flowserve.scheduling.relays import RelayingDispatcher
 
 
 class Directory:
@@ -42,12 +45,14 @@ class Directory:
         dispatcher: Dispatcher,
         generations: Generations,
         supervisor: Supervisor,
+        processes: Processes | None,
     ) -> None:
         self.options = options
         self.clock = clock
         self.dispatcher = dispatcher
         self.generations = generations
         self.supervisor = supervisor
+        self.processes = processes
         self.entries: dict[str, Entry] = {}
         self.is_draining = False
         self._is_loaded = False
@@ -189,9 +194,19 @@ class Directory:
         cache = self._cache if config.response_cache and may_remember else None
         if cache is not None or not options.is_open:
             deployment.gate = Gate(options, cache, key, deployment.output_slot, statistics, self.dispatcher, self.clock)
-        if self._has_fast_paths and FastPath.leads_through(deployment):
-            deployment.fast_path = FastPath(deployment, self.clock)
+        if self._has_fast_paths:
+            deployment.fast_path = self._fast_path(deployment)
         return deployment
+
+    def _fast_path(self, deployment: Deployment) -> OnTheSpot | None:
+        if FastPath.leads_through(deployment):
+            return FastPath(deployment, self.clock)
+        processes, dispatcher = self.processes, self.dispatcher
+        if processes is None or not isinstance(dispatcher, RelayingDispatcher):
+            return None
+        if LoneRelays.lead_through(deployment):
+            return LoneRelays(dispatcher, processes.occupancy, processes.relays, self.clock)
+        return None
 
     def withdraw_name(self, name: str, reason: str) -> None:
         """From now on requests for this name are refused, with the reason. Those in flight finish."""

@@ -82,14 +82,14 @@ class Engine(Directory):
         self.begin_burst, self.end_burst = self._pump.begin_burst, self._pump.end_burst
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned, self._pump)
         self.generations = Generations(self._forget)
-        self.processes = Processes(self.clock, self._pump) if SUPPORTED else None
-        if self.processes is not None and isinstance(self.dispatcher, RelayingDispatcher):
-            self.processes.relays.serve(self.dispatcher, self._pump.poke)
+        processes = Processes(self.clock, self._pump) if SUPPORTED else None
+        if processes is not None and isinstance(self.dispatcher, RelayingDispatcher):
+            processes.relays.serve(self.dispatcher, self._pump.poke)
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
         self.calls = self.completions.calls = Calls(self)
         self.asks = self.calls.asks = Asks(self)
         self.supervisor = Supervisor(self.dispatcher, self.completions, self._pump.poke, self.clock, options.restarts)
-        super().__init__(options, self.clock, self.dispatcher, self.generations, self.supervisor)
+        super().__init__(options, self.clock, self.dispatcher, self.generations, self.supervisor, processes)
         self.tracing = Tracing(
             self.dispatcher,
             self.completions,
@@ -118,11 +118,10 @@ class Engine(Directory):
         Raises Invalid for a request that does not fit the deployment, and whatever its steps failed with. A caller
         who is cancelled leaves: what is still queued for it is withdrawn, what runs runs out.
         """
-        if make is None and deployment.fast_path is not None:
-            response = self.answer_alone(deployment, request)
-            if response is not None:
-                return response
-        flow = self.submit(deployment, request, make)
+        answered = self.ask(deployment, request) if make is None else self.submit(deployment, request, make)
+        if isinstance(answered, Response):
+            return answered
+        flow = answered
         if not flow.done:
             task = current_task()
             wake = self._turnstile.let_in if deployment.keeps_order else reschedule
@@ -137,10 +136,20 @@ class Engine(Directory):
             await wait_task_rescheduled(leave)
         return self.response(flow)
 
-    def answer_alone(self, deployment: Deployment, request: Request) -> Response | None:
-        """The answer on the spot, where the deployment has a fast path and the request is alone. None: submit it."""
+    def ask(self, deployment: Deployment, request: Request) -> Response | Flow:
+        """Begin one request as `submit` does, or answer it on the spot, where it is alone and there is a way."""
         path = deployment.fast_path
-        return None if path is None or self.is_draining or not self._pump.takes_alone() else path.answer(request)
+        if (
+            path is not None
+            and path.is_free
+            and deployment.elder is None
+            and not self.is_draining
+            and self._pump.takes_alone()
+        ):
+            answered = path.answer(deployment, request)
+            if answered is not None:
+                return answered
+        return self.submit(deployment, request)
 
     def stream(self, deployment: Deployment, request: Request, watch: Watch | None = None) -> Answers:
         """Begin one request whose answers are taken one by one, however many there are. Raises as `infer` does for what

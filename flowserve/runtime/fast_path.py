@@ -8,17 +8,31 @@ to the common way, which runs the request once more; so only models are run here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Protocol
 
 from flowserve.backends.base import Work
 from flowserve.errors import FlowserveError
-from flowserve.memory.tensor import Tensor
+from flowserve.runtime.accounts import carry_alone
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.parameters import NONE
 from flowserve.scheduling.batch import ModelQueue
+from flowserve.scheduling.router import Flow
 from flowserve.values import Request, Response
+
+
+class OnTheSpot(Protocol):
+    """A way for requests that come alone, past flow, queue and batch."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the next one may take it, if it is alone. Asked once for each."""
+
+    def answer(self, deployment: Deployment, request: Request) -> Response | Flow | None:
+        """The answer of the deployment that this is the way of; its flow where that comes later; None where the common
+        way is to find it, with nothing done.
+        """
 
 
 class FastPath:
@@ -26,11 +40,7 @@ class FastPath:
 
     def __init__(self, deployment: Deployment, clock: ClockNs) -> None:
         (node,) = deployment.plan.nodes
-        # Parts of the deployment and not itself: a circle would keep what was replaced until the collector comes.
-        self._name, self._version, self._statistics = deployment.name, deployment.version, deployment.statistics
-        self._admission = deployment.admission
         self._queue: ModelQueue = deployment.route[0]
-        self._traffic = deployment.traffic[0]
         self._clock = clock
         self._slots = node.inputs
         self._outputs = {
@@ -48,20 +58,22 @@ class FastPath:
         is_common = queue.bound is None and queue.order is None and not queue.batcher.may_wait
         return is_common and queue.is_pure and all(type(host) is LocalHost for host in queue.instances)
 
-    def answer(self, request: Request) -> Response | None:
-        """The answer, or None where the common way is to find it."""
-        queue = self._queue
-        if not queue.free or queue.closed is not None:
-            return None
+    @property
+    def is_free(self) -> bool:
+        return bool(self._queue.free) and self._queue.closed is None
+
+    def answer(self, deployment: Deployment, request: Request) -> Response | None:
         began_ns = self._clock()
+        admission = deployment.admission
         try:
-            tensors = self._admission.admit(request)
+            tensors = admission.admit(request)
         except FlowserveError:
             return None
         rows = next((tensor.stop - tensor.start for tensor in tensors if tensor is not None and tensor.stop >= 0), 1)
-        host: LocalHost = queue.free[0]
-        wanted = self._admission.wanted(request)
-        results = host.run_alone(Work([[tensors[slot]] for slot in self._slots], [rows], [request], [wanted]))
+        host: LocalHost = self._queue.free[0]
+        wanted = admission.wanted(request)
+        inputs = [tensors[slot] for slot in self._slots]
+        results = host.run_alone(Work([[one] for one in inputs], [rows], [request], [wanted]))
         if results is None:
             return None
         outputs = {}
@@ -69,15 +81,12 @@ class FastPath:
             tensor = results.outputs[self._outputs[name]][0]
             if tensor is not None:
                 outputs[name] = tensor.array
-        traffic = self._traffic
+        traffic = deployment.traffic[0]
         traffic.ran(rows, results.placed)
-        if traffic.is_fixed and not any(results.copied):
-            traffic.whole_rows += rows
-        else:
-            self._carry(tensors, results.copied)
+        carry_alone(traffic, rows, inputs, results.copied)
         now_ns = self._clock()
         gathered_ns, computed_ns = results.gathered_ns, results.computed_ns
-        self._statistics.ran(
+        deployment.statistics.ran(
             rows or 1,
             1,
             now_ns - began_ns,
@@ -87,10 +96,4 @@ class FastPath:
             now_ns - computed_ns,
             now_ns,
         )
-        return Response(self._name, self._version, outputs, request.id, NONE)
-
-    def _carry(self, tensors: Sequence[Tensor | None], copied: Sequence[int]) -> None:
-        for edge in self._traffic.edges:
-            tensor = tensors[self._slots[edge.input]]
-            nbytes = 0 if tensor is None else tensor.nbytes
-            edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
+        return Response(deployment.name, deployment.version, outputs, request.id, NONE)

@@ -261,10 +261,11 @@ class ProcessHost:
             self._readiness,
             self._executes,
             lambda: "" if self._opening is None else self._model,
-            self._wrong,
+            self.wrong,
         )
 
-    def _wrong(self, what: str) -> None:
+    def wrong(self, what: str) -> None:
+        """Its process said what cannot be, and is ended."""
         if self.child is not None:
             self._readiness.forget(self.child.socket.fileno())
             self.child.kill(why=_garbled(what))
@@ -280,7 +281,7 @@ class ProcessHost:
         except EOFError:
             return None
         except Garbled as error:
-            self._wrong(str(error))
+            self.wrong(str(error))
             return None
         if outcome is False:
             return None
@@ -302,7 +303,7 @@ class ProcessHost:
             trio.lowlevel.spawn_system_task(_end_if_it_lives, child, name=f"end of {self.name}")
             return
         except Garbled as error:
-            self._wrong(str(error))
+            self.wrong(str(error))
             return
         if outcome is not False:
             self._finish(outcome)

@@ -35,6 +35,7 @@ from flowserve.backends.child.protocol import (
     FENCED,
     GONE,
     MESSAGE_BYTES_MAX,
+    PATH,
     PEER,
     READY,
     RECALL,
@@ -94,6 +95,7 @@ class Link:
         self._told: set[int] = set()  # segments that the child has mapped
         self._ended: deque[int] = deque()  # of those, the ones that are no more
         self._peer_numbers = count(1)
+        self._ended_paths: deque[int] = deque()  # of those that the child was told of
         self._peers: dict[socket.socket, int] = {}  # those to which the child may hand batches on, by its numbers
         self._segments: dict[int, Segment] = {}  # the child's own, by its numbers
         self._come_home: deque[Place] = deque()  # its blocks that nobody reads any more
@@ -149,6 +151,10 @@ class Link:
         """Nobody will read what the child made of it. Raises OSError."""
         self._socket.send(marshal.dumps((RECALL, number)))
 
+    def fileno(self) -> int:
+        """Of its socket; -1 once it is closed."""
+        return self._socket.fileno()
+
     @property
     def is_open(self) -> bool:
         return self._socket.fileno() >= 0
@@ -177,9 +183,17 @@ class Link:
             other._peers[self._socket] = number
         return number
 
-    def names(self) -> dict[int, int]:
-        """By which numbers other processes know the child's own memory."""
-        return {own: segment.number for own, segment in self._segments.items()}
+    def tell_path(self, number: int, peer: int, inputs: list[tuple[int, int]], wanted: tuple[str, ...]) -> None:
+        """Where relays of that path go on from the child: to which peer, which reads and is asked for that
+        (protocol.py). Raises OSError.
+        """
+        names = {own: segment.number for own, segment in self._segments.items()}
+        gone = _drained(self._ended_paths) if self._ended_paths else ()
+        self._socket.send(marshal.dumps((PATH, number, names, peer, inputs, wanted, gone)))
+
+    def end_path(self, number: int) -> None:
+        """None goes there any more. On any thread."""
+        self._ended_paths.append(number)
 
     def end(self) -> None:
         """Ask the child to finalise its model and leave. On any thread."""

@@ -7,16 +7,17 @@ process_link.py.
 
 from __future__ import annotations
 
+import select
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from flowserve.errors import FlowserveError
 from flowserve.memory.arena import Place
 from flowserve.runtime.alone import Pace
-from flowserve.runtime.process_link import Expected, Link
+from flowserve.runtime.process_link import Expected, Link, Outcome
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import DynamicBatcher, OneByOne
-from flowserve.scheduling.relays import Relay
+from flowserve.scheduling.relays import Relay, Way
 
 # A model is quick, here, whose batches take no longer: some three times what the server's own part of a hop costs.
 QUICK_NS: Final = 500_000
@@ -42,21 +43,25 @@ class Runner(Protocol):
     @property
     def asks_meanwhile(self) -> bool: ...
 
+    def wrong(self, what: str) -> None: ...
+
 
 class Path:
-    """The processes that a batch goes through, made known to each other."""
+    """The processes that a batch goes through, made known to each other. They know it by its number."""
 
-    def __init__(self, relay: Relay) -> None:
-        self.runners: Sequence[Runner] = tuple(relay.instances)
+    def __init__(self, number: int, way: Way, instances: Sequence[Runner]) -> None:
+        self.number = number
+        self.runners = tuple(instances)
         self.links = [link for runner in self.runners if (link := runner.link) is not None]
-        nodes = relay.way.nodes
+        nodes = way.nodes
         made = {slot: (i, j) for i, node in enumerate(nodes) for j, slot in enumerate(node.outputs) if slot >= 0}
-        self._inputs = [[], *([made[slot] for slot in node.inputs] for node in nodes[1:])]
+        self._inputs = [[made[slot] for slot in node.inputs] for node in nodes[1:]]
         self.first_inputs = range(len(nodes[0].inputs))
-        self._wanted = [node.wanted for node in nodes]
+        self._wanted = [node.wanted for node in nodes[1:]]
         self._known = -1  # memory that all have been told of
-        self._peers: list[int] = []
-        self.names: list[dict[int, int]] = []
+        self._answers = select.poll()  # on which one of them is waited for in place
+        for link in self.links:
+            self._answers.register(link, select.POLLIN)
 
     @property
     def is_whole(self) -> bool:
@@ -68,37 +73,60 @@ class Path:
         """Who asks others before it answers may ask one that the relay keeps until then."""
         return all(runner.pace.mean_ns <= QUICK_NS and not runner.asks_meanwhile for runner in self.runners)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether they are the ones that it was made for, and nothing runs there."""
+        for runner, link in zip(self.runners, self.links, strict=True):
+            if runner.link is not link or runner.running is not None:
+                return False
+        return True
+
+    def comes_back(self, within_ms: int) -> bool:
+        """Wait until one of them says something. Whether it is the last one."""
+        last = self.links[-1].fileno()
+        return any(number == last for number, _ in self._answers.poll(within_ms))
+
+    def takes_at_most(self, nanoseconds: float) -> bool:
+        """Whether a batch is through all of them so soon, by measurement. As `is_quick`."""
+        for runner in self.runners:
+            nanoseconds -= runner.pace.mean_ns
+            if runner.asks_meanwhile:
+                return False
+        return nanoseconds >= 0
+
     def prepare(self) -> list[Link]:
         """Whatever a process needs to know of the others, it knows now. Raises OSError where one has just ended."""
         links = self.links
         known = sum([link.segment_count for link in links])
         if known == self._known:
             return links
-        if not self._peers:
-            self._peers = [0, *(link.peer_of(links[i]) for i, link in enumerate(links[1:]))]
-        for link, inputs in zip(links, self._inputs, strict=True):
+        for link, following, inputs, wanted in zip(links, links[1:], self._inputs, self._wanted, strict=False):
             for i in {i for i, _ in inputs}:
-                link.sees(links[i])
-        self.names = [link.names() for link in links]
+                following.sees(links[i])
+            link.tell_path(self.number, following.peer_of(link), inputs, wanted)
         self._known = known
         return links
 
-    def stop(self, i: int, news: tuple[Sequence[Place], Sequence[int]]) -> tuple[Any, ...]:
-        """What the process before the i-th is told of that one (protocol.py)."""
-        return (self._peers[i], *news, self._inputs[i], self._wanted[i], self.names[i])
+    def __del__(self) -> None:
+        for link in self.links:
+            link.end_path(self.number)
 
 
 class OnItsWay:
-    """A relay that was sent. What is in lists is in the order of its stops."""
+    """A relay that was sent. What is in lists is in the order of its stops. `relay` is set once scheduling knows of it.
+    `heard` is what came back before that, `outcome` what the last one made, once that was read.
+    """
 
     __slots__ = (
         "asked",
         "expected",
+        "heard",
         "is_lost",
         "left",
         "missing",
         "news",
         "number",
+        "outcome",
         "path",
         "refusing",
         "relay",
@@ -106,11 +134,14 @@ class OnItsWay:
         "started_ns",
     )
 
-    def __init__(self, number: int, path: Path, relay: Relay, started_ns: int) -> None:
+    relay: Relay
+
+    def __init__(self, number: int, path: Path, started_ns: int) -> None:
         self.number = number
         self.path = path
-        self.relay = relay
         self.started_ns = started_ns
+        self.heard: tuple[Sequence[int], bytes] | None = None
+        self.outcome: Outcome | None = None
         self.expected: Expected  # of the first
         # What each process is told with the batch (`Link.news`), unless it never gets it.
         self.news: list[tuple[Sequence[Place], Sequence[int]]] = [((), ())]

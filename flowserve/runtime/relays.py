@@ -15,36 +15,36 @@ how things are said in process_link.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 import trio
 
-from flowserve.backends.base import Results
-from flowserve.backends.child.protocol import PASSED_WORDS
+from flowserve.backends.base import Results, Work
 from flowserve.errors import FlowserveError, InstanceDied
-from flowserve.runtime.accounts import record_batch, record_relay, record_run_through
+from flowserve.runtime.accounts import Stop, record_batch, record_relay, record_run_through
 from flowserve.runtime.alone import Occupancy
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.instance import gather
 from flowserve.runtime.parameters import take_parameters
-from flowserve.runtime.process_link import Link, Outcome, Told, keeps_inputs
+from flowserve.runtime.process_link import Link, Outcome, Told
 from flowserve.runtime.process_outputs import Garbled
+from flowserve.runtime.relay_answers import keeps_any, made, ran_through, reached
 from flowserve.runtime.relay_paths import OnItsWay, Path, Runner
-from flowserve.scheduling.relays import Relay, RelayingDispatcher
+from flowserve.scheduling.relays import Relay, RelayingDispatcher, Way
 
 # Of a larger batch each request pays little for a hop, and more is done beside each other if the steps are.
 MEMBERS_MAX: Final = 8
+# One that is waited for in place is waited for so long.
+_WAIT_MS: Final = 2
 # So long a relay is left alone; nothing that is quick takes it.
 OVERDUE_NS: Final = SECOND_NS // 10
 _LOOK_S: Final = 0.05
 _PATHS_MAX: Final = 1024  # of one way
 # Of the batches that go on relays; those that do not are numbered by each link, from 1.
 _FIRST_NUMBER: Final = 1 << 48
-# What most batches say of their members. Nobody writes into results.
-_NONE: Final[Mapping[int, Any]] = {}
 
 
 class Relays:
@@ -56,6 +56,7 @@ class Relays:
         self._numbers = count(_FIRST_NUMBER)
         self._active: dict[int, OnItsWay] = {}
         self._begun = trio.Event()  # set where there is something to look after
+        self._awaited: OnItsWay | None = None  # in place, before scheduling knows of it
         self._dispatcher: RelayingDispatcher
         self._poke: Callable[[], None]
 
@@ -69,37 +70,87 @@ class Relays:
         members = len(relay.batch.tickets)
         if members > MEMBERS_MAX or (members == 1 and self._occupancy.is_quiet):
             return False
-        paths, key = relay.way.paths, tuple(relay.instances)
+        path = self.path(relay.way, relay.instances)
+        if path is None or not path.is_quick:
+            return False
+        sent = self.send(path, gather(relay.batch.tickets, path.first_inputs))
+        if sent is None:
+            return False  # by itself it is told what is wrong
+        self.begin(sent, relay)
+        return True
+
+    def path(self, way: Way, instances: Sequence[Runner]) -> Path | None:
+        """That of a way through these instances; None where a process has ended that will not be started again."""
+        paths, key = way.paths, tuple(instances)
         path: Path | None = paths.get(key)
         if path is None or not path.is_whole:
             if len(paths) >= _PATHS_MAX:
                 paths.clear()
-            path = paths[key] = Path(relay)
-            if not path.is_whole:  # a process has ended that will not be started again
-                return False
-        if not path.is_quick:
-            return False
-        now_ns = self._clock()
-        sent = OnItsWay(next(self._numbers), path, relay, now_ns)
+            path = paths[key] = Path(next(self._numbers), way, instances)
+            if not path.is_whole:
+                return None
+        return path
+
+    def send(self, path: Path, work: Work) -> OnItsWay | None:
+        """Send a batch on its way; None where that cannot be now, with nothing done. It comes back only after `begin`,
+        or to who waits for it.
+        """
+        sent = OnItsWay(next(self._numbers), path, self._clock())
         try:
-            self._send(sent)
+            links = path.prepare()
+            for link in links[1:]:
+                sent.news.append(link.news())
+            sent.expected = links[0].send_relay(work, sent.number, (path.number, (), (), sent.news[1:]))
         except (OSError, FlowserveError):
             for i in range(len(sent.news)):
                 self._untell(sent, i)
-            return False  # by itself it is told what is wrong
-        batch = relay.batch
-        batch.started_ns = now_ns
-        for runner in path.runners:
-            runner.running = batch
+            return None
+        return sent
+
+    def wait_for(self, sent: OnItsWay) -> tuple[list[Stop], Results] | None:
+        """Its stops, and what the last one made, where it comes back at once and has run through with nothing to say of
+        it. None: it is to begin, and what came back is told then.
+        """
+        if not sent.path.comes_back(_WAIT_MS):
+            return None
+        link, runner = sent.path.links[-1], sent.path.runners[-1]
+        self._awaited = sent
+        try:
+            while link.read() is True:
+                pass
+            return None if sent.heard is None else self._ran_through(sent, *sent.heard)
+        except EOFError:
+            return None  # whoever watches the process is told
+        except Garbled as error:
+            sent.heard = None
+            runner.wrong(str(error))
+            return None
+        finally:
+            self._awaited = None
+
+    def begin(self, sent: OnItsWay, relay: Relay) -> None:
+        """Scheduling knows of one that was sent."""
+        sent.relay = relay
+        relay.batch.started_ns = sent.started_ns
+        for runner in sent.path.runners:
+            runner.running = relay.batch
             runner.relay = sent
         self._active[sent.number] = sent
         if not self._begun.is_set():
             self._begun.set()
-        self._occupancy.begins(batch)
-        return True
+        self._occupancy.begins(relay.batch)
+        if sent.heard is not None:
+            try:
+                self._came_back(sent, *sent.heard)
+            except Garbled as error:
+                sent.path.runners[-1].wrong(str(error))
+            self._poke()  # others may have been asked for meanwhile
 
     def told(self, runner: Runner, number: int, told: Told) -> None:
         """A process said something of a relay. Raises Garbled."""
+        if self._awaited is not None and number == self._awaited.number and not isinstance(told, bool):
+            self._awaited.heard = told
+            return
         sent = self._active.get(number)
         if sent is None:
             return  # it is over since that was asked
@@ -128,118 +179,75 @@ class Relays:
         for sent in [one for one in self._active.values() if not one.rounds and one.started_ns < overdue_ns]:
             self._fence_off(sent)
 
-    def _send(self, sent: OnItsWay) -> None:
-        path = sent.path
-        links = path.prepare()
-        stops = []
-        for i in range(1, len(links)):
-            news = links[i].news()
-            sent.news.append(news)
-            stops.append(path.stop(i, news))
-        work = gather(sent.relay.batch.tickets, path.first_inputs)
-        sent.expected = links[0].send_relay(work, sent.number, (path.names[0], stops, (), ()))
-
     def _came_back(self, sent: OnItsWay, passed: Sequence[int], answer: bytes) -> None:
         """`passed` are words of those that it passed; the one after them answered, if there is an answer."""
         links = sent.path.links
-        before = len(passed) // PASSED_WORDS
-        reached = before + bool(answer)
-        if len(passed) % PASSED_WORDS or not 0 < reached <= len(links):
-            raise Garbled(f"a relay of {len(links)} that has passed {len(passed)} words")
-        rows = sent.expected.rows
+        count = reached(sent, passed, answer)
+        relay, rows = sent.relay, sent.expected.rows
         outcome: Outcome | None = None
-        made: list[Results] = []
-        is_private = sent.relay.way.is_private and not (any(passed[::PASSED_WORDS]) or keeps_inputs(answer))
-        if is_private and reached == len(links) and not sent.is_lost:
-            outcome = links[-1].outcome(links[-1].expected(sent.number, rows, None), answer)
+        results: list[Results] = []
+        if relay.way.is_private and count == len(links) and not (sent.is_lost or keeps_any(passed, answer)):
+            outcome = _last(sent, answer)
             if isinstance(outcome, Results) and not (outcome.errors or outcome.parameters):
-                self._ran_through(sent, passed, outcome)
+                now_ns = self._clock()
+                stops = ran_through(sent, passed, outcome, now_ns)
+                self._end(sent)
+                record_run_through(relay, sent.expected.packed.copied, stops, now_ns)
+                self._dispatcher.relayed(relay, outcome.outputs, now_ns)
                 return
-            made = self._made(sent, passed)
+            results = made(sent, passed)
         else:
-            made = self._made(sent, passed)
-            if answer and links[before].is_open:
-                expected = links[before].expected(sent.number, rows, made) if before else sent.expected
-                outcome = links[before].outcome(expected, answer)
-        for i in range(reached, len(links)):
+            results = made(sent, passed)
+            last = count - 1
+            if answer and links[last].is_open:
+                expected = links[last].expected(sent.number, rows, results) if last else sent.expected
+                outcome = links[last].outcome(expected, answer)
+        for i in range(count, len(links)):
             self._untell(sent, i)
         self._end(sent)
         if sent.is_lost:
             return
-        if len(made) < before or (answer and outcome is None):  # one that had done its share died meanwhile
-            name = sent.path.runners[len(made)].name
-            self._fail(sent, len(made), InstanceDied(f"instance '{name}': its process ended while others went on"))
+        if len(results) < count - bool(answer) or (answer and outcome is None):
+            # One that had done its share died meanwhile.
+            name = sent.path.runners[len(results)].name
+            self._fail(sent, len(results), InstanceDied(f"instance '{name}': its process ended while others went on"))
         elif isinstance(outcome, Results):
-            self._returned(sent, [*made, outcome], None)
+            self._returned(sent, [*results, outcome], None)
         else:
-            self._returned(sent, made, outcome)
+            self._returned(sent, results, outcome)
 
-    def _made(self, sent: OnItsWay, passed: Sequence[int]) -> list[Results]:
-        """What those made that it has passed, up to the first that has ended since. Raises Garbled."""
-        made: list[Results] = []
-        is_whole = True
-        for i in range(len(passed) // PASSED_WORDS):
-            link = sent.path.links[i]
-            is_whole = is_whole and link.is_open
-            if link.is_open:  # the blocks of all others come home, or belong to a model that keeps them
-                expected = link.expected(sent.number, sent.expected.rows, [*made]) if i else sent.expected
-                results = link.passed(expected, passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS])
-                if is_whole:
-                    made.append(results)
-        return made
+    def _ran_through(self, sent: OnItsWay, passed: Sequence[int], answer: bytes) -> tuple[list[Stop], Results] | None:
+        """As `wait_for`, of what came back."""
+        links = sent.path.links
+        if reached(sent, passed, answer) < len(links) or keeps_any(passed, answer):
+            return None
+        last = _last(sent, answer)
+        if not isinstance(last, Results) or last.errors or last.parameters:
+            return None
+        return ran_through(sent, passed, last, self._clock()), last
 
-    def _ran_through(self, sent: OnItsWay, passed: Sequence[int], last: Results) -> None:
-        """As nearly all do: nobody reads what was made before the last stop, and it goes home."""
-        now_ns = self._clock()
-        relay, path = sent.relay, sent.path
-        rows = sent.expected.rows
-        stops: list[tuple[int, int, Sequence[int]]] = []
-        home: list[tuple[Link, int, int]] = []
-        before_ns = sent.started_ns
-        for i, runner in enumerate(path.runners):
-            link = path.links[i]
-            if i * PASSED_WORDS < len(passed):
-                _, gathered_ns, computed_ns, segment, offset = passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS]
-                placed = link.placed_at(segment, offset, rows)
-                home.append((link, segment, offset))
-            else:
-                gathered_ns, computed_ns, placed = last.gathered_ns, last.computed_ns, last.placed
-            if not before_ns <= gathered_ns <= computed_ns <= now_ns:
-                gathered_ns = min(max(gathered_ns, before_ns), now_ns)
-                computed_ns = min(max(computed_ns, gathered_ns), now_ns)
-            stops.append((gathered_ns, computed_ns, placed))
-            runner.pace.took(computed_ns - before_ns)
-            before_ns = computed_ns
-        for link, *place in home:  # now that everything is seen to be as it should
-            link.comes_home(*place)
-        self._end(sent)
-        gathered_ns, computed_ns, placed = stops[0]
-        first = Results([], _NONE, gathered_ns, computed_ns, sent.expected.packed.copied, placed, _NONE)
-        record_run_through(relay, first, stops[1:], now_ns)
-        self._dispatcher.relayed(relay, last.outputs, now_ns)
-
-    def _returned(self, sent: OnItsWay, made: list[Results], error: FlowserveError | None) -> None:
+    def _returned(self, sent: OnItsWay, results: list[Results], error: FlowserveError | None) -> None:
         now_ns = self._clock()
         relay = sent.relay
         before_ns = sent.started_ns
-        for i, results in enumerate(made):
+        for i, one in enumerate(results):
             batch = relay.stop(i)
             batch.started_ns = before_ns
             if i:
                 for ticket in batch.tickets:
                     ticket.queued_ns = before_ns
-            if not before_ns <= results.gathered_ns <= results.computed_ns <= now_ns:
-                results.gathered_ns = min(max(results.gathered_ns, before_ns), now_ns)
-                results.computed_ns = min(max(results.computed_ns, results.gathered_ns), now_ns)
-            sent.path.runners[i].pace.took(results.computed_ns - before_ns)
-            before_ns = results.computed_ns
-        record_relay(relay, made, now_ns)
-        for i, results in enumerate(made):
-            if results.parameters:
-                results.errors = take_parameters(relay.stop(i), results.parameters, results.errors)
-        outcomes = [(results.outputs, results.errors) for results in made]
+            if not before_ns <= one.gathered_ns <= one.computed_ns <= now_ns:
+                one.gathered_ns = min(max(one.gathered_ns, before_ns), now_ns)
+                one.computed_ns = min(max(one.computed_ns, one.gathered_ns), now_ns)
+            sent.path.runners[i].pace.took(one.computed_ns - before_ns)
+            before_ns = one.computed_ns
+        record_relay(relay, results, now_ns)
+        for i, one in enumerate(results):
+            if one.parameters:
+                one.errors = take_parameters(relay.stop(i), one.parameters, one.errors)
+        outcomes = [(one.outputs, one.errors) for one in results]
         if not self._dispatcher.relay_returned(relay, outcomes, error, now_ns) and error is not None:
-            failed = relay.stop(len(made))
+            failed = relay.stop(len(results))
             record_batch(failed.queue.observer, failed, error, now_ns)
 
     def _fail(self, sent: OnItsWay, i: int, why: FlowserveError) -> None:
@@ -310,6 +318,14 @@ class Relays:
         for link in sent.path.links:
             with suppress(OSError):
                 link.recall(sent.number)
+
+
+def _last(sent: OnItsWay, answer: bytes) -> Outcome:
+    """What the last stop answered. Raises Garbled."""
+    if sent.outcome is None:
+        link = sent.path.links[-1]
+        sent.outcome = link.outcome(link.expected(sent.number, sent.expected.rows, None), answer)
+    return sent.outcome
 
 
 def _asks(link: Link, number: int) -> bool:

@@ -44,7 +44,7 @@ class Way:
     def __init__(self, plan: Plan, nodes: Sequence[PlanNode], route: Sequence[ModelQueue]) -> None:
         self.nodes = tuple(nodes)
         self.queues = tuple(route[node.index] for node in nodes)
-        self.row_max = min((node.max_batch_size for node in nodes[1:]), default=0)
+        self.row_max = min(node.max_batch_size for node in nodes[1:] or nodes)
         self.member_max = min((queue.receives for queue in self.queues[1:]), default=0)
         stops = {node.index for node in nodes}
         slots = [slot for node in nodes[:-1] for _, slot, _ in node.writes]
@@ -102,6 +102,18 @@ class RelayingDispatcher(Dispatcher):
             queue.passes_on, queue.receives = False, 0
         super().add(queue)
 
+    def adopt(self, flow: Flow, way: Way, instances: Sequence[Any], now_ns: int) -> Relay:
+        """Take a request that has begun already, when no other was in flight: it is in a relay of these free instances
+        through all of its plan (`whole_way`), which its rows must allow. Returns that relay.
+        """
+        self.in_flight += 1
+        (ticket,) = flow.begin()
+        ticket.queued_ns = now_ns
+        for queue, instance in zip(way.queues, instances, strict=True):
+            queue.free.remove(instance)
+            queue.running += 1
+        return Relay(way, Batch(way.queues[0], instances[0], [ticket], now_ns), [*instances])
+
     def set_free(self, relay: Relay, stops: Iterable[int]) -> None:
         """These instances have nothing more to do with a relay."""
         for i in stops:
@@ -112,11 +124,11 @@ class RelayingDispatcher(Dispatcher):
         stop. Its instances have been set free.
         """
         way = relay.way
-        first = way.nodes[0]
+        first, *later = way.nodes
         for ticket in relay.batch.tickets:
-            if not ticket.flow.done:
+            if later and not ticket.flow.done:
                 ticket.flow.pass_over(first, way.nodes, way.inner)
-        self._deliver(enumerate(relay.stop(len(way.nodes) - 1).tickets), outputs, {}, now_ns)
+        self._deliver(enumerate(relay.stop(len(later)).tickets), outputs, {}, now_ns)
 
     def relay_returned(self, relay: Relay, made: Sequence[Made], error: FlowserveError | None, now_ns: int) -> bool:
         """A relay came back, perhaps early. `made[i]` is what its i-th stop made; after those one failed, if there is
@@ -174,10 +186,7 @@ class RelayingDispatcher(Dispatcher):
         first = tickets[0]
         flow, node = first.flow, first.node
         plan, route = flow.plan, flow.route
-        try:
-            way: Way | None = plan.ways[node, route]
-        except KeyError:
-            way = plan.ways[node, route] = find_way(plan, node, route)
+        way = way_of(plan, node, route)
         if self._halves:
             return False  # they are to be tried again where it would go, perhaps
         if way is None or batch.rows > way.row_max or len(tickets) > way.member_max:
@@ -199,6 +208,33 @@ class RelayingDispatcher(Dispatcher):
             queue.running -= 1
             queue.free.appendleft(instance)
         return False
+
+
+def way_of(plan: Plan, first: PlanNode, route: Sequence[ModelQueue]) -> Way | None:
+    """As `find_way`, which is asked once."""
+    try:
+        way: Way | None = plan.ways[first, route]
+    except KeyError:
+        way = plan.ways[first, route] = find_way(plan, first, route)
+    return way
+
+
+def whole_way(plan: Plan, route: Sequence[ModelQueue]) -> Way | None:
+    """The one way through all of a plan, where a request that is alone takes it (`RelayingDispatcher.adopt`): from the
+    only step that needs nothing but what the request brings. None where there is none. A plain model's has one stop.
+    """
+    if not plan.first:
+        return None
+    first = plan.nodes[plan.first[0]]
+    if first.converts or first.optional or first.checks or not first.max_batch_size or not first.inputs:
+        return None
+    if len(plan.nodes) > 1:
+        way = way_of(plan, first, route)
+    else:
+        way = Way(plan, plan.nodes, route) if route[first.index].passes_on and plan.nesting is None else None
+    if way is None or len(way.nodes) < len(plan.nodes) or not way.is_private or way.queues[0].batcher.may_wait:
+        return None
+    return way
 
 
 def find_way(plan: Plan, first: PlanNode, route: Sequence[ModelQueue]) -> Way | None:

@@ -119,7 +119,8 @@ class Sim(Relays):
         self.flows[request.number] = flow
         self._finished[request.number] = set()
         self._note("arrives", request.number)
-        self.dispatcher.submit(flow)
+        if not self._goes_alone(flow):
+            self.dispatcher.submit(flow)
         if request.leaves_after_ns is not None:
             self._at(self.time + request.leaves_after_ns, partial(self._leave, request))
 

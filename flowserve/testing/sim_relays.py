@@ -15,10 +15,10 @@ from flowserve.errors import FlowserveError, InstanceDied, ModelFailed
 from flowserve.graph.plan import NO_SLOT
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.relays import Relay, RelayingDispatcher
-from flowserve.scheduling.router import Ticket
+from flowserve.scheduling.relays import Relay, RelayingDispatcher, whole_way
+from flowserve.scheduling.router import Flow, Ticket
 from flowserve.testing.sim_laws import Laws, number_of, step_of
-from flowserve.testing.sim_world import Handle, SimModel, World, is_omitted
+from flowserve.testing.sim_world import Handle, SimModel, SimRequest, World, is_omitted
 
 Column = list[Handle | None]
 
@@ -47,6 +47,7 @@ class Relays(Laws):
     def __init__(self, random: Random, world: World) -> None:
         super().__init__(random, world)
         self.relayed = 0  # steps that were run by relays, without a queue
+        self.lone = 0  # requests that were alone, and on their way at once
         self.handed_on: list[int] = []  # how many requests each relay had
 
     def _make(
@@ -64,6 +65,28 @@ class Relays(Laws):
             self._note("is not handed on", *map(number_of, relay.batch.tickets))
             return False
         self._check_relay(relay)
+        self._hand_on(relay)
+        return True
+
+    def _goes_alone(self, flow: Flow) -> bool:
+        """Whether a request that comes when no other is in flight is on its way before it is submitted."""
+        dispatcher = self.dispatcher
+        if not isinstance(dispatcher, RelayingDispatcher) or dispatcher.in_flight or self._random.random() < 0.3:
+            return False
+        way = whole_way(flow.plan, flow.route)
+        if way is None or not all(queue.free for queue in way.queues):
+            return False
+        request: SimRequest = flow.request
+        if not 0 < request.rows <= min(way.row_max, way.nodes[0].max_batch_size):
+            return False
+        instances = [self._random.choice(queue.free) for queue in way.queues]
+        self.lone += 1
+        relay = dispatcher.adopt(flow, way, instances, self.time)
+        self._check_relay(relay)
+        self._hand_on(relay)
+        return True
+
+    def _hand_on(self, relay: Relay) -> None:
         sent = OnItsWay(relay)
         self.handed_on.append(len(relay.batch.tickets))
         self._decide(sent)
@@ -77,14 +100,13 @@ class Relays(Laws):
         keys = [key.name for key in self._models(relay)]
         self._note("is handed on", *keys, *relay.instances, *map(number_of, relay.batch.tickets))
         self._send(sent)
-        return True
 
     def _models(self, relay: Relay) -> list[ModelKey]:
         return [queue.key for queue in relay.way.queues]
 
     def _check_relay(self, relay: Relay) -> None:
         way = relay.way
-        assert len(way.nodes) == len(way.queues) == len(relay.instances) > 1
+        assert len(way.nodes) == len(way.queues) == len(relay.instances)
         assert len({*self._models(relay)}) == len(way.queues), "a relay comes to a model twice"
         stops, plan = {node.index for node in way.nodes}, relay.batch.tickets[0].flow.plan
         for node in way.nodes[:-1]:
@@ -139,7 +161,8 @@ class Relays(Laws):
         if becomes < 0.15:
             self._fence_off(sent, ns)
         if 0.05 < becomes < 0.25:
-            for i in self._random.sample(range(len(models)), self._random.choice([1, 1, 2])):
+            count = min(len(models), self._random.choice([1, 1, 2]))
+            for i in self._random.sample(range(len(models)), count):
                 self._at(self.time + self._random.randint(0, ns), partial(self._process_ends, sent, i))
         elif not ns:
             self._come_back(sent)

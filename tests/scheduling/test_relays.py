@@ -16,7 +16,7 @@ from flowserve.scheduling.affinity import Affine
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.calls import CalledFlow
-from flowserve.scheduling.relays import Relay, RelayingDispatcher, Way, find_way
+from flowserve.scheduling.relays import Relay, RelayingDispatcher, Way, find_way, whole_way
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import rows_of
 from flowserve.values import DType, TensorSpec
@@ -57,14 +57,17 @@ def changed(graph: Graph, n: int, **changes: object) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def queues(graph: Graph, stays: str = "", alone: str = "", refuses: str = "") -> tuple[ModelQueue, ...]:
+def queues(
+    graph: Graph, stays: str = "", alone: str = "", refuses: str = "", delays: str = ""
+) -> tuple[ModelQueue, ...]:
     """One for each step. `stays`: models that hand nothing on; `alone`: that are handed one request at a time;
-    `refuses`: that are handed nothing.
+    `refuses`: that are handed nothing; `delays`: that wait for company.
     """
     made: dict[ModelKey, ModelQueue] = {}
     for node in graph.nodes:
         name = node.model.name
-        batcher = OneByOne() if name in alone else DynamicBatcher(BatchPolicy.simple(8))
+        delay_ns = 1000 if name in delays else 0
+        batcher = OneByOne() if name in alone else DynamicBatcher(BatchPolicy.simple(8, delay_ns))
         queue = made.setdefault(node.model, ModelQueue(node.model, batcher, range(1)))
         queue.passes_on = name not in stays
         queue.receives = 0 if name in refuses else 1 if name in alone else ANY
@@ -167,6 +170,29 @@ def test_the_smallest_of_those_further_on_says_how_large_a_batch_may_be() -> Non
     assert (way.row_max, way.member_max) == (4, 1)
 
 
+@pytest.mark.parametrize(
+    ("reads", "answers", "queued", "whole"),
+    [
+        ([START], None, {}, [0]),
+        (CHAIN, None, {}, [0, 1, 2]),
+        (DIAMOND, None, {}, [0, 1, 2, 3]),
+        ([START], None, {"stays": "a"}, []),
+        (CHAIN, None, {"refuses": "c"}, []),
+        (CHAIN, None, {"delays": "a"}, []),
+        (CHAIN, [(1, 0), (2, 0)], {}, []),
+        ([START, START, [(0, 0), (1, 0)]], None, {}, []),
+        ([*DIAMOND, [(3, 0), (GRAPH, 0)]], None, {}, []),
+    ],
+    ids=["model", "chain", "diamond", "hands on", "reads", "waits", "told on the way", "two begin", "goes further"],
+)
+def test_one_that_is_alone_goes_through_a_whole_plan_or_not_at_all(
+    reads: Reads, answers: Sequence[tuple[int, int]] | None, queued: dict[str, str], whole: list[int]
+) -> None:
+    graph = graph_of(reads, answers)
+    way = whole_way(make_plan(graph), queues(graph, **queued))
+    assert ([] if way is None else [node.index for node in way.nodes]) == whole
+
+
 class Server:
     """Relays that begin are kept, and so is what runs by itself."""
 
@@ -228,6 +254,25 @@ def test_a_flow_that_goes_on_after_its_relay_has_nothing_left_to_be_read() -> No
     slots = [slot for node in server.plan.nodes for slot in node.outputs]
     assert [ticket.flow.readers[slot] for slot in slots] == [0, 0, 0, 1, 1]
     assert ticket.flow.missing == [0] * 5
+
+
+def test_one_that_has_begun_alone_is_taken_over_and_answered() -> None:
+    for reads in (CHAIN, [START]):
+        server = Server(graph_of(reads))
+        flow = Flow(server.plan, server.route, [rows_of(2)], 0)
+        way = whole_way(server.plan, server.route)
+        assert way is not None
+        relay = server.dispatcher.adopt(flow, way, [0] * len(reads), 7)
+        (ticket,) = relay.batch.tickets
+        assert (ticket.rows, ticket.queued_ns, relay.batch.started_ns) == (2, 7, 7)
+        server.submit(1)  # whoever comes now waits: all instances are taken
+        assert (server.dispatcher.in_flight, server.relays, server.running) == (2, [], [])
+        server.dispatcher.set_free(relay, range(len(reads)))
+        server.dispatcher.relayed(relay, [[rows_of(2)]], 8)
+        assert server.answers == [flow]
+        assert all(count >= 0 for count in flow.readers)
+        server.turn()
+        assert len(server.relays) + len(server.running) == 1
 
 
 def test_a_relay_that_came_by_is_nothing_that_a_call_waits_for() -> None:

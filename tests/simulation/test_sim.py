@@ -66,10 +66,13 @@ def test_relays_end_in_every_way() -> None:
     """So that their laws mean something."""
     seen: Counter[object] = Counter()
     members: Counter[int] = Counter()
+    lone = 0
     for seed in range(300):
         sim = Sim(seed, draw_quick_world(Random(seed))).run()
         seen.update(what for _, what, *_ in sim.log)
         members.update(sim.handed_on)
+        lone += sim.lone
+    assert lone > 20, "few requests go alone"
     for event in (
         "is handed on",
         "is not handed on",

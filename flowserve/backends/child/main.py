@@ -37,6 +37,7 @@ from flowserve.backends.child.protocol import (
     GONE,
     MARSHAL_VERSION,
     MESSAGE_BYTES_MAX,
+    PATH,
     PEER,
     PLAIN_FACTS,
     READY,
@@ -195,6 +196,8 @@ class Server:
                 return spilled
             elif kind == PEER:
                 self._peers.know(*message[1:], *descriptors(ancillary))
+            elif kind == PATH:
+                self._peers.lead(*message[1:])
             else:
                 return message
 
@@ -211,7 +214,7 @@ class Server:
         relay: tuple[Any, ...] | None = None,
     ) -> None:
         if relay is not None and number in self._fenced:
-            self._send(pack(RELAYED, (number, *relay[2])))
+            self._send(pack(RELAYED, (number, *relay[1])))
             return
         if come_home:
             self._outputs.come_home(come_home)
@@ -237,22 +240,23 @@ class Server:
             return
         if kind == DONE:
             self._relayed = number, [(words[4], words[5])] if words[6] else ()
-        if not relay[1] or kind != DONE or text is not None or not self._hands_on(words, rows, requests, *relay):
-            self._send(pack(RELAYED, (number, *relay[2])) + pack(kind, words, text))
+        if not relay[3] or kind != DONE or text is not None or not self._hands_on(words, rows, requests, *relay):
+            self._send(pack(RELAYED, (number, *relay[1])) + pack(kind, words, text))
 
     def _hands_on(
         self,
         words: list[int],
         rows: list[int],
         requests: Sequence[tuple[Any, ...]] | None,
-        names: dict[int, int],
-        stops: list[tuple[Any, ...]],
-        passed: list[int],
-        places: list[Any],
+        path: int,
+        passed: tuple[int, ...],
+        places: tuple[Any, ...],
+        news: list[tuple[Any, Any]],
     ) -> bool:
         """Hand a batch on, where what was answered is usual and lies where the next process can read it."""
         number, kept, gathered_ns, computed_ns, segment, offset, nbytes = words[:7]
         usual = self._usuals.of(rows)
+        names, peer, inputs, wanted = self._peers.paths[path]
         known = names.get(segment)
         if usual is None or known is None:
             return False
@@ -262,10 +266,10 @@ class Server:
             (known, offset + start, size, shape, rows)
             for (shape, _, start), size in zip(usual.pieces, usual.placed, strict=True)
         ]
-        places = [*places, made]
-        peer, come_home, ended, inputs, wanted, names = stops[0]
+        places = (*places, made)
+        come_home, ended = news[0]
         columns = [places[i][j] for i, j in inputs]
-        relay = (names, stops[1:], (*passed, kept, gathered_ns, computed_ns, segment, offset), places)
+        relay = (path, (*passed, kept, gathered_ns, computed_ns, segment, offset), places, news[1:])
         said_onward: Any = (RUN, number, come_home, ended, columns, rows, requests, wanted, None, relay)
         message = marshal.dumps(said_onward, MARSHAL_VERSION)
         return len(message) <= MESSAGE_BYTES_MAX and self._peers.send(peer, message)

@@ -53,13 +53,11 @@ ATTACH: Final = 1
 #   requests[m]: what `request_facts` says of a request, or None where that is `PLAIN_FACTS` for all of them
 #   wanted[m]: the outputs asked of it; or these once, where all are asked for the same
 #   contexts[m]: the `traceparent` of the span that it runs in, or ""; None where nobody is traced
-#   relay: None, or (names, stops, passed, places): the batch is handed on to the first of the stops, as a RUN of the
-#     same number that comes to it as if from the server, and only the last process answers
-#       names: for each segment of the child's own the number that others know it by
-#       stops: of each (peer, come home, ended segments, inputs, wanted, names), where an input (i, j) is what the i-th
-#         process of the relay made as its j-th output
+#   relay: None, or (path, passed, places, news): the batch is handed on along a PATH, as a RUN of the same number that
+#     comes to the next process as if from the server, and only the last one answers
 #       passed: of each process so far kept, gathered_ns, computed_ns, segment, offset, as in its DONE
 #       places[i][j]: where the i-th process laid its j-th output, as columns say it
+#       news: of each process that follows (come home, ended segments)
 RUN: Final = 2
 # (END,): finalise and leave
 END: Final = 3
@@ -68,6 +66,12 @@ SPILLED: Final = 4
 # (PEER, number, gone), with a descriptor: the server's end of another process's socket, to hand batches on to it
 #   gone: numbers of such that are no more
 PEER: Final = 32
+# (PATH, number, names, peer, inputs, wanted, gone): where relays go on from here
+#   names: for each segment of the child's own the number that others know it by
+#   inputs: of the next process; (i, j) is what the i-th process of the relay made as its j-th output
+#   wanted: the outputs that the next process is asked for
+#   gone: numbers of paths that no relay takes any more
+PATH: Final = 36
 # (FENCE, number): say whether that batch of a relay has come by here; if not, it no longer may
 FENCE: Final = 34
 # (RECALL, number): nobody reads what was made of it
