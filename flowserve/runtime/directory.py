@@ -110,7 +110,8 @@ class Directory:
         if version and int(version) in entry.ready:
             return entry.ready[int(version)]
         if entry.state != "READY":
-            reason = f": {entry.reason}" if entry.reason and self.options.tells_names else ""
+            why = entry.reason or ("it is being loaded" if entry.state == "LOADING" else "")
+            reason = f": {why}" if why and self.options.tells_names else ""
             which = f" version {version}" if version else ""
             raise Unavailable(f"Request for unknown model: '{name}'{which} is not at ready state{reason}")
         if not version:
