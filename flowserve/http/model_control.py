@@ -18,7 +18,15 @@ from flowserve.errors import Invalid
 from flowserve.http.documents import ReadBody, document, json_response
 from flowserve.runtime.control import Control
 from flowserve.runtime.engine import Engine
-from flowserve.runtime.repository_calls import FILE, allowed, one_of_several, override, unload_dependents
+from flowserve.runtime.repository_calls import (
+    CONFIG,
+    FILE,
+    UNLOAD_DEPENDENTS,
+    allowed,
+    one_of_several,
+    override,
+    unload_dependents,
+)
 
 REPOSITORY: Final = "/v2/repository"
 
@@ -65,6 +73,9 @@ class ModelControlRoutes:
 
 
 def _parameters(asked: dict[str, Any]) -> dict[str, Any]:
+    for key in asked:
+        if key in (CONFIG, UNLOAD_DEPENDENTS) or key.startswith(FILE):
+            raise Invalid(f'{key[:100]!r} is a parameter: {{"parameters": {{"{key[:100]}": ...}}}}')
     parameters = asked.get("parameters", {})
     if not isinstance(parameters, dict):
         raise Invalid("'parameters' is a JSON object")

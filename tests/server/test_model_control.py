@@ -646,15 +646,29 @@ def test_an_override_that_cannot_be_read_is_refused_and_the_old_model_serves(
     control_server: Served, parameters: Any, said: str
 ) -> None:
     url = f"{control_server.base_url}/v2/repository/models/m/load"
-    answer = httpx.post(url, json={"parameters": parameters}, timeout=30, trust_env=False)
+    answer = httpx.post(url, json={"parameters": parameters}, timeout=30, trust_env=False, verify=False)
     assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
     with client_of(control_server) as client:
         assert ask(client, "m") == 2
 
 
+@pytest.mark.parametrize(
+    ("verb", "key"), [("load", "config"), ("load", "file:1/model.onnx"), ("unload", "unload_dependents")]
+)
+def test_a_parameter_that_stands_beside_the_parameters_is_refused_and_not_passed_over(
+    control_server: Served, verb: str, key: str
+) -> None:
+    url = f"{control_server.base_url}/v2/repository/models/m/{verb}"
+    answer = httpx.post(url, json={key: "{}"}, timeout=30, trust_env=False, verify=False)
+    said = f'\'{key}\' is a parameter: {{"parameters": {{"{key}": ...}}}}'
+    assert (answer.status_code, answer.json()["error"]) == (400, said)
+
+
 def test_one_repository_of_several_cannot_be_named(control_server: Served) -> None:
     for path in ("index", "models/m/load", "models/m/unload"):
-        answer = httpx.post(f"{control_server.base_url}/v2/repository/some/{path}", timeout=30, trust_env=False)
+        answer = httpx.post(
+            f"{control_server.base_url}/v2/repository/some/{path}", timeout=30, trust_env=False, verify=False
+        )
         assert answer.status_code == 501
         assert answer.json()["error"].startswith("'repository_name' specification is not supported")
 
