@@ -15,24 +15,27 @@ from typing import Any, Final
 
 from flowserve.authoring.parts import FolderModel
 from flowserve.backends.callable import offer
+from flowserve.config.authored import note_author
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.write import text_of
 from flowserve.errors import Problem, Problems
 from flowserve.graph.builder import Declared
 from flowserve.graph.functions import FunctionModel
+from flowserve.repository.override import PrivateFolder
 
 SavedPart = FolderModel | Declared  # which all parts are
 VERSION: Final = "1"
 
 
-def write_private(parts: Sequence[SavedPart], folder: Path) -> None:
+def write_private(parts: Sequence[SavedPart], private: PrivateFolder) -> None:
     """Write everything into an empty folder, for this process only. Blocks."""
     for part in parts:
-        home = folder / part.name
+        home = private.path / part.name
         if isinstance(part, FolderModel):
             home.symlink_to(part.path)
             continue
         _write(home, part.config())
+        note_author(home, part.source(), private)
         _copy_beside(part, home)
         if isinstance(part, FunctionModel):
             (home / VERSION / "model.py").write_text(offer(part), encoding="utf-8")

@@ -222,7 +222,7 @@ def write_together(graphs: Sequence[Graph]) -> PrivateFolder:
     if problems:
         raise Problems(problems)
     private = PrivateFolder()
-    write_private(list({part.name: part for graph in graphs for part in _walk(graph)}.values()), private.path)
+    write_private(list({part.name: part for graph in graphs for part in _walk(graph)}.values()), private)
     return private
 
 

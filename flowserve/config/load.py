@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from flowserve.config.authored import authored
 from flowserve.config.backends import fill_backend
 from flowserve.config.complete import merge
 from flowserve.config.convert import to_config
@@ -76,6 +77,7 @@ def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str],
     if found is not None:
         file = f"{home}/{found}"
         parsed = parse(read_text(folder / found, file), file)
+        parsed = replace(parsed, source=authored(folder, parsed.source))
     else:
         parsed = Parsed(ModelConfigProto(), SourceMap(home))
     return draft_of(parsed, folder, default_files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from flowserve.errors import Invalid, Problem
 from flowserve.render.formats import SUFFIXES
 from flowserve.repository.layout import scan
 from flowserve.runtime.reading import read_repositories
+from flowserve.testing import Faked, FakeModel
 from flowserve.testing.onnx_files import onnx_identity
 from flowserve.values import Array
 
@@ -227,6 +229,18 @@ def test_what_is_of_another_kind_is_refused_at_its_line(wrong: Callable[[Any, An
     assert said in str(refused.value)
     assert refused.value.problems[0].rule == "B1"
     assert Path(__file__).name in str(refused.value.problems[0].place)
+
+
+def test_what_fails_when_it_runs_names_the_line_of_python_and_no_file_of_ours() -> None:
+    graph = Graph("g")
+    half, _ = halve(graph.input("X", "FP32[4]"))
+    graph.output("Z", scale(half, graph.input("B", "FP32[1]")))
+    wired = f"{Path(__file__).name}:{line(1)}:"
+    given = {"X": np.ones((1, 4), np.float32), "B": np.ones((1, 1), np.float32)}
+    with flowserve.Engine(Faked(graph, {"scale": FakeModel(ValueError("no luck"))})) as engine:
+        with pytest.raises(flowserve.FlowserveError, match="no luck") as failed:
+            engine.infer("g", given)
+    assert re.search(rf"\(step 'scale' at \S*{re.escape(wired)}", str(failed.value))
 
 
 def test_an_engine_is_of_graphs_and_not_of_their_parts() -> None:
