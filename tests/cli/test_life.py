@@ -67,11 +67,13 @@ def wait_for(file: Path) -> str:
 
 
 def infer(served: Served, name: str, within_s: float = 30) -> httpx.Response:
-    return httpx.post(f"{served.base_url}/v2/models/{name}/infer", json=BODY, timeout=within_s, trust_env=False)
+    return httpx.post(
+        f"{served.base_url}/v2/models/{name}/infer", json=BODY, timeout=within_s, trust_env=False, verify=False
+    )
 
 
 def get(served: Served, path: str) -> httpx.Response:
-    return httpx.get(served.base_url + path, timeout=10, trust_env=False)
+    return httpx.get(served.base_url + path, timeout=10, trust_env=False, verify=False)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -120,7 +122,7 @@ def test_a_repository_that_is_a_file_is_named(tmp_path: Path, serve: Serve) -> N
 def test_an_empty_repository_is_served_and_ready(tmp_path: Path, serve: Serve) -> None:
     served = serve(tmp_path)
     assert get(served, "/v2/health/ready").status_code == 200
-    index = httpx.post(served.base_url + "/v2/repository/index", timeout=10, trust_env=False)
+    index = httpx.post(served.base_url + "/v2/repository/index", timeout=10, trust_env=False, verify=False)
     assert index.json() == []
     assert "there is no model here: a repository is a folder of models' folders" in served.log
 
@@ -301,7 +303,9 @@ def test_a_request_that_still_waits_for_company_at_the_end_is_not_passed_over_in
     served = serve(tmp_path / "models", "--exit-timeout-secs", "1")
     body = {"inputs": [{"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1.5]}]}
     with ThreadPoolExecutor(1) as clients:
-        answer = clients.submit(httpx.post, f"{served.base_url}/v2/models/waits/infer", json=body, trust_env=False)
+        answer = clients.submit(
+            httpx.post, f"{served.base_url}/v2/models/waits/infer", json=body, trust_env=False, verify=False
+        )
         pending = 'nv_inference_pending_request_count{model="waits",version="1"} 1'
         wait_until(lambda: pending in get(served, "/metrics").text, "the request waits")
         assert served.stop(within_s=3) == 1
