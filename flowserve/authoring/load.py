@@ -30,6 +30,10 @@ def load_graph(folder: Path, name: str) -> Graph:
     folder = folder.resolve()
     if is_model_folder(folder):
         folder, name = folder.parent, folder.name
+    if name and not is_model_folder(folder / name):
+        known = [found.name for found in scan(folder)]
+        hint = did_you_mean(name, known) or f"it has {', '.join(known) or 'none'}"
+        raise Problems([Problem(f"there is no graph '{name}' in '{folder}'", rule="B8", hint=hint)])
     return _Loader(folder).graph(name or _outermost(folder))
 
 

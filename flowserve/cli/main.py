@@ -193,6 +193,11 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for standard error
 
 
+def _has_color() -> bool:
+    """Whether complaints may be coloured: https://no-color.org is what other tools keep to."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def _drop_output() -> None:
     """Or Python complains when it flushes at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -223,7 +228,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             from flowserve.cli.graph import GraphOptions, draw
 
             options = GraphOptions(parsed.repository, parsed.model, parsed.format or "", parsed.output)
-            return draw(options, sys.stderr, color=sys.stderr.isatty())
+            return draw(options, sys.stderr, color=_has_color())
         case _:
             from flowserve.cli.check import check
 
@@ -231,7 +236,7 @@ def _main(arguments: Sequence[str] | None) -> int:
                 parsed.repositories,
                 sys.stdout,
                 sys.stderr,
-                color=sys.stderr.isatty(),
+                color=_has_color(),
                 config_name=parsed.model_config_name or "",
                 as_json=parsed.json,
             )
@@ -249,7 +254,7 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
     except FlowserveError as error:
         from flowserve.cli.check import Printer
 
-        Printer(sys.stderr, sys.stderr.isatty()).failure("", error)
+        Printer(sys.stderr, _has_color()).failure("", error)
         return 1
     return _serve(parsed)
 

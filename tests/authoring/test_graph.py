@@ -456,6 +456,8 @@ def test_what_is_loaded_says_what_it_cannot_be(tmp_path: Path) -> None:
     good("h").save(tmp_path / "more")
     with pytest.raises(Problems, match="'scale' is a model and no graph"):
         Graph.load(tmp_path / "scale")
+    with pytest.raises(Problems, match=r"there is no graph 'another' in .* \(it has g, halve, scale\) \[B8\]"):
+        Graph.load(tmp_path, "another")
     (tmp_path / "scale" / "config.pbtxt").unlink()
     (tmp_path / "scale" / "1" / "model.py").unlink()
     (tmp_path / "scale" / "1").rmdir()

@@ -178,6 +178,21 @@ def test_colors_come_only_where_they_were_asked_for(checked: Callable[..., Check
     assert "\x1b[31merror:\x1b[0m" in checked(color=True)[2]
 
 
+@pytest.mark.parametrize(
+    ("environment", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_a_terminal_gets_colors_unless_it_has_none_or_nobody_wants_them(
+    environment: dict[str, str], is_coloured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for name, value in {"NO_COLOR": "", "TERM": "xterm", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["check", str(tmp_path / "nowhere")]) == 1
+    assert ("\x1b[31merror:" in terminal.getvalue()) is is_coloured
+
+
 def test_control_characters_of_a_name_do_not_reach_the_terminal(
     checked: Callable[..., Checked], repository: Path
 ) -> None:
