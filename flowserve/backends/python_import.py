@@ -192,8 +192,9 @@ def raised_at(error: BaseException, owner: Owner) -> FrameSummary | None:
 def forget_model(module: ModuleType) -> None:
     """Take the module and its relatives out of sys.modules."""
     package = module.__name__.partition(".")[0]
-    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
-        del sys.modules[name]
+    for name in list(sys.modules):  # in one go: other threads import and forget theirs meanwhile
+        if name == package or name.startswith(f"{package}."):
+            sys.modules.pop(name, None)
 
 
 def _forget_siblings() -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from textwrap import dedent
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from flowserve.backends import registry
 from flowserve.backends.base import Work
 from flowserve.backends.python_answers import AnswerReader
+from flowserve.backends.python_import import forget_model
 from flowserve.backends.triton_objects import InferenceResponse
 from flowserve.config.types import Completion, DynamicBatching, ModelConfig
 from flowserve.errors import (
@@ -797,3 +799,20 @@ def test_a_completion_that_contradicts_the_user_is_refused(repository: Repositor
     with pytest.raises(FlowserveError) as caught:
         complete(repository, body, config_of(inputs=[spec("x")], max_batch_size=2))
     assert text in str(caught.value)
+
+
+def test_models_on_threads_are_forgotten_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meanwhile(str):
+        """A name that is looked at while another thread forgets its own module."""
+
+        def __eq__(self, other: object) -> bool:
+            sys.modules.pop("_of_another_thread", None)
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    for name in (Meanwhile("_looked_at"), "_of_another_thread", "_model_7", "_model_7.model", "_model_70"):
+        monkeypatch.setitem(sys.modules, name, ModuleType("module"))
+    forget_model(ModuleType("_model_7.model"))
+    assert "_model_70" in sys.modules
+    assert not {"_model_7", "_model_7.model", "_of_another_thread"} & {*sys.modules}
