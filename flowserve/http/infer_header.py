@@ -26,6 +26,9 @@ from flowserve.runtime.request_parameters import BINARY_OUTPUT, KNOWN_PARAMETERS
 from flowserve.values import BY_WIRE, DType, Parameter
 
 _DEPTH_MAX: Final = 100
+_BESIDE_INPUTS: Final = frozenset({"id", "parameters", "outputs"})
+_BEHIND_THE_JSON: Final = "unexpected content after document"  # in orjson's words
+_BINARY_HINT: Final = "where binary data follow the JSON, Inference-Header-Content-Length says how long the JSON is"
 _NOT_MARKS: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE: Final = ord('"')
 _DEPTH_BLOCK: Final = 1 << 20
@@ -93,9 +96,16 @@ class InferHeader:
 
 def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeader:
     """The checked header. Raises `Invalid` naming the field."""
-    document = load_json(text)
+    try:
+        document = load_json(text)
+    except Invalid as error:
+        raise Invalid(f"{error} ({_BINARY_HINT})") if _BEHIND_THE_JSON in str(error) else error from None
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
+    if "inputs" not in document and (others := document.keys() - _BESIDE_INPUTS):
+        raise missing(
+            "inputs", f": it has {min(others)[:100]!r}"
+        )  # a model may need no input, but this was meant as one
     parameters = object_of(document, "parameters")
     outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
     inputs = _inputs(document, model)

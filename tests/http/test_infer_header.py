@@ -91,6 +91,21 @@ def test_inputs_that_are_no_list_are_refused_and_missing_ones_left_to_the_engine
     assert parse_header(request(inputs=[]), "m").inputs == ()
 
 
+def test_inputs_by_another_name_are_named() -> None:
+    assert refusal(b'{"id": "x", "instances": [[1, 2]]}') == (
+        "Unable to parse 'inputs': attempt to access non-existing object member 'inputs': it has 'instances'"
+    )
+
+
+@pytest.mark.fault("J1")
+def test_bytes_behind_the_json_are_told_which_header_they_need() -> None:
+    text = refusal(request() + bytes(8))
+    assert text.startswith("failed to parse the request JSON buffer: unexpected content after document: line 1 column")
+    assert text.endswith(
+        " (where binary data follow the JSON, Inference-Header-Content-Length says how long the JSON is)"
+    )
+
+
 @pytest.mark.fault("J4")
 @pytest.mark.parametrize("field", ["name", "shape", "datatype", "data"])
 def test_a_missing_field_is_named(field: str) -> None:
