@@ -195,7 +195,7 @@ async def test_a_model_that_hangs_while_it_is_read_can_be_unloaded_and_the_index
         nursery.start_soon(load)
         await until(lambda: "hangs" in engine.entries)
         assert engine.index() == [{"name": "hangs", "state": "LOADING", "reason": ""}]
-        with pytest.raises(Unavailable, match="'hangs' is not at ready state: it is being loaded$"):
+        with pytest.raises(Unavailable, match=r"'hangs' is not at ready state: it is being loaded$"):
             engine.find("hangs")
         with trio.fail_after(20):
             await control.unload("hangs")  # wherever it hangs, or will
