@@ -1,4 +1,4 @@
-"""What is right about a graph and yet makes it slow: where batches that were formed once fall apart again.
+"""What is right about a graph and yet is hardly meant: batches that fall apart again, and those that cannot pass.
 
 Decided here: what is worth a warning when a user asks for a check. Nothing is refused, and nothing that runs reads
 this.
@@ -19,7 +19,7 @@ def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[Problem
 
     Batches come apart only behind the model that formed them: a small model in front of a larger one is none. Nor is
     one behind a model that answers many times, whose answers come one by one. `configs` has every model of the graph
-    by name.
+    by name. And one for each step that a request of several rows, which the ensemble takes, would fail at.
     """
     largest: dict[str, ModelConfig] = {}
     for edge in graph.edges:
@@ -30,6 +30,20 @@ def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[Problem
             largest[second.name] = first
     for name in sorted(largest):
         yield from _breaks(graph, largest[name], configs[name])
+    yield from _lose_rows(graph)
+
+
+def _lose_rows(graph: Graph) -> Iterator[Problem]:
+    """Only a 1 can be taken away in front of a model that has no batch dimension."""
+    losing = {edge.consumer for edge in graph.edges if edge.conversion is not None and edge.conversion.batch < 0}
+    for node in graph.nodes if graph.max_batch_size > 1 else ():
+        if node.index in losing:
+            whole = f"ensemble '{graph.name}' takes up to {graph.max_batch_size} rows"
+            text = (
+                f"{whole}, and requests of more than one fail at step '{node.name}', whose model has no batch dimension"
+            )
+            hint = f"give '{node.model.name}' a batch dimension, or lower the max_batch_size of '{graph.name}' to 1"
+            yield Problem(text, node.place, "A3", hint)
 
 
 def _hands_on_batches(config: ModelConfig) -> bool:

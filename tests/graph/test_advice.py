@@ -54,6 +54,19 @@ def test_a_model_that_takes_fewer_rows_than_the_one_before_it_is_named_with_both
     )
 
 
+def test_a_step_that_several_rows_cannot_pass_is_named_where_the_ensemble_takes_them() -> None:
+    (text,) = advice(FIRST, replace(SECOND, max_batch_size=0))
+    assert text == (
+        "pipe/config.pbtxt:10:1: ensemble 'pipe' takes up to 8 rows, and requests of more than one fail"
+        " at step 'second', whose model has no batch dimension"
+        " (give 'second' a batch dimension, or lower the max_batch_size of 'pipe' to 1) [A3]"
+    )
+    single = replace(PIPE, max_batch_size=1)
+    second = replace(SECOND, max_batch_size=0)
+    graph = compile_ensemble(single, 1, available(FIRST, second))
+    assert [*advise(graph, {"first": FIRST, "second": second})] == []
+
+
 def test_nothing_falls_apart_behind_a_model_that_makes_smaller_batches_or_none() -> None:
     assert advice(batched(FIRST, rows=8), batched(SECOND)) == []
     assert advice(FIRST, batched(SECOND)) == []
