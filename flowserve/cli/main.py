@@ -74,6 +74,7 @@ examples:
   flowserve graph graphs/read_text -o read_text.svg  one of them as a picture; the name says which kind
   flowserve graph graphs/ read_text --format mermaid for a README
   flowserve graph graphs/read_text -o read_text.html nested ensembles fold; works offline
+  flowserve graph steps:graph -o steps.svg           a graph of that name in the Python module steps
 """
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import networkx as nx
@@ -97,6 +98,23 @@ def _side(config: ModelConfig, specs: tuple[TensorSpec, ...], port: str) -> Side
 
 def both_ends(first: Side, second: Side) -> str:
     return f"'{first.port}' of '{first.owner}' meets '{second.port}' of '{second.owner}' here"
+
+
+def how_to_meet(first: Side, second: Side, ensemble: str) -> str:
+    """What to write where two shapes do not meet and it can be told what was meant; else both ends."""
+    both = both_ends(first, second)
+    for one, other in ((first, second), (second, first)):
+        if one.batches and other.batches and one.dims[:1] == (-1,) and _dims_meet(one.dims[1:], other.dims):
+            return (
+                f"{both}; dims leave out the batch dimension, and those of '{one.port}' of '{one.owner}' begin with it?"
+            )
+    fixed = -1 not in (*first.dims, *second.dims) and first.batches == second.batches
+    if not fixed or prod(first.dims) != prod(second.dims):
+        return both
+    outer, inner = (second, first) if second.owner == ensemble else (first, second)
+    which = f"'{second.port}' of '{second.owner}'"
+    dims, shape = (", ".join(map(str, side.dims)) for side in (outer, inner))
+    return f"{both}; they hold equally many elements: dims: [ {dims} ] reshape {{ shape: [ {shape} ] }} for {which}"
 
 
 def circles(joined: nx.DiGraph[Any]) -> list[list[Any]]:

@@ -25,6 +25,7 @@ from flowserve.graph.facts import (
     disagreements,
     feeds_required_input,
     first_steps,
+    how_to_meet,
     known,
     listing,
     not_written,
@@ -270,7 +271,7 @@ def _shapes_agree(w: Wiring) -> Iterator[Problem]:
             " from model"
             f" {first.owner} while {shape_text(second)} is inferred from model {second.owner}",
             place,
-            hint=both_ends(first, second),
+            hint=how_to_meet(first, second, w.name),
         )
 
 

@@ -387,6 +387,29 @@ def test_rule_G15_shapes_must_agree() -> None:
     )
 
 
+def test_rule_G15_says_how_tensors_of_equally_many_elements_meet_and_what_it_says_is_right() -> None:
+    flat = model("classify", {"X": "FP32[192]"}, {"SCORES": "FP32[10]"})
+    (problem,) = refusals(GOOD, DECODE, flat)
+    assert problem.hint == (
+        "'IMAGE' of 'decode' meets 'X' of 'classify' here; they hold equally many elements: "
+        "dims: [ 3, 8, 8 ] reshape { shape: [ 192 ] } for 'X' of 'classify'"
+    )
+    mended = replace(flat, inputs=(replace(flat.inputs[0], dims=(3, 8, 8), reshape=(192,)),))
+    compile_ensemble(GOOD, 1, available(DECODE, mended))
+
+    square = replace(GOOD, outputs=(replace(GOOD.outputs[0], dims=(2, 5)),))
+    (problem,) = refusals(square, DECODE, CLASSIFY)
+    assert problem.hint.endswith("dims: [ 2, 5 ] reshape { shape: [ 10 ] } for 'scores' of 'pipe'")
+    mended_too = replace(square, outputs=(replace(square.outputs[0], reshape=(10,)),))
+    compile_ensemble(mended_too, 1, available(DECODE, CLASSIFY))
+
+
+def test_rule_G15_asks_about_dims_that_begin_with_the_batch_dimension() -> None:
+    twice = model("classify", {"X": "FP32[-1,3,8,8]"}, {"SCORES": "FP32[10]"})
+    (problem,) = refusals(GOOD, DECODE, twice)
+    assert problem.hint.endswith("dims leave out the batch dimension, and those of 'X' of 'classify' begin with it?")
+
+
 def test_rule_G15_a_dimension_of_minus_one_meets_anything() -> None:
     loose = model("classify", {"X": "FP32[3,-1,-1]"}, {"SCORES": "FP32[-1]"})
     assert compile_ensemble(GOOD, 1, available(DECODE, loose)).nodes[1].inputs[0].is_variable
