@@ -290,10 +290,10 @@ def test_binary_junk_is_refused_at_its_first_bad_byte(tmp_path: Path) -> None:
 def test_a_file_of_ten_megabytes_is_refused_without_being_read(tmp_path: Path) -> None:
     path = tmp_path / "config.pbtxt"
     path.write_bytes(b"input { dims: 3 }\n" * 600_000)
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(Problems) as caught:
         read_text(path, "m/config.pbtxt")
-    assert time.monotonic() - started < 1
+    assert time.thread_time() - started < 1
     assert str(caught.value) == "m/config.pbtxt:1:1: larger than 1 MiB, which is too large for a configuration"
 
 

@@ -18,6 +18,7 @@ from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
 
 CACHE_BYTES = 4000
+SOON_S = 0.35  # less than the 0.4 s for which models sleep
 
 
 def tensor(kind: str, name: str, dims: str = "4", more: str = "", dtype: str = "FP32") -> str:
@@ -201,6 +202,15 @@ def ask(wire: Any, model: str, **inputs: Sequence[float]) -> Any:
     return wire.post(f"/v2/models/{model}/infer", json.dumps({"inputs": tensors}).encode())
 
 
+def ask_until_soon(question: Callable[[], Any]) -> Any:
+    """Its answer in less time than the models that sleep take. Asked again where the machine was too busy for that."""
+    answers = []
+    while not answers or (answers[-1].seconds >= SOON_S and len(answers) < 3):
+        answers.append(question())
+    assert answers[-1].seconds < SOON_S, f"a model that sleeps was waited for: {[one.seconds for one in answers]}"
+    return answers[-1]
+
+
 def outputs(answer: Any) -> dict[str, Any]:
     assert answer.status == 200, answer.body
     return {one["name"]: one["data"] for one in answer.json["outputs"]}
@@ -311,9 +321,7 @@ def test_a_full_inner_queue_is_unavailable_and_names_the_step_and_the_server_goe
 
 
 def test_the_first_step_that_fails_decides_at_once(wire: Any) -> None:
-    answer = ask(wire, "fails_early", IN=BAD)
-    assert answer.status == 500
-    assert answer.seconds < 0.35, "its slow sibling was waited for"
+    assert ask_until_soon(lambda: ask(wire, "fails_early", IN=BAD)).status == 500
 
 
 @pytest.mark.fault("E13")
@@ -364,19 +372,19 @@ def test_a_client_who_leaves_takes_its_steps_out_of_every_queue(wire: Any) -> No
 
 
 def test_a_graphs_deadline_is_for_all_steps_together_and_names_the_one_it_was_in(wire: Any) -> None:
-    answer = ask(wire, "deadline", IN=ROW)
+    answer = ask_until_soon(lambda: ask(wire, "deadline", IN=ROW))
     assert answer.status == 503
-    assert answer.error.startswith("in ensemble 'deadline', Request timeout expired: its deadline passed after 1")
+    assert answer.error.startswith("in ensemble 'deadline', Request timeout expired: its deadline passed after ")
+    assert 100 <= int(answer.error.partition(" passed after ")[2].split()[0]) < SOON_S * 1000
     assert "it was in step 'slow' (step 'slow' at deadline/config.pbtxt:7:3, inputs IN [1,4])" in answer.error
-    assert 0.08 < answer.seconds < 0.35
+    assert answer.seconds > 0.08
     assert outputs(ask(wire, "patient", IN=ROW)) == {"OUT": ROW}
 
 
 def test_the_requests_own_timeout_counts_where_it_is_sooner(wire: Any) -> None:
-    answer = wire.infer("patient", [ROW], parameters={"timeout": 50_000})
+    answer = ask_until_soon(lambda: wire.infer("patient", [ROW], parameters={"timeout": 50_000}))
     assert answer.status == 503
     assert "its deadline passed" in answer.error
-    assert answer.seconds < 0.35
 
 
 def test_a_full_graph_refuses_before_its_first_step(wire: Any) -> None:

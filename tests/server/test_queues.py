@@ -205,18 +205,21 @@ def test_who_waits_too_long_is_told_so_at_its_deadline_while_the_instance_is_bus
     hasty = crowd("hasty")
     with counted(wire, "hasty") as failures:
         busy = hasty.keep_busy()
-        default, own = hasty.send(), hasty.send(timeout=100_000)
-        began = time.monotonic()
-        first = hasty.answer(own)
-        assert 0.0 < time.monotonic() - began < 0.3
-        second = hasty.answer(default)
-        assert time.monotonic() - began < 1.0
-        for refused in (first, second):
-            assert refused.status == 503
-            assert refused.error.startswith("Request timeout expired: it waited ")
+        default = hasty.send()
+        own: list[int] = []
+        while not own or (own[-1] >= 300 and len(own) < 3):  # again where the machine was too busy to tell
+            own.append(_waited_ms(hasty.answer(hasty.send(timeout=100_000))))
+        assert 100 <= own[-1] < 300
+        assert _waited_ms(hasty.answer(default)) >= 400
         hasty.open()
         assert hasty.answer(busy).status == 200  # what runs is never timed out
-    assert failures == {"REJECTED": 2}
+    assert failures == {"REJECTED": 1 + len(own)}
+
+
+def _waited_ms(refused: Any) -> int:
+    assert refused.status == 503
+    assert refused.error.startswith("Request timeout expired: it waited ")
+    return int(refused.error.partition(" it waited ")[2].split()[0])
 
 
 @pytest.mark.fault("D2")
