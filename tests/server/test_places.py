@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,25 @@ from flowserve.testing.serve import Served, serving
 
 
 @pytest.fixture(scope="module")
-def inline(repository: Path) -> Iterator[Served]:
-    with serving(repository, "--python-execution", "inline") as served:
-        yield served
+def elsewhere(repository: Path) -> Iterator[dict[str, Served]]:
+    """Two more servers of the same repository by where Python models run, started at once."""
+
+    def start(place: str) -> Served:
+        return stack.enter_context(serving(repository, "--python-execution", place))
+
+    places = ("thread", "inline")
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        yield dict(zip(places, pool.map(start, places), strict=True))
 
 
 @pytest.fixture(scope="module")
-def threaded(repository: Path) -> Iterator[Served]:
-    with serving(repository, "--python-execution", "thread") as served:
-        yield served
+def inline(elsewhere: dict[str, Served]) -> Served:
+    return elsewhere["inline"]
+
+
+@pytest.fixture(scope="module")
+def threaded(elsewhere: dict[str, Served]) -> Served:
+    return elsewhere["thread"]
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +84,9 @@ def test_python_models_answer_the_same_in_a_process_on_a_thread_and_on_the_loop(
     for model, rows in QUESTIONS:
         datatype = "FP64" if model == "py_FP64" else "FP32"
         request = wire.infer_request(model, rows, datatype)
-        answers = [each.together([request])[0] for each in (wire, threaded_wire, inline_wire)]
-        told = {(answer.status, _placeless(answer.body)) for answer in answers}
+        with ThreadPoolExecutor() as pool:
+            answered = pool.map(type(wire).together, (wire, threaded_wire, inline_wire), [[request]] * 3)
+        told = {(answer.status, _placeless(answer.body)) for (answer,) in answered}
         assert len(told) == 1, (model, told)
 
 
