@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import decode_source
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -45,18 +46,21 @@ class Source:
         self.owner = Owner(config.name, [str(self.path.parent), str(files.folder)], code=code)
 
     def text(self) -> str:
-        """The file. Raises Problems where it is not Python, Invalid where it cannot be read."""
+        """The file, in whichever encoding it says that it has. Raises Problems where it is not Python, Invalid where it
+        cannot be read.
+        """
         try:
             known = self.owner.code.get(str(self.path))
-            text = self.path.read_text(encoding="utf-8") if known is None else known.decode()
-            compile(text, self.shown, "exec", dont_inherit=True)
+            raw = self.path.read_bytes() if known is None else known
+            compile(raw, self.shown, "exec", dont_inherit=True)
         except SyntaxError as error:
-            place = Place(self.shown, error.lineno or 1, error.offset or 1)
+            place = Place(self.shown, max(error.lineno or 1, 1), max(error.offset or 1, 1))
             text = f"model '{self.config.name}' is not valid Python: {error.msg}"
             raise Problems([Problem(text, place)]) from error
         except (OSError, ValueError) as error:
-            raise Invalid(f"{self.shown}: model '{self.config.name}' cannot be read: {error}") from error
-        return text
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise Invalid(f"{self.shown}: model '{self.config.name}' cannot be read: {why}") from error
+        return decode_source(raw)
 
     def mentions(self, name: str) -> bool:
         """Whether the name stands anywhere in the model's code, as far as that is known."""

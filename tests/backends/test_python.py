@@ -27,6 +27,7 @@ from flowserve.errors import (
     Invalid,
     ModelFailed,
     NotFound,
+    Problems,
     Unavailable,
     Unsupported,
 )
@@ -74,7 +75,7 @@ def python(repository: Repository, opened: Open) -> Callable[..., Opened]:
     """`python(source)` writes the model and opens an instance of it: FP32 [4] in and out, batches of up to eight."""
 
     def start(
-        source: str,
+        source: str | bytes,
         *,
         name: str = "m",
         inputs: Sequence[Any] = (spec("x"),),
@@ -102,6 +103,18 @@ def test_each_request_gets_its_own_answer(python: Open) -> None:
     assert values(results) == [rows(2).tolist(), rows(4, 6).tolist()]
     assert results.errors == {}
     assert not results.copied
+
+
+@pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"# -*- coding: latin-1 -*-\n# f\xfcr\n"])
+def test_a_file_may_have_any_encoding_that_python_reads(python: Open, before: bytes) -> None:
+    assert values(python(before + (HEAD + DOUBLE).encode()).run({"x": rows(1)})) == [rows(2).tolist()]
+
+
+def test_a_file_in_no_encoding_at_all_is_told_with_its_line(python: Open) -> None:
+    with pytest.raises(
+        Problems, match=r"m/1/model\.py:2:\d+: model 'm' is not valid Python: \(unicode error\) 'utf-8'"
+    ):
+        python(b"x = 1\ny = '\xe4'\n")
 
 
 def test_small_answers_of_a_batch_lie_side_by_side(python: Open) -> None:
