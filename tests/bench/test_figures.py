@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.__main__ import main
 from bench.batches import EdgeBytes
 from bench.load import Measured
 from bench.processes import cpu_seconds
@@ -168,24 +169,32 @@ def test_a_server_that_does_not_start_is_reported_with_what_it_said(tmp_path: Pa
         pass
 
 
+def beside(root: Path, folder: Path) -> tuple[str, Any]:
+    """What is printed of one run beside another, and its record."""
+    (folder / "flowserve").symlink_to(root / "flowserve")
+    arguments = ["--work", "chain", "--concurrency", "32", "--seconds", "0.3", "--rounds", "1"]
+    files = ["--json", str(folder / "bench.json"), "--plot", str(folder / "bench.svg")]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", *arguments, "--against", str(folder), *files],
+        cwd=root,
+        env={name: value for name, value in os.environ.items() if name != "TRITONSERVER"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, json.loads((folder / "bench.json").read_text())
+
+
 @pytest.mark.server
 @pytest.mark.slow
-def test_a_checkout_of_another_flowserve_is_measured_in_turns_with_this_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("TRITONSERVER", raising=False)
-    (tmp_path / "flowserve").symlink_to(ROOT / "flowserve")
-    arguments = ["--work", "chain", "--concurrency", "32", "--seconds", "0.3", "--rounds", "1"]
-    files = ["--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.svg")]
-    main([*arguments, "--against", str(tmp_path), *files])
-    record = json.loads((tmp_path / "bench.json").read_text())
+def test_a_checkout_of_another_flowserve_is_measured_in_turns_with_this_one(done_beside: tuple[str, Any]) -> None:
+    printed, record = done_beside
     assert [run["server"] for run in record["runs"]] == ["flowserve", "before"]
     assert set(record["runs"][0]["edges"]) == {
         "request > chain_double",
         "chain_double > chain_add",
         "chain_add > chain_subtract",
     }
-    printed = capsys.readouterr().out
     assert "do batches stay together?" in printed
     assert "requests/s over before's" in printed
