@@ -18,7 +18,7 @@ from typing import Any, Final, Self, TypedDict, Unpack
 import numpy as np
 import trio
 
-from flowserve.errors import FlowserveError, Invalid
+from flowserve.errors import FlowserveError, Invalid, Unsupported
 from flowserve.repository.override import Override
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.control import ALL, Control, ControlOptions, open_control
@@ -158,6 +158,11 @@ class Embedding:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> AsyncEngine:
+        if not trio.lowlevel.in_trio_task():
+            raise Unsupported(
+                "`async with flowserve.Engine(...)` is for trio; under asyncio open it by `with`, and ask on a thread:"
+                " await asyncio.to_thread(engine.infer, ...)"
+            )
         repositories, kept = await trio.to_thread.run_sync(self._found)
         self._stack.callback(_hold, kept)
         try:

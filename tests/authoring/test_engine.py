@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -172,6 +173,16 @@ def test_a_blocking_call_on_a_loop_is_refused_instead_of_waiting_for_itself(engi
 
     with pytest.raises(Unsupported, match=r"async with flowserve\.Engine"):
         trio.run(on_a_loop_of_its_own)
+
+
+def test_under_asyncio_an_engine_says_how_it_is_used_there_and_that_works(engine: BlockingEngine) -> None:
+    async def ask() -> Any:
+        with pytest.raises(Unsupported, match=r"under asyncio open it by `with`.* await asyncio\.to_thread"):
+            async with Engine("nowhere"):
+                pass
+        return await asyncio.to_thread(engine.infer, "doubled", {"X": ROWS})
+
+    np.testing.assert_array_equal(asyncio.run(ask())["Y"], ROWS * 2)
 
 
 def test_a_closed_engine_says_so(engine: BlockingEngine) -> None:
