@@ -55,12 +55,14 @@ class Calls:
         """The one answer to a request. `context`: in which its caller traces it. Raises FlowserveError."""
         call = Call(self, target, asked, context)
         try:
-            flow = call.submit()
-            if flow is None:
+            answered = call.submit()
+            if answered is None:
                 raise Unsupported(f"{ONE_ANSWER}: '{target[0]}' answers in a stream")
-            if not flow.done:
-                await self._answered(flow)
-            return call.encode(self.engine.response(flow))
+            if not isinstance(answered, Response):
+                if not answered.done:
+                    await self._answered(answered)
+                answered = self.engine.response(answered)
+            return call.encode(answered)
         finally:
             call.close()
 
@@ -150,8 +152,10 @@ class Call:
         """The version that answers, once it does."""
         return str(self._deployment.version)
 
-    def submit(self) -> Flow | None:
-        """Begin it. None, and nothing is begun, where its answers come one by one. Raises FlowserveError."""
+    def submit(self) -> Response | Flow | None:
+        """Begin it, or answer it on the spot. None, and nothing is begun, where its answers come one by one. Raises
+        FlowserveError.
+        """
         engine, asked = self._calls.engine, self.asked
         watch = engine.traces.sample(self._target[0], self._context) if engine.traces.is_on else None
         if watch is not None:
@@ -168,8 +172,13 @@ class Call:
             watch.mark("GRPC_WAITREAD_END")
         if deployment.is_decoupled:
             return None
-        make = None if watch is None else watch.make(deployment.make_flow)
-        self._flow = engine.submit(deployment, request, make)
+        if watch is None:
+            answered = engine.ask(deployment, request)
+            if isinstance(answered, Response):
+                return answered
+            self._flow = answered
+        else:
+            self._flow = engine.submit(deployment, request, watch.make(deployment.make_flow))
         return self._flow
 
     def begin(self, told: Told, many: Told, before: Call | None = None) -> None:
@@ -179,8 +188,8 @@ class Call:
         """
         turn = self._handed_on = None if before is None else before._handed_on
         try:
-            flow = self.submit()
-            if flow is None:
+            answered = self.submit()
+            if answered is None:
                 self._room = trio.Semaphore(AHEAD_MAX)
                 self._scope = trio.CancelScope()
                 answers = self._calls.engine.stream(self._deployment, self.asked.request, self._watch)
@@ -192,12 +201,14 @@ class Call:
         except Exception as error:
             told(broken(error))
             return
-        if flow is None:
+        if answered is None:
             told(STREAMED)
-        elif flow.done:
-            told(self._outcome(flow))
+        elif isinstance(answered, Response):
+            told(answered)
+        elif answered.done:
+            told(self._outcome(answered))
         else:
-            flow.waiter = lambda flow: self._calls.guest.post(told, self._outcome(flow))
+            answered.waiter = lambda flow: self._calls.guest.post(told, self._outcome(flow))
 
     def leave(self) -> None:
         """Nobody wants the answer any more; harmless when there is one."""

@@ -114,6 +114,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for one in DType
     )
     write(folder, "types", TYPES, inputs)
+    alone = 'max_batch_size: 8\nparameters { key: "execution" value { string_value: "process" } }'
+    write(folder, "alone", ECHO, one_in_one_out(alone, "data_type: TYPE_FP32 dims: [ 1 ]"))
     write(folder, "sleeps", SLEEPS, one_in_one_out())
     write(folder, "fails", FAILS, one_in_one_out())
     write(folder, "tells", TELLS, one_in_one_out(out="data_type: TYPE_STRING dims: [ 1 ]"))

@@ -61,6 +61,23 @@ def refused(code: str, text: str, call: Callable[..., Any], *arguments: Any, **n
     assert raised.value.status() == f"StatusCode.{code}"
 
 
+def test_whoever_asks_one_by_one_is_answered_on_the_spot_with_what_is_his(client: Client) -> None:
+    for number in range(160):  # taken to be alone after 64
+        answer = client.infer("alone", [batch(number)], request_id=str(number))
+        assert (answer.as_numpy("OUT").tolist(), answer.get_response().id) == ([[number]], str(number))
+    told: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: told.put((result, error)))
+    for number in range(20):
+        client.async_stream_infer("alone", [batch(number)], request_id=str(number))
+        result, error = told.get(timeout=20)
+        assert error is None
+        assert (result.as_numpy("OUT").tolist(), result.get_response().id) == ([[number]], str(number))
+    client.stop_stream()
+    refused("INVALID_ARGUMENT", "unexpected shape for input 'IN'", client.infer, "alone", [batch(1, 2)])
+    counted = client.get_inference_statistics("alone").model_stats[0]
+    assert (counted.inference_count, counted.execution_count) == (180, 180)
+
+
 def calls_of(client: type) -> list[str]:
     return [name for name in dir(client) if not name.startswith("_") and callable(getattr(client, name))]
 
