@@ -74,6 +74,13 @@ def _ensembles(configs: Mapping[str, ModelConfig], asked: Collection[str]) -> li
 
 
 def _reason(error: FlowserveError) -> str:
-    """One line that stands for an error in the message of those who depend on it."""
+    """One line that stands for an error in the message of those who depend on it. What failed only because something
+    in it did hands on that one's line ("Model 'decode' failed with error: ..."), or the lines of ensembles in ensembles
+    would hold all those below.
+    """
     first, *others = str(error).splitlines() or [type(error).__name__]
+    if isinstance(error, Problems) and error.problems[0].rule == "G3":
+        text = error.problems[0].message
+        below = text.partition(" failed with error: ")[2]
+        first = below if below.startswith("Model '") else text.partition(" which is not valid. ")[2] or first
     return f"{first} (and {len(others)} more)" if others else first

@@ -61,6 +61,15 @@ def test_a_failure_reaches_every_ensemble_above_it_and_nothing_else() -> None:
     assert "ensemble 'high' depends on 'low' which is not valid." in str(answer.failed["high"])
 
 
+def test_however_deep_what_failed_lies_it_is_told_once() -> None:
+    links = [chain(f"n{depth}", f"n{depth - 1}" if depth else "bad") for depth in range(5)]
+    answer = resolved(*links, plain("bad"), failed={"bad": Internal("no kernel")})
+    assert str(answer.failed["n4"]).endswith(
+        "ensemble 'n4' depends on 'n3' which is not valid. Model 'n3' failed with error:"
+        " Model 'bad' failed with error: no kernel [G3]"
+    )
+
+
 @pytest.mark.fault("E6")
 def test_an_ensemble_of_a_model_nobody_has_fails_alone() -> None:
     answer = resolved(chain("e", "goood"), plain("good"))
