@@ -148,6 +148,7 @@ class Engine(Directory):
         ):
             answered = path.answer(deployment, request)
             if answered is not None:
+                self._pump.went_alone()
                 return answered
         return self.submit(deployment, request)
 

@@ -29,8 +29,9 @@ from flowserve.scheduling.relays import RelayingDispatcher, Way, whole_way
 from flowserve.scheduling.router import Flow
 from flowserve.values import Request, Response
 
-# So long all models of a relay may take together that the loop waits for; it does nothing else meanwhile.
-PATIENCE_NS: Final = 1_000_000
+# So long all models of a relay may take together that the loop waits for; it does nothing else meanwhile. Less than
+# what one counts as that is slow or was never measured (`WAIT_NS_MAX`): it may be the only one.
+PATIENCE_NS: Final = 900_000
 _PLANS_MAX: Final = 64
 
 

@@ -86,7 +86,7 @@ class Pump:
         where it is answered at once the task sleeps on: a turn of the loop costs as much as a cheap step.
         """
         if self._is_alone(_UNSEEN_MAX):
-            self._note_alone()
+            self.went_alone()
             self._pump_now()
             if not self._burst:
                 self._look_later()
@@ -96,22 +96,22 @@ class Pump:
         self.poke()
 
     def takes_alone(self) -> bool:
-        """Whether a request that comes now is taken to be alone, with nothing else under way. Asked once for each."""
-        if self._dispatcher.in_flight or not self._is_alone(_ON_THE_SPOT_MAX):
-            return False
-        self._note_alone()
-        return True
+        """Whether a request that comes now is taken to be alone, with nothing else under way. Then either `went_alone`
+        or `arrived` hears of it.
+        """
+        return not self._dispatcher.in_flight and self._is_alone(_ON_THE_SPOT_MAX)
+
+    def went_alone(self) -> None:
+        """A request that was taken to be alone has been looked at."""
+        if self._burst:
+            self._burst = _SEEN
+        else:
+            self._unseen += 1
 
     def _is_alone(self, unseen_max: int) -> bool:
         if self._burst:
             return self._burst == 1
         return self._lone_turns >= LONE_TURNS and self._task is not None and self._unseen < unseen_max
-
-    def _note_alone(self) -> None:
-        if self._burst:
-            self._burst = _SEEN
-        else:
-            self._unseen += 1
 
     def _count_arrivals(self) -> None:
         if self._arrivals:

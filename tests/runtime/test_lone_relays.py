@@ -18,6 +18,7 @@ from flowserve.runtime import alone, lone_relays, pump, relays
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_outputs import Garbled
+from flowserve.scheduling.router import Flow
 from flowserve.testing.engine import add_chain
 from flowserve.testing.processes import OUT, ServedInProcesses, all_at_once, row
 from flowserve.values import Request
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 STEPS = {"twice": "given * 2", "plus": "given + 1", "minus": "given - 3"}
 WARM = 20  # requests, after which the next is taken to be alone
 BAD = "        if given[0, 0] == 100:\n            {}\n"
+PATIENCE_NS = lone_relays.PATIENCE_NS
 
 
 class Served:
@@ -266,7 +268,42 @@ async def test_slow_models_and_such_that_ask_others_go_the_common_way(
     with monkeypatch.context() as slow:
         slow.setattr(lone_relays, "PATIENCE_NS", 0)
         await lone.alone(4)
-    assert (lone.on_the_spot, lone.later, lone.common) == (0, 0, 4)
+    with monkeypatch.context() as asks:
+        asks.setattr(ProcessHost, "asks_meanwhile", True)
+        await lone.alone(4)
+    assert (lone.on_the_spot, lone.later, lone.common) == (0, 0, 8)
     await lone.alone(20)
     assert lone.on_the_spot >= 16
     lone.assert_nobody_is_kept(hosts)
+
+
+async def test_a_model_that_is_always_slow_is_not_waited_for_even_where_it_is_the_only_one(
+    lone: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lone_relays, "PATIENCE_NS", PATIENCE_NS)
+    await lone.processes.add("slow", "        import time; time.sleep(0.002)\n" + OUT.format("given"))
+    for number in range(32):
+        await lone.processes.ask_all("slow", [row(number)])
+        await wait_all_tasks_blocked()
+    assert (lone.on_the_spot, lone.later, lone.common) == (0, 0, 32)
+
+
+async def test_a_request_alone_that_goes_the_common_way_loses_no_turn_of_the_loop(
+    lone: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = await lone.chain()
+    monkeypatch.setattr(lone_relays, "PATIENCE_NS", 0)
+    monkeypatch.setattr(ProcessHost, "_waits", False)
+    for number in range(4):
+        lone.engine.begin_burst(1)  # as the HTTP server does
+        request = Request({"IN": row(number)}, stamp=lone.engine.next_stamp())
+        flow = lone.engine.ask(lone.engine.find("chain"), request)
+        lone.engine.end_burst()
+        assert isinstance(flow, Flow)
+        assert hosts[0].running is not None, "it waits for the next turn"
+        answered = trio.Event()
+        flow.waiter = lambda _, answered=answered: answered.set()
+        with trio.fail_after(20):
+            await answered.wait()
+        await wait_all_tasks_blocked()
+    assert (lone.on_the_spot, lone.later, lone.common) == (0, 0, 4)
