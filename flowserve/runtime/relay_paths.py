@@ -58,6 +58,7 @@ class Path:
         self._inputs = [[made[slot] for slot in node.inputs] for node in nodes[1:]]
         self.first_inputs = range(len(nodes[0].inputs))
         self._wanted = [node.wanted for node in nodes[1:]]
+        self._is_told = False  # whether any of them may know it
         self._known = -1  # memory that all have been told of
         self._answers = select.poll()  # on which one of them is waited for in place
         for link in self.links:
@@ -100,6 +101,7 @@ class Path:
         known = sum([link.segment_count for link in links])
         if known == self._known:
             return links
+        self._is_told = True
         for link, following, inputs, wanted in zip(links, links[1:], self._inputs, self._wanted, strict=False):
             for i in {i for i, _ in inputs}:
                 following.sees(links[i])
@@ -108,7 +110,7 @@ class Path:
         return links
 
     def __del__(self) -> None:
-        for link in self.links:
+        for link in self.links[:-1] if self._is_told else ():  # the last one hands nothing on
             link.end_path(self.number)
 
 

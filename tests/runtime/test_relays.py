@@ -353,6 +353,8 @@ async def test_what_is_known_of_a_way_goes_with_its_graph(served: ServedInProces
     served.engine.withdraw_name("chain", "it is unloaded")
     gc.collect()
     assert gone() is None
+    to_tell = [bool(host.link._ended_paths) for host in hosts if host.link is not None]
+    assert to_tell == [True, True, False], "only who hands on was told, and hears that it is over"
 
 
 async def test_inputs_that_a_model_keeps_or_writes_to_stay_its_own(served: ServedInProcesses, seen: Seen) -> None:
