@@ -2,9 +2,8 @@
 
 Decided here: where a line ends, how long one may be, when one without an end is shown and how often one that is written
 over (progress bars), how many a second an instance may add to the log, and what is said of those that were too many.
-Memory is bounded by one line and one traceback (tracebacks.py), whatever is printed
-and however fast. Pure: pieces of bytes and the time come in. Control characters are escaped where the log is written
-(cli/logs.py).
+Memory is bounded by one line and one traceback (tracebacks.py), whatever is printed and however fast. Pure: pieces of
+bytes and the time come in. Control characters are escaped where the log is written (cli/logs.py).
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ class Printed:
 
     def _end_line(self, text: bytes) -> Iterable[Record]:
         if b"\r" in text or self._begun.endswith(b"\r"):  # the last of what was written over
-            text, self._begun, self._is_cut = self._begun + text, b"", False
-            text = text.rstrip(b"\r").rpartition(b"\r")[2]
+            _, is_over, text = (self._begun + text).rstrip(b"\r").rpartition(b"\r")
+            self._begun, self._is_cut = b"", self._is_cut and not is_over
         line, is_cut = _cut(self._begun, text, self._is_cut)
         was_shown = self._is_shown
         self._begun, self._is_cut, self._is_shown = b"", False, False

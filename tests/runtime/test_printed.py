@@ -39,6 +39,8 @@ def test_of_what_is_written_over_the_last_state_is_a_line_whatever_the_pieces(pi
 
 def test_windows_line_ends_are_line_ends() -> None:
     assert texts(Printed(), b"one\r\ntwo\r", b"\nthree\r\n") == ["one", "two", "three"]
+    (cut,) = texts(Printed(), b"x" * (LINE_BYTES_MAX + 1), b"\r\n")
+    assert cut.endswith(f" ... (cut: longer than {LINE_BYTES_MAX} bytes)")
 
 
 def test_a_progress_bar_shows_a_state_every_five_seconds_and_its_last() -> None:

@@ -2,8 +2,8 @@
 
 Decided here: that a batch goes where the next process hears the server too, on the server's own end of that socket. So
 it comes behind whatever the server has said before, for instance of the memory that it lies in, and costs that process
-no second socket to listen to. What is the same for all that go the same path is known
-here, too. This file does not know what is said.
+no second socket to listen to. What is the same for all that go the same path is known here, too. This file does not
+know what is said.
 """
 
 from __future__ import annotations
