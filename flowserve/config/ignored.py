@@ -1,14 +1,17 @@
 """Fields that are read and then left alone: hints about speed or naming on hardware that is not here.
 
-Decided here: which those are. Each is told once per load in the log, so that nobody wonders. And the parameter that
-a model may lean on all the same, which is worth a warning: an environment of its own.
+Decided here: which those are. Each is told once per load in the log, so that nobody wonders. And the parameters that
+are worth a warning: an environment of its own, which a model may lean on all the same, and a key that is nearly one of
+ours, which would otherwise pass for the model's own.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import Final
 
+from flowserve.config.gate import KEYS as GATE_KEYS
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.errors import Problem
 
@@ -28,6 +31,8 @@ IGNORED: Final = (
 )
 IGNORED_IN_GROUPS: Final = ("secondary_devices", "host_policy")
 ENVIRONMENT: Final = "EXECUTION_ENV_PATH"
+OURS: Final = ("execution", "execution_timeout", *GATE_KEYS)
+LIKENESS_MIN: Final = 0.85  # of a slip of the finger; most models' own keys are far below
 
 
 def ignored_fields(source: SourceMap, group_count: int) -> Iterator[str]:
@@ -45,3 +50,13 @@ def unused_environment(config: ModelConfig) -> Iterator[Problem]:
         text = f"{ENVIRONMENT} is not used: model '{config.name}' runs in the server's own Python environment"
         place = config.source.place(f"parameters[{ENVIRONMENT}]")
         yield Problem(text, place, "R9", "install the packages that the model imports there")
+
+
+def misspelt_parameters(config: ModelConfig) -> Iterator[Problem]:
+    """A warning where a parameter's key is nearly, and not quite, one that the server reads."""
+    for key in config.parameters:
+        close = difflib.get_close_matches(key.casefold(), OURS, n=1, cutoff=LIKENESS_MIN)
+        if close and key not in OURS:
+            place = config.source.place(f"parameters[{key}]")
+            text = f"parameter '{key}' is left to the model; the server does not read it"
+            yield Problem(text, place, "R12", f'did you mean "{close[0]}"?')

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flowserve.config.doubt import may_go_on
-from flowserve.config.ignored import unused_environment
+from flowserve.config.ignored import misspelt_parameters, unused_environment
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, draft_of, judge, read_draft
 from flowserve.config.normalise import forget_defaults
@@ -203,4 +203,4 @@ def _warnings(folder: ModelFolder, config: ModelConfig) -> list[Problem]:
         Problem(f"version {version} of its version policy is not there; served without it", place, "R8")
         for version in missing_versions(folder, config.version_policy)
     ]
-    return [*missing, *unused_environment(config)]
+    return [*missing, *unused_environment(config), *misspelt_parameters(config)]

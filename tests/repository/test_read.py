@@ -132,6 +132,17 @@ def test_versions_asked_for_and_not_there_are_a_warning(folder: Make) -> None:
     assert str(warning) == "m/config.pbtxt:1:1: version 7 of its version policy is not there; served without it [R8]"
 
 
+def test_a_parameter_that_is_nearly_one_of_ours_is_a_warning(folder: Make) -> None:
+    keys = ("executoin", "Max_Requests", "execution", "my_own", "execute_model_at", "requests")
+    text = "\n".join(f'parameters {{ key: "{key}" value {{ string_value: "inline" }} }}' for key in keys)
+    first, second = read_model(folder(text, "1"), FILES, says).warnings
+    assert str(first) == (
+        "m/config.pbtxt:1:14: parameter 'executoin' is left to the model; the server does not read it"
+        ' (did you mean "execution"?) [R12]'
+    )
+    assert (second.place and second.place.line, second.hint) == (2, 'did you mean "max_requests"?')
+
+
 def test_an_environment_of_its_own_is_a_warning_for_a_python_model_only(folder: Make) -> None:
     text = f"""backend: "python"\n{INPUT}\n{OUTPUT}\nparameters {{
   key: "EXECUTION_ENV_PATH" value {{ string_value: "/env.tar.gz" }} }}"""
