@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flowserve.authoring.files import SavedPart, contents, write_private, write_to_keep
 from flowserve.authoring.parts import FolderModel
@@ -25,6 +25,13 @@ from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.resolve import resolve
 from flowserve.runtime.reading import Reading
 from flowserve.values import TensorSpec
+
+# What to do in Python about what the rules for files say.
+_HINTS: Final = {
+    "M33": "graph.output(name, tensor) says what it answers",
+    "M83": "a model that is called on tensors of the graph is a step",
+    "M84": "nobody reads what it makes",
+}
 
 
 class Graph(Declared):
@@ -268,4 +275,6 @@ def _config(part: Declared) -> ModelConfig:
 def _problems_of(error: FlowserveError | None, part: Part) -> list[Problem]:
     if error is None:
         return []
-    return [*error.problems] if isinstance(error, Problems) else [Problem(str(error), part.place)]
+    problems = error.problems if isinstance(error, Problems) else [Problem(str(error), part.place)]
+    hints = _HINTS if isinstance(part, Graph) else {}
+    return [replace(problem, hint=hints.get(problem.rule, problem.hint)) for problem in problems]

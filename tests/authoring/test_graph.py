@@ -243,6 +243,20 @@ def test_what_fails_when_it_runs_names_the_line_of_python_and_no_file_of_ours() 
     assert re.search(rf"\(step 'scale' at \S*{re.escape(wired)}", str(failed.value))
 
 
+def test_what_is_not_finished_is_told_in_the_words_of_python() -> None:
+    assert {(problem.rule, problem.hint) for problem in mistakes(Graph("empty"))} == {
+        ("M33", "graph.output(name, tensor) says what it answers"),
+        ("M83", "a model that is called on tensors of the graph is a step"),
+    }
+    graph = Graph("g")
+    halve(graph.input("X", "FP32[4]"))
+    called = line(1)
+    unread = [problem for problem in mistakes(graph) if problem.rule == "M84"]
+    assert [(problem.hint, problem.place and problem.place.line) for problem in unread] == [
+        ("nobody reads what it makes", called)
+    ]
+
+
 def test_an_engine_is_of_graphs_and_not_of_their_parts() -> None:
     with pytest.raises(Invalid, match="an engine is of repositories' folders and of graphs, not of <model 'halve'"):
         flowserve.Engine(halve)  # type: ignore[arg-type]
