@@ -141,7 +141,8 @@ def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tup
         return StreamFlow(plan, *arguments, shared=shared, gauges=gauges)
 
     def refuse(*_: Any) -> Flow:
-        raise Unsupported(f"{ONE_ANSWER}: '{graph.name}' may answer any number of times")
+        how = "generate_stream asks for a stream of answers, as do gRPC's ModelStreamInfer and an engine's stream()"
+        raise Unsupported(f"{ONE_ANSWER}: '{graph.name}' may answer any number of times; {how}")
 
     return (refuse if graph.is_decoupled else stream), stream
 
