@@ -59,4 +59,4 @@ def misspelt_parameters(config: ModelConfig) -> Iterator[Problem]:
         if close and key not in OURS:
             place = config.source.place(f"parameters[{key}]")
             text = f"parameter '{key}' is left to the model; the server does not read it"
-            yield Problem(text, place, "R12", f'did you mean "{close[0]}"?')
+            yield Problem(text, place, "R13", f'did you mean "{close[0]}"?')

@@ -185,7 +185,7 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
 def _misplaced(path: Path, folders: Mapping[str, bool]) -> Iterator[Problem]:
     """What was meant as the configuration of a model that has none. `folders`: what is in it, and what of it is one."""
     files = [name for name, is_folder in folders.items() if not is_folder]
-    found = [name for name in files if name.lower().startswith("config.p") or name.endswith(".pbtxt")]
+    found = [name for name in files if name.lower().startswith(("config.pb", "config.pr")) or name.endswith(".pbtxt")]
     inside = (f"{name}/{CONFIG_FILE}" for name in folders if is_version(name))
     found += [name for name in inside if os.path.exists(path / name)]
     for name in sorted(found):

@@ -53,7 +53,7 @@ def test_folders_that_are_no_versions_are_ignored_with_a_warning(make: Make) -> 
 
 @pytest.mark.parametrize("place", ["config.pbtx", "Config.PBTXT", "config.pbtxt.txt", "model.pbtxt", "1/config.pbtxt"])
 def test_a_configuration_by_another_name_or_in_another_place_is_told(make: Make, place: str) -> None:
-    (folder,) = scan(make(f"m/{place}", "m/1/model.onnx", "m/config.json", "m/labels.txt"))
+    (folder,) = scan(make(f"m/{place}", "m/1/model.onnx", "m/config.json", "m/config.py", "m/labels.txt"))
     told = [str(warning) for warning in folder.warnings]
     assert told == [f"m/{place}: not read: a model's configuration is m/config.pbtxt [R12]"]
     assert not scan(make("n/config.pbtxt", f"n/{place}", "n/1/model.onnx"))[-1].warnings

@@ -138,7 +138,7 @@ def test_a_parameter_that_is_nearly_one_of_ours_is_a_warning(folder: Make) -> No
     first, second = read_model(folder(text, "1"), FILES, says).warnings
     assert str(first) == (
         "m/config.pbtxt:1:14: parameter 'executoin' is left to the model; the server does not read it"
-        ' (did you mean "execution"?) [R12]'
+        ' (did you mean "execution"?) [R13]'
     )
     assert (second.place and second.place.line, second.hint) == (2, 'did you mean "max_requests"?')
 
