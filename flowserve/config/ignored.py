@@ -54,7 +54,7 @@ def unused_environment(config: ModelConfig) -> Iterator[Problem]:
 
 def misspelt_parameters(config: ModelConfig) -> Iterator[Problem]:
     """A warning where a parameter's key is nearly, and not quite, one that the server reads."""
-    for key in config.parameters:
+    for key in sorted(config.parameters):  # protobuf's maps have no order, and another one in each process
         close = difflib.get_close_matches(key.casefold(), OURS, n=1, cutoff=LIKENESS_MIN)
         if close and key not in OURS:
             place = config.source.place(f"parameters[{key}]")

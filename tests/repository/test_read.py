@@ -135,7 +135,7 @@ def test_versions_asked_for_and_not_there_are_a_warning(folder: Make) -> None:
 def test_a_parameter_that_is_nearly_one_of_ours_is_a_warning(folder: Make) -> None:
     keys = ("executoin", "Max_Requests", "execution", "my_own", "execute_model_at", "requests")
     text = "\n".join(f'parameters {{ key: "{key}" value {{ string_value: "inline" }} }}' for key in keys)
-    first, second = read_model(folder(text, "1"), FILES, says).warnings
+    second, first = read_model(folder(text, "1"), FILES, says).warnings
     assert str(first) == (
         "m/config.pbtxt:1:14: parameter 'executoin' is left to the model; the server does not read it"
         ' (did you mean "execution"?) [R13]'
