@@ -103,9 +103,8 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
     if "inputs" not in document and (others := document.keys() - _BESIDE_INPUTS):
-        raise missing(
-            "inputs", f": it has {min(others)[:100]!r}"
-        )  # a model may need no input, but this was meant as one
+        # A model may need no input, but this was meant as one.
+        raise missing("inputs", f": it has {min(others)[:100]!r}")
     parameters = object_of(document, "parameters")
     outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
     inputs = _inputs(document, model)

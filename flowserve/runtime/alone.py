@@ -15,11 +15,13 @@ from flowserve.scheduling.batch import Batch
 # So many batches in a row that were a request alone, and the next is taken to be alone too ...
 STREAK: Final = 64
 # ... but of so many one is not waited for, and whoever comes meanwhile is seen beside it. Several who come together are
-# seen as they come: this finds the one who always comes while another is waited for, and is no part of a p99.
+# seen as they come: this finds the one who always comes while another is waited for. It takes longer, and is too rare
+# to be what a 99th percentile shows.
 LOOK_EVERY: Final = 128
 # A model is quick whose answers take no longer than this; others would be kept waiting too long.
 QUICK_NS: Final = 300_000
-# The longest wait. One that the kernel made slow counts as this, so that it does not send the model away by itself.
+# The longest wait; relays have one of their own. One that the kernel made slow counts as this, so that it does not send
+# the model away by itself.
 WAIT_NS_MAX: Final = 1_000_000
 
 

@@ -42,8 +42,8 @@ def simulate(
     --rate-limit`: the resources given, None for off. All tensors of one kind are taken to be of one shape, and whoever
     asks takes each answer at once. Answers are not remembered (response_cache). Blocks while configurations are read.
 
-    Raises Problems and NotFound for what cannot be served, Invalid for a duration or a count of a model that is not
-    there or that is none, Unsupported for models of iterative sequences.
+    Raises Problems and NotFound for what cannot be served, Invalid for a number that means nothing or is for a model
+    that the graph does not have, Unsupported for models of iterative sequences.
     """
     path, own_name, kept = folder_of(source)
     reading = read_repositories([path])
