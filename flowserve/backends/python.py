@@ -220,7 +220,7 @@ class PythonInstance:
     ) -> Results:
         about = self._about
         if work.senders is not None:
-            refuse_returned(responses, about.name)
+            refuse_returned(responses, work.senders, about.name)
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns)
         if None in responses:
             collect(requests, responses, about.name)

@@ -38,7 +38,7 @@ class SideBySide:
             senders = requests[0]._work.senders or ()
             try:
                 returned = await execute(requests)
-                refuse_returned([returned] if returned is None else returned, self._model)
+                refuse_returned([returned] if returned is None else returned, senders, self._model)
             except FlowserveError as error:
                 for sender in senders:
                     sender.fail(error)

@@ -30,7 +30,7 @@ class IterativeInstance(PythonInstance):
     ) -> Results:
         again = [m for m, request in enumerate(requests) if request._is_rescheduled]
         if work.senders is not None:
-            refuse_returned(responses, self._about.name)
+            refuse_returned(responses, work.senders, self._about.name)
             self._keep_senders(requests, work, again)
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns, rescheduled=again)
         for m in again[: len(responses)]:

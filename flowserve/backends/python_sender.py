@@ -61,6 +61,8 @@ class ResponseSender(InferenceResponseSender):
             if response is not None:
                 answer = self._taken(response)
                 if isinstance(answer, FlowserveError):
+                    if response.error() is None:
+                        log.error("%s", answer)  # what the model does next says only that its sender is closed
                     self._is_closed = True
                     self._sender.fail(answer)
                     return
@@ -170,12 +172,17 @@ def answer_the_forgotten(requests: Sequence[InferenceRequest], senders: Sequence
             sender.fail(ModelFailed(f"model '{model}' let go of a request without asking for its response sender"))
 
 
-def refuse_returned(responses: Sequence[object], model: str) -> None:
+def refuse_returned(responses: Sequence[object], senders: Sequence[Sender], model: str) -> None:
     """A decoupled model returns nothing."""
     if any(response is not None for response in responses):
-        raise ModelFailed(
-            f"Python model '{model}' is using the decoupled mode and the execute function must return None."
+        failed = ModelFailed(
+            f"Python model '{model}' is using the decoupled mode and the execute function must return None. It answers "
+            "through get_response_sender() of each request"
         )
+        log.error("%s", failed)
+        for sender in senders:
+            sender.fail(failed)  # before its requests are let go of: that would say something else
+        raise failed
 
 
 def _check(response: object, flags: int) -> None:

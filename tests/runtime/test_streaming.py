@@ -48,6 +48,8 @@ class TritonPythonModel:
             if how.get("thread"):
                 self.threads.append(threading.Thread(target=self.answer, args=(request, how)))
                 self.threads[-1].start()
+            elif how.get("returns"):
+                return [pb_utils.InferenceResponse([])]
             elif how.get("forgets"):
                 pass
             else:
@@ -294,6 +296,8 @@ async def test_what_comes_after_the_final_flag_is_refused_and_a_sender_that_is_d
             await answers(engine, "repeat", ask(1, drops=True))
         with pytest.raises(FlowserveError, match="let go of a request without asking for its response sender"):
             await answers(engine, "repeat", ask(1, forgets=True))
+        with pytest.raises(FlowserveError, match="'repeat' is using the decoupled mode and the execute function must "):
+            await answers(engine, "repeat", ask(1, returns=True))
         assert await answers(engine, "repeat", ask(1)) == [1]
     assert "Unable to send response. Response sender has been closed." in (tmp_path / "log").read_text()
 
