@@ -69,9 +69,9 @@ class Calls:
         self._made.setdefault(batch, []).append(flow)
         hopeless = _Hopeless(self._made, self._pauses, self._can_start)
         if hopeless.is_hopeless(flow):
-            refusal = Unavailable(hopeless.words(flow, batch))
+            words = hopeless.words(flow, batch)
             self.over(batch, flow)
-            raise refusal
+            raise Unavailable(words)  # kept in no name: it would hold this frame, and the flow, in a circle
 
     def over(self, batch: Batch, flow: Called) -> None:
         """The execution has its answer, or does not wait for it any more. Harmless afterwards."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
@@ -72,6 +75,25 @@ def test_a_call_of_its_own_model_is_refused_where_it_has_one_instance(server: Re
     server.turn()
     assert server.answered() == ["client"]
     assert not server.dispatcher.calls
+
+
+def test_a_call_that_was_refused_is_held_by_nobody(server: Recorder) -> None:
+    server.serve(A)
+    caller = run(server, plain_graph(A))
+
+    class Asked:
+        """What a request is, to scheduling."""
+
+    asked = Asked()
+    gone = weakref.ref(asked)
+    gc.disable()
+    try:
+        with suppress(Unavailable):
+            call(server, caller, plain_graph(A), asked)
+        del asked
+        assert gone() is None, "its model could not be unloaded before the collector comes by"
+    finally:
+        gc.enable()
 
 
 def test_and_answered_where_it_has_two(server: Recorder) -> None:
