@@ -26,6 +26,7 @@ from flowserve.backends.triton_tensors import OnGpu, on_host
 from flowserve.backends.triton_tensors import Tensor as Answer
 from flowserve.config.types import ModelConfig
 from flowserve.errors import (
+    AlreadyExists,
     Cancelled,
     FlowserveError,
     Invalid,
@@ -47,7 +48,7 @@ _CLASSES = {
     TritonError.INVALID_ARG: Invalid,
     TritonError.UNAVAILABLE: Unavailable,
     TritonError.UNSUPPORTED: Unsupported,
-    TritonError.ALREADY_EXISTS: Invalid,
+    TritonError.ALREADY_EXISTS: AlreadyExists,
     TritonError.CANCELLED: Cancelled,
     TritonError.INTERNAL: ModelFailed,
     TritonError.UNKNOWN: ModelFailed,

@@ -23,11 +23,12 @@ from flowserve.backends.triton_objects import (
     TritonError,
 )
 from flowserve.backends.triton_tensors import Tensor, TritonModelException, on_host
-from flowserve.errors import Cancelled, FlowserveError, Invalid, NotFound, Unavailable, Unsupported
+from flowserve.errors import AlreadyExists, Cancelled, FlowserveError, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.values import BY_NUMPY, Array, Request
 
 _CODES: Final[dict[type[FlowserveError], int]] = {
     NotFound: TritonError.NOT_FOUND,
+    AlreadyExists: TritonError.ALREADY_EXISTS,  # before what it is a kind of
     Invalid: TritonError.INVALID_ARG,
     Unavailable: TritonError.UNAVAILABLE,
     Unsupported: TritonError.UNSUPPORTED,

@@ -22,6 +22,7 @@ from flowserve.backends.python_import import forget_model
 from flowserve.backends.triton_objects import InferenceResponse
 from flowserve.config.types import Completion, DynamicBatching, ModelConfig
 from flowserve.errors import (
+    AlreadyExists,
     Cancelled,
     FlowserveError,
     Invalid,
@@ -471,7 +472,7 @@ def test_answers_are_contiguous_whatever_the_model_made(python: Open) -> None:
         (", pb_utils.TritonError.INVALID_ARG", Invalid),
         (", pb_utils.TritonError.UNAVAILABLE", Unavailable),
         (", pb_utils.TritonError.UNSUPPORTED", Unsupported),
-        (", pb_utils.TritonError.ALREADY_EXISTS", Invalid),
+        (", pb_utils.TritonError.ALREADY_EXISTS", AlreadyExists),
         (", pb_utils.TritonError.CANCELLED", Cancelled),
     ],
 )

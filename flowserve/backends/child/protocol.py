@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from flowserve.errors import (
+    AlreadyExists,
     Cancelled,
     FlowserveError,
     Invalid,
@@ -183,7 +184,8 @@ DONE_HEAD: Final = struct.Struct("<8Q")
 _FIRST: Final = struct.Struct("<Q")
 _STRUCTS: Final = [struct.Struct(f"<{n}Q") for n in range(64)]
 _KINDS: Final[Mapping[str, type[FlowserveError]]] = {
-    one.kind: one for one in (Invalid, TooLarge, NotFound, Unavailable, Unsupported, Cancelled, ModelFailed)
+    one.kind: one
+    for one in (Invalid, AlreadyExists, TooLarge, NotFound, Unavailable, Unsupported, Cancelled, ModelFailed)
 }
 
 
