@@ -25,7 +25,8 @@ from flowserve.values import DType, TensorSpec
 class Side:
     """What one end says about a tensor.
 
-    `owner` is the model's (or the ensemble's) name, `port` the input or output there.
+    `owner` is the model's (or the ensemble's) name, `port` the input or output there. `reshape`: how a model itself has
+    it, where that is not `dims`.
     """
 
     owner: str
@@ -33,6 +34,7 @@ class Side:
     dtype: DType
     dims: tuple[int, ...]
     batches: bool
+    reshape: tuple[int, ...] | None = None
 
     @property
     def full(self) -> tuple[int, ...]:
@@ -41,7 +43,7 @@ class Side:
 
 
 def side_of(owner: str, spec: TensorSpec, batches: bool) -> Side:
-    return Side(owner, spec.name, spec.dtype, spec.dims, batches)
+    return Side(owner, spec.name, spec.dtype, spec.dims, batches, spec.reshape)
 
 
 def shapes_meet(a: Side, b: Side) -> bool:
@@ -111,9 +113,10 @@ def how_to_meet(first: Side, second: Side, ensemble: str) -> str:
     fixed = -1 not in (*first.dims, *second.dims) and first.batches == second.batches
     if not fixed or prod(first.dims) != prod(second.dims):
         return both
-    outer, inner = (second, first) if second.owner == ensemble else (first, second)
+    inner = second.dims if second.reshape is None else second.reshape
+    outside, within = (second.dims, first.dims) if second.owner == ensemble else (first.dims, inner)
     which = f"'{second.port}' of '{second.owner}'"
-    dims, shape = (", ".join(map(str, side.dims)) for side in (outer, inner))
+    dims, shape = (", ".join(map(str, sizes)) for sizes in (outside, within))
     return f"{both}; they hold equally many elements: dims: [ {dims} ] reshape {{ shape: [ {shape} ] }} for {which}"
 
 

@@ -397,6 +397,10 @@ def test_rule_G15_says_how_tensors_of_equally_many_elements_meet_and_what_it_say
     mended = replace(flat, inputs=(replace(flat.inputs[0], dims=(3, 8, 8), reshape=(192,)),))
     compile_ensemble(GOOD, 1, available(DECODE, mended))
 
+    laid_out = replace(flat, inputs=(replace(flat.inputs[0], reshape=(16, 12)),))
+    (problem,) = refusals(GOOD, DECODE, laid_out)
+    assert problem.hint.endswith("dims: [ 3, 8, 8 ] reshape { shape: [ 16, 12 ] } for 'X' of 'classify'")
+
     square = replace(GOOD, outputs=(replace(GOOD.outputs[0], dims=(2, 5)),))
     (problem,) = refusals(square, DECODE, CLASSIFY)
     assert problem.hint.endswith("dims: [ 2, 5 ] reshape { shape: [ 10 ] } for 'scores' of 'pipe'")
