@@ -232,9 +232,11 @@ def whole_way(plan: Plan, route: Sequence[ModelQueue]) -> Way | None:
         way = way_of(plan, first, route)
     else:
         way = Way(plan, plan.nodes, route) if route[first.index].passes_on and plan.nesting is None else None
-    if way is None or len(way.nodes) < len(plan.nodes) or not way.is_private or way.queues[0].batcher.may_wait:
+    if way is None or len(way.nodes) < len(plan.nodes) or not way.is_private:
         return None
-    return way
+    queue = way.queues[0]
+    batcher = queue.batcher if queue.closed is None else queue.closed
+    return None if batcher.may_wait else way
 
 
 def find_way(plan: Plan, first: PlanNode, route: Sequence[ModelQueue]) -> Way | None:

@@ -193,6 +193,16 @@ def test_one_that_is_alone_goes_through_a_whole_plan_or_not_at_all(
     assert ([] if way is None else [node.index for node in way.nodes]) == whole
 
 
+def test_one_that_is_alone_heeds_the_delay_of_a_model_that_is_down_for_now() -> None:
+    graph = graph_of([START])
+    route = queues(graph, delays="a")
+    dispatcher = RelayingDispatcher(lambda _: None, lambda _: None, relay=lambda _: False)
+    for queue in route:
+        dispatcher.add(queue)
+    dispatcher.close(route[0], "it crashes")
+    assert whole_way(make_plan(graph), route) is None
+
+
 class Server:
     """Relays that begin are kept, and so is what runs by itself."""
 
