@@ -18,6 +18,7 @@ import trio
 
 from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Problems, Unavailable
 from flowserve.repository.changes import Settled, Watch
+from flowserve.repository.layout import Found
 from flowserve.repository.override import Override, check_name
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.lifecycle import Generation
@@ -93,7 +94,7 @@ class Control:
 
         Raises NotFound or Problems where a repository itself cannot be read. Failed names stay in the index.
         """
-        found = await self._operations.find()
+        found = await self._find()
         for warning in found.warnings:
             log.warning("%s", warning)
         names = [*found.duplicates, *(folder.name for folder in found.folders)]
@@ -178,7 +179,7 @@ class Control:
         if not self.is_explicit or ready_only:
             return self._engine.index(ready_only=ready_only)
         try:
-            found = await self._operations.find()
+            found = await self._find()
         except FlowserveError as error:
             log.warning("%s", error)
             return self._engine.index()
@@ -189,6 +190,12 @@ class Control:
     def stop(self) -> None:
         """The server ends: nothing is loaded any more, and who waits for a load hears so."""
         self._nursery.cancel_scope.cancel()
+
+    async def _find(self) -> Found:
+        found = await self._operations.find()
+        if self.is_explicit:  # remembered, since no refused request should have to look at a disk
+            self._engine.not_loaded = frozenset(folder.name for folder in found.folders)
+        return found
 
     def _must_be_explicit(self) -> None:
         if not self.is_explicit:

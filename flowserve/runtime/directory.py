@@ -55,6 +55,7 @@ class Directory:
         self.processes = processes
         self.entries: dict[str, Entry] = {}
         self.is_draining = False
+        self.not_loaded: Collection[str] = ()  # what lies in the repository for whoever asks for its load
         self._is_loaded = False
         self._statistics: dict[ModelKey, Statistics] = {}
         self._has_fast_paths = options.rate_limit is None  # what runs past the dispatcher asks no limiter
@@ -105,8 +106,7 @@ class Directory:
                 f"failed to get model version from specified version string '{version}': not a positive number"
             )
         if entry is None:
-            hint = meant(name, self._served()) if self.options.tells_names else ""
-            raise NotFound(f"Request for unknown model: '{name}' is not found{hint}")
+            raise NotFound(f"Request for unknown model: '{name}' is not found{self._hint(name)}")
         if version and int(version) in entry.ready:
             return entry.ready[int(version)]
         if entry.state != "READY":
@@ -117,6 +117,14 @@ class Directory:
         if not version:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
         raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+
+    def _hint(self, name: str) -> str:
+        if not self.options.tells_names:
+            return ""
+        if name in self.not_loaded:
+            load = f"a client's load_model('{name}') or POST /v2/repository/models/{name}/load loads it"
+            return f" (it is in the model repository, but not loaded: {load})"
+        return meant(name, self._served())
 
     def _served(self) -> Iterator[str]:
         return (name for name, entry in self.entries.items() if entry.ready)

@@ -282,8 +282,10 @@ async def test_where_names_are_for_some_only_errors_give_away_none() -> None:
     async with running(EngineOptions(tells_names=False)) as engine:
         add_function(engine, "double", [double])
         engine.withdraw_name("triple", "ensemble 'triple' contains models that are not there (did you mean 'double'?)")
-        with pytest.raises(NotFound, match=r"unknown model: 'doubel' is not found$"):
-            engine.find("doubel")
+        engine.not_loaded = frozenset({"later"})
+        for name in ("doubel", "later"):
+            with pytest.raises(NotFound, match=rf"unknown model: '{name}' is not found$"):
+                engine.find(name)
         with pytest.raises(Unavailable, match=r"unknown model: 'triple' is not at ready state$"):
             engine.find("triple")
 

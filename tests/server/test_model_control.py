@@ -213,6 +213,18 @@ def test_a_star_loads_everything_and_no_name_nothing(repository: Repository, ser
         assert refusal(ask, client, "a")[0] == 404
 
 
+def test_who_asks_a_model_that_is_not_loaded_is_told_that_it_is_there(control_server: Served) -> None:
+    with client_of(control_server) as client:
+        assert refusal(ask, client, "later") == (
+            404,
+            (
+                "Request for unknown model: 'later' is not found (it is in the model repository, but not loaded: "
+                "a client's load_model('later') or POST /v2/repository/models/later/load loads it)"
+            ),
+        )
+        assert refusal(ask, client, "late")[1] == "Request for unknown model: 'late' is not found"
+
+
 @pytest.mark.fault("L1")
 def test_an_unknown_name_cannot_be_loaded_and_leaves_no_trace(explicit: Explicit) -> None:
     with client_of(explicit.load()) as client:
@@ -685,8 +697,9 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def control_server(private: Path, make_arithmetic: MakeFile) -> Iterator[Served]:
     """One server in mode explicit that has `m`, for tests that change nothing."""
     folder = private.parent / "models"
-    (folder / "m/1").mkdir(parents=True)
-    (folder / "m/1/model.onnx").write_bytes(make_arithmetic("Mul", 2))
+    for name in ("m", "later"):
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "1/model.onnx").write_bytes(make_arithmetic("Mul", 2))
     with serving(folder, EXPLICIT, "--load-model=m", environment={"TMPDIR": str(private)}) as served:
         yield served
 
