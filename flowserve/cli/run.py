@@ -144,7 +144,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
-                await _drain(engine, [front for front in (server, grpc_server) if front is not None], shutdown)
+                await _drain(engine, server, grpc_server, shutdown)
                 if metrics is not None:
                     metrics.drain(0)
     return status
@@ -199,10 +199,11 @@ async def _load(
     return 0
 
 
-async def _drain(engine: Engine, fronts: Sequence[Server | GrpcServer], shutdown: Shutdown) -> None:
+async def _drain(engine: Engine, server: Server, grpc_server: GrpcServer | None, shutdown: Shutdown) -> None:
     """Let what is under way finish, until the deadline; what does not finish then ends the process with status 1.
 
-    Clients of sequences may still come, to end them: the doors close when none is open any more, or it is high time.
+    The doors close when nothing is under way any more: until then clients of sequences come to end them, and whoever
+    asks hears that the server lives and is not ready, where a closed door would look like a crash.
     """
     deadline = shutdown.deadline if shutdown.asked.is_set() else trio.current_time()
     engine.refuse_new()
@@ -210,11 +211,14 @@ async def _drain(engine: Engine, fronts: Sequence[Server | GrpcServer], shutdown
         now = trio.current_time()
         _log.info("stopping: %s", _under_way(engine))
         await engine.sequences_over(now + (deadline - now) * SEQUENCES_SHARE)
-    for front in fronts:
-        front.drain(max(deadline - trio.current_time(), 0))
+    server.part()
     hung = await engine.drain(deadline)
     if hung:
         end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {', '.join(hung)}")
+    left_s = max(deadline - trio.current_time(), 0)
+    server.drain(left_s)
+    if grpc_server is not None:
+        grpc_server.drain(left_s)
 
 
 def _under_way(engine: Engine) -> str:

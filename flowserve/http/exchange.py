@@ -144,7 +144,7 @@ class Exchange(Line):
         """The buffers of a whole answer."""
         size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
         self._status = status
-        if not head.is_plain or self.server.is_draining:
+        if not head.is_plain or self.server.is_ending:
             return self._whole_by_itself(head, headers, size, parts)
         key = status, headers, size
         start = _STARTS.get(key)
@@ -209,7 +209,7 @@ class Exchange(Line):
     def _start(self, head: Head, size: int, more: bool) -> bytes:
         """The answer's head. Sets `_left`."""
         self._is_started = True
-        self._keeps_alive = head.keep_alive and not self.server.is_draining
+        self._keeps_alive = head.keep_alive and not self.server.is_ending
         self._left = None if more else size
         has_length = False
         for name, value in self._headers:

@@ -5,9 +5,10 @@ connection: the *sweeper*, which compares deadlines a few times a second, and th
 a parked connection has something and when a client hangs up; what it is told of at once is taken in as one burst. What
 is said on a connection is decided in connection.py.
 
-Ending has two steps. `drain` stops accepting, closes connections that have nothing to say, and lets requests in
-flight finish (their answers carry `Connection: close`); past its deadline the rest is cancelled. `serve` returns
-when the last connection is gone.
+Ending has three steps. From `part` on answers carry `Connection: close`, while whoever comes is still answered: who
+asks for the server's health hears what there is to say. `drain` stops accepting, closes connections that have nothing
+to say, and lets requests in flight finish; past its deadline the rest is cancelled. `serve` returns when the last
+connection is gone.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Server:
         self.pool = pool or Pool()
         self.heads = HeadCache(self.limits)
         self._tls = Terminator(tls, self.limits) if tls is not None else None
+        self.is_ending = False  # each answer is its connection's last
         self.is_draining = False
         self._connections: dict[int, Connection] = {}  # by file descriptor
         self._accepting = trio.CancelScope()
@@ -121,10 +123,14 @@ class Server:
             if self._epoll is not None:
                 self._epoll.close()
 
+    def part(self) -> None:
+        """From now on every connection ends with its next answer; new ones are taken until `drain`."""
+        self.is_ending = True
+
     def drain(self, within_s: float = math.inf) -> None:
         """Begin to end. Requests in flight have `within_s` seconds. Calling it again may only shorten that."""
         self._drain_deadline = min(self._drain_deadline, trio.current_time() + within_s)
-        self.is_draining = True
+        self.is_ending = self.is_draining = True
         self._accepting.cancel()
         self.outbox.flush()
         for connection in self._connections.values():

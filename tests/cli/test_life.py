@@ -232,7 +232,11 @@ def test_requests_under_way_finish_and_new_ones_are_refused(
         wait_until(started.exists, "the first request runs")
         wait_until(lambda: _pending(served, "slow") == 4, "four wait")
         served.process.send_signal(number)
-        wait_until(lambda: not _connects(served), "new connections are refused")
+        wait_until(lambda: _is_stopping(served), "readiness says so")
+        health = get(served, "/v2/health/live")
+        assert (health.status_code, health.headers["connection"]) == (200, "close")
+        refused = infer(served, "slow")
+        assert (refused.status_code, refused.json()["error"][:18]) == (503, "Server is stopping")
         done.touch()
         assert [answer.result().status_code for answer in answers] == [200] * 5
     assert served.process.wait(10) == 0
@@ -249,7 +253,7 @@ def test_a_request_on_an_open_connection_is_refused_while_draining(tmp_path: Pat
         half.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n")  # not idle any more, and not complete
         wait_until(lambda: get(served, "/v2/health/ready").status_code == 200, "the half request has arrived")
         served.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not _connects(served), "new connections are refused")
+        wait_until(lambda: _is_stopping(served), "the signal has arrived")
         half.sendall(b"\r\n")
         assert not half.recv(65536).startswith(b"HTTP/1.1 200")
         done.touch()
@@ -322,7 +326,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, serve: Serve) 
         answer = clients.submit(infer, served, "stuck")
         wait_until(started.exists, "the request runs")
         served.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not _connects(served), "the first signal has arrived")
+        wait_until(lambda: _is_stopping(served), "the first signal has arrived")
         assert served.stop(within_s=1) == 128 + signal.SIGTERM
         assert isinstance(answer.exception(), httpx.HTTPError)
 
@@ -364,9 +368,6 @@ def _pending(served: Served, name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _connects(served: Served) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", served.port), timeout=1).close()
-    except OSError:
-        return False
-    return True
+def _is_stopping(served: Served) -> bool:
+    """Asked on a connection of its own: who probes a server that ends is not turned away."""
+    return get(served, "/v2/health/ready").status_code == 400

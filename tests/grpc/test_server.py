@@ -122,7 +122,11 @@ def test_requests_under_way_finish_and_streams_end_when_the_server_is_told_to_st
             streaming.async_stream_infer("sleeps", sleep_for(1.5))
             client.async_infer("sleeps", sleep_for(0.1), told)
             until(lambda: _pending(served, "sleeps") == 1)
-            assert served.stop(signal.SIGTERM) == 0
+            served.process.send_signal(signal.SIGTERM)
+            with triton.InferenceServerClient(served.grpc_address) as probe:
+                until(lambda: not probe.is_server_ready())
+                assert probe.is_server_live()
+            assert served.process.wait(30) == 0
             assert done.wait(30)
             until(lambda: len(ended) == 2)
         (result, error) = answers[0]
