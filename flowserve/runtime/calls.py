@@ -95,7 +95,9 @@ class Calls:
             flow = pending.flow = engine.call(pending.batch, deployment, call.request, is_stream=call.is_stream)
         except FlowserveError as error:
             is_one_of_many = deployment is not None and deployment.graph.is_decoupled and not call.is_stream
-            pending.answered(Unsupported(f"Model {call.model} {_MANY_ANSWERS}") if is_one_of_many else error)
+            if is_one_of_many and isinstance(error, Unsupported):
+                error = Unsupported(f"Model {call.model} {_MANY_ANSWERS}")
+            pending.answered(error)
             return
         self._pending[flow] = pending
         self._tell(flow)

@@ -488,6 +488,8 @@ async def test_the_responses_of_a_decoupled_model_come_one_after_the_other(serve
     assert await served.ask("cancelling", 40) == [0, 0]
     assert await served.ask("impatient", 40) == [40]
     await fails(served, "one", "5 Model count is using the decoupled.* Please use 'decoupled=True'")
+    await served.add("wrong", "return value(request('count', given.astype('float64')).exec())")
+    await fails(served, "wrong", "3 .*data-type is 'FP64', but model 'count' expects 'FP32'")
 
 
 async def test_a_caller_that_is_found_gone_while_it_is_told_of_an_answer_ends_nobody_else(served: Served) -> None:
