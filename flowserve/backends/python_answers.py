@@ -86,7 +86,7 @@ class AnswerReader:
         self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
         self._strays = Strays(config.name, self._outputs)
         # Whether an output that is not there was left out: each of a decoupled model's answers may have others.
-        self._has_all = not config.decoupled
+        self._answers_once = self._has_all = not config.decoupled
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
         """What one response for each member, in a list that nobody else holds, come to."""
@@ -195,7 +195,7 @@ class AnswerReader:
                 if array.dtype is not output.numpy or array.shape != output.one or rows != 1 or array.dtype.hasobject:
                     wrong = self._mismatch(tensor, output, rows)
                     if wrong:
-                        errors[m] = ModelFailed(f"model '{self._model}', output '{tensor._name}': {wrong}")
+                        errors[m] = self._unlike(tensor._name, wrong)
                         break
                 column = columns[output.j]
                 if column and column[-1][0] == m:
@@ -203,6 +203,12 @@ class AnswerReader:
                     break
                 column.append((m, k))
         return [[place for place in column if place[0] not in errors] for column in columns] if errors else columns
+
+    def _unlike(self, name: str, wrong: str) -> ModelFailed:
+        error = ModelFailed(f"model '{self._model}', output '{name}': {wrong}")
+        if self._answers_once:  # of the others each is told where it is sent
+            self._strays.unlike(name, error)
+        return error
 
     def _refusal(self, response: object) -> FlowserveError:
         error = response._error if isinstance(response, InferenceResponse) else None

@@ -85,7 +85,7 @@ class DeviceAnswerReader(AnswerReader):
                 assert isinstance(one, GpuTensor)
                 text = self._disagreement(one, output.spec, output.inner, work.rows[m])
                 if text:
-                    wrong[m] = ModelFailed(f"model '{self._model}', output '{one._name}': {text}")
+                    wrong[m] = self._unlike(one._name, text)
                     break
                 kept.append((output.j, m, self._taken(one, output.spec, output.j, m, work)))
         results = super().read(responses, work)

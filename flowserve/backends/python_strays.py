@@ -1,8 +1,9 @@
 """Outputs in which a model and its configuration differ: told, so that a slip of the pen is found.
 
-Decided here: what the log says of outputs that a model answers and its configuration does not have, and of those that
-it has and a model leaves out; and how often. That the former go no further and that a request is answered without the
-latter, as on Triton, is decided where answers are read.
+Decided here: what the log says of outputs that a model answers and its configuration does not have, of those that
+it has and a model leaves out, and of those whose type or shape is another; and how often. That the first go no further,
+that a request is answered without the second, as on Triton, and that it fails for the third is decided where answers
+are read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from flowserve.config.suggest import meant
+from flowserve.errors import FlowserveError
 
 log = logging.getLogger("flowserve.python")
 
@@ -21,13 +23,14 @@ NAMES_MAX: Final = 100  # some models make names up as they go; nobody's log or 
 class Strays:
     """Those of one instance, which have been told."""
 
-    __slots__ = ("_known", "_missed", "_model", "_told")
+    __slots__ = ("_known", "_missed", "_model", "_told", "_unlike")
 
     def __init__(self, model: str, known: Collection[str]) -> None:
         self._model = model
         self._known = known
         self._told: set[str] = set()
         self._missed: set[str] = set()
+        self._unlike: set[str] = set()
 
     def tell(self, name: str) -> None:
         """Once for each name."""
@@ -48,3 +51,11 @@ class Strays:
             "model '%s' left out output '%s', which its configuration has and a request asked for; the answer lacks it"
         )
         log.warning(text, self._model, name)
+
+    def unlike(self, name: str, error: FlowserveError) -> None:
+        """An output was of another type or shape than is configured: `error` is what those hear who asked. Told once
+        for each name: their requests fail, and whoever wrote the model may be none of them.
+        """
+        if name not in self._unlike:
+            self._unlike.add(name)
+            log.error("%s", error)

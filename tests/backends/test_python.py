@@ -293,6 +293,16 @@ def test_an_output_that_the_configuration_does_not_have_is_told_once(
     assert caplog.messages == [told, LEFT_OUT]
 
 
+def test_an_output_of_another_type_or_shape_is_told_once_besides_failing_its_requests(
+    python: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = python(executing(answer("x.astype(float)")))
+    told = "model 'm', output 'y': the configuration promises FP32, the model answered float64"
+    for _ in range(2):
+        assert [str(error) for error in model.run({"x": rows(1)}).errors.values()] == [told]
+    assert caplog.messages == [told]
+
+
 LEFT_OUT = "model 'm' left out output 'y', which its configuration has and a request asked for; the answer lacks it"
 
 
