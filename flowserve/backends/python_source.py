@@ -23,7 +23,7 @@ from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_code import NO_CODE, Code
 from flowserve.backends.python_import import Owner, WorkingFor, import_model, raised_at
 from flowserve.config.types import InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, ModelFailed, Place, Problem, Problems
+from flowserve.errors import FlowserveError, ModelFailed, Place, Problem, Problems
 
 log = logging.getLogger("flowserve.python")
 
@@ -46,8 +46,8 @@ class Source:
         self.owner = Owner(config.name, [str(self.path.parent), str(files.folder)], code=code)
 
     def text(self) -> str:
-        """The file, in whichever encoding it says that it has. Raises Problems where it is not Python, Invalid where it
-        cannot be read.
+        """The file, in whichever encoding it says that it has. Raises Problems where it is not Python, or cannot be
+        read.
         """
         try:
             known = self.owner.code.get(str(self.path))
@@ -59,7 +59,7 @@ class Source:
             raise Problems([Problem(text, place)]) from error
         except (OSError, ValueError) as error:
             why = (isinstance(error, OSError) and error.strerror) or error
-            raise Invalid(f"{self.shown}: model '{self.config.name}' cannot be read: {why}") from error
+            raise Problems([Problem(f"model '{self.config.name}' cannot be read: {why}", Place(self.shown))]) from error
         return decode_source(raw)
 
     def mentions(self, name: str) -> bool:

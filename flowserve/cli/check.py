@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
 from flowserve.cli.logs import escape
-from flowserve.cli.target import find_graph, is_target
+from flowserve.cli.target import find_graph, is_target, refuse_among
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.graph.advice import advise
 from flowserve.render.text import render_text
@@ -67,6 +67,7 @@ def check(
 
 
 def _read(repositories: Sequence[Path], config_name: str) -> Reading:
+    refuse_among(repositories)
     if len(repositories) == 1 and is_target(repositories[0]):
         return find_graph(str(repositories[0])).reading()
     if len(repositories) == 1 and is_model_folder(path := Path(os.path.realpath(repositories[0]))):

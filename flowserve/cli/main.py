@@ -244,11 +244,12 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
-    from flowserve.cli.target import find_graph, is_target
+    from flowserve.cli.target import find_graph, is_target, refuse_among
 
     if wrong := contradiction(parsed):
         command.error(wrong)
     try:
+        refuse_among(parsed.repositories)
         if is_target(parsed.repository):
             private = find_graph(str(parsed.repository)).write_private()
             parsed.repositories = [private.path]

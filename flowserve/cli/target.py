@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
@@ -38,6 +39,19 @@ def is_target(path: Path) -> bool:
     if os.path.isfile(file := path if path.suffix == ".py" else Path(f"{path}.py")) and not os.path.isdir(path):
         raise Invalid(f"'{path}' is a module, and no folder of models; name a graph in it: {_spelling(file)}")
     return False
+
+
+def refuse_among(repositories: Sequence[Path]) -> None:
+    """Where several are served together each is a folder. Raises FlowserveError where one is meant for a graph in
+    Python: what is wrong with it, or that it stands alone. Blocks while its module is imported.
+    """
+    for path in repositories if len(repositories) > 1 else ():
+        if is_target(path):
+            find_graph(str(path))
+            raise Invalid(
+                f"'{path}' is a graph in Python, and stands alone: only folders can be named together; its save() "
+                "makes a folder of it (flowserve.Engine takes several graphs and folders)"
+            )
 
 
 def find_graph(word: str) -> PythonGraph:

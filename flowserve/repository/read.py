@@ -7,7 +7,7 @@ in: this room and theirs do not know each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -118,7 +118,7 @@ def examine(
     except Problems as unlabelled:
         problems += unlabelled.problems
     config = replace(judged.config, name=folder.name)  # which is not what it says where that is a mistake
-    warnings = (*folder.warnings, *_warnings(folder, config))
+    warnings = (*folder.warnings, *_warnings(folder, config, versions))
     return Examined(tuple(problems), ReadModel(folder, config, versions, warnings, labels), judged.broken)
 
 
@@ -197,10 +197,11 @@ def refusals(
     return [replace(one, place=one.place or place, rule=one.rule or REFUSED) for one in problems]
 
 
-def _warnings(folder: ModelFolder, config: ModelConfig) -> list[Problem]:
+def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int]) -> list[Problem]:
     place = config.source.place("version_policy")
     missing = [
         Problem(f"version {version} of its version policy is not there; served without it", place, "R8")
         for version in missing_versions(folder, config.version_policy)
+        if versions  # without any it is not served, which is said
     ]
     return [*missing, *unused_environment(config), *misspelt_parameters(config)]

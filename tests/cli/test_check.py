@@ -295,6 +295,19 @@ def test_every_version_and_every_file_beside_it_is_looked_at_and_nothing_is_run(
     assert "\n3 problems" in err
 
 
+def test_a_missing_version_is_told_once_and_a_file_that_cannot_be_read_is_named_once(
+    checked: Callable[..., Checked], repository: Path
+) -> None:
+    (repository / "own/1/model.py").mkdir(parents=True)
+    (repository / "own/config.pbtxt").write_text(MODEL_PY.replace("model_warmup", "#").replace("value {", "#"))
+    (repository / "same/config.pbtxt").write_text("version_policy { specific { versions: 7 } }")
+    _, _, err = checked()
+    assert [line for line in err.splitlines() if line.startswith(("own", "same"))] == [
+        "own/1/model.py: error: model 'own' cannot be read: Is a directory [M92]",
+        "same: error: at least one version must be available under the version policy of model 'same' [R1]",
+    ]
+
+
 def test_a_model_file_that_cannot_be_used_is_what_a_program_is_told(repository: Path) -> None:
     """Whether it had to be asked, or its configuration is whole; whoever runs code for it tells the line."""
     whole = (

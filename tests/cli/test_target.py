@@ -118,6 +118,22 @@ def test_what_is_no_graph_is_said_and_nothing_is_served(
     assert said.format(home=home) in printed.err
 
 
+@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("{home}:graph", "'{home}:graph' is a graph in Python, and stands alone: only folders can be named together"),
+        ("{home}:grap", "module '{home}' has no graph 'grap' (did you mean \"graph\"?)"),
+        ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
+    ],
+)
+def test_a_graph_beside_a_folder_is_said_to_stand_alone_or_what_is_wrong_with_it(
+    command: str, word: str, said: str, home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path), word.format(home=home)]) == 1
+    assert said.format(home=home) in capsys.readouterr().err
+
+
 def test_a_folder_of_that_name_comes_first(home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / f"{home}:graph").mkdir()
     assert main(["check", f"{home}:graph"]) == 0
