@@ -157,7 +157,7 @@ class ProcessHost:
             return None  # its process has ended, and in a moment we are told how
         except FlowserveError as error:
             self._is_over()
-            return error
+            return error.with_traceback(None)  # or its frames would hold it, and it the batch
         except OSError as error:
             self._is_over()
             return Internal(f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}")

@@ -170,7 +170,8 @@ def run_message(head: tuple[Any, ...], work: Work, relay: tuple[Any, ...] | None
             message = (*message, work.contexts)
         return marshal.dumps(message, MARSHAL_VERSION)
     except ValueError:
-        raise Internal("a request holds a parameter that is no text, number or boolean") from None
+        pass  # what is raised in here would hold these frames, and the batch, by its context
+    raise Internal("a request holds a parameter that is no text, number or boolean")
 
 
 def _plain_facts(facts: tuple[Any, ...]) -> tuple[Any, ...]:

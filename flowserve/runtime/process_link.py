@@ -115,13 +115,17 @@ class Link:
         rows = work.rows
         come_home, ended = self.news()
         head = (RUN, number, come_home, ended, packed.columns, rows)
-        message = run_message(head, work, relay)
-        if len(message) > MESSAGE_BYTES_MAX:
-            message = marshal.dumps((SPILLED, *self._packer.message(message, packed)))
-        for segment in packed.segments:
-            if segment.number not in self._told:
-                self._tell(segment)
-        self._socket.send(message)
+        try:
+            message = run_message(head, work, relay)
+            if len(message) > MESSAGE_BYTES_MAX:
+                message = marshal.dumps((SPILLED, *self._packer.message(message, packed)))
+            for segment in packed.segments:
+                if segment.number not in self._told:
+                    self._tell(segment)
+            self._socket.send(message)
+        except (FlowserveError, OSError):
+            self.untold(come_home, ended)
+            raise
         return Expected(number, packed, rows, self._reader.usual(rows))
 
     def expected(self, number: int, rows: list[int], held: Any) -> Expected:

@@ -323,8 +323,9 @@ class Relays:
 def _last(sent: OnItsWay, answer: bytes) -> Outcome:
     """What the last stop answered. Raises Garbled."""
     if sent.outcome is None:
-        link = sent.path.links[-1]
-        sent.outcome = link.outcome(link.expected(sent.number, sent.expected.rows, None), answer)
+        link, is_only = sent.path.links[-1], len(sent.path.links) == 1
+        expected = sent.expected if is_only else link.expected(sent.number, sent.expected.rows, None)
+        sent.outcome = link.outcome(expected, answer)
     return sent.outcome
 
 

@@ -13,7 +13,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from flowserve.errors import FlowserveError, InstanceDied, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
 from flowserve.runtime import alone, lone_relays, pump, relays
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.process_host import ProcessHost
@@ -307,3 +307,32 @@ async def test_a_request_alone_that_goes_the_common_way_loses_no_turn_of_the_loo
             await answered.wait()
         await wait_all_tasks_blocked()
     assert (lone.on_the_spot, lone.later, lone.common) == (0, 0, 4)
+
+
+async def test_what_one_model_was_copied_is_counted_where_it_says_something_of_its_answer_too(lone: Served) -> None:
+    says = OUT.format("given * 2").strip().removesuffix(")") + ", parameters={'a': 1})"
+    hosts = await lone.chain(twice=BAD.format(says))
+    twice = lone.engine.find("twice")
+    edge = twice.traffic[0].edges[0]
+    for number, parameters in ((1, {}), (100, {"a": 1})):
+        copied, handed_on = edge.copied, twice.traffic[0].handed_on(edge)
+        request = Request({"IN": np.full((1, 64), number, np.float32)}, stamp=lone.engine.next_stamp())
+        answer = await lone.engine.infer(twice, request)
+        assert (answer.outputs["OUT"][0, 0], answer.parameters) == (number * 2, parameters)
+        assert (edge.copied - copied, twice.traffic[0].handed_on(edge) - handed_on) == (256, 0)
+    assert (lone.on_the_spot, lone.later) == (1, 1)
+    lone.assert_nobody_is_kept(hosts)
+
+
+async def test_what_could_not_be_sent_takes_no_news_with_it(lone: Served) -> None:
+    hosts = await lone.chain()
+    link = hosts[0].link
+    assert link is not None
+    await lone.alone(4)
+    homes = len(link._come_home)
+    assert homes
+    with pytest.raises(Internal, match="a parameter that is no text"):
+        await lone.ask(1, parameters={"odd": object()})
+    assert len(link._come_home) == homes, "memory that its process is never told of is never used again"
+    await lone.alone(4)
+    lone.assert_nobody_is_kept(hosts)
