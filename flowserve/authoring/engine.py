@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Never
 
 from flowserve.authoring.graph import Graph, write_together
 from flowserve.cli.target import PythonGraph, is_graph
@@ -57,6 +57,15 @@ class Engine:
         options = EngineOptions(python_execution=python_execution or PYTHON_EXECUTION, gpus=gpus)
         chosen = None if load is None else tuple(load)
         self._embedding = Embedding(self._find, options, chosen, exit_timeout_s)
+
+    if not TYPE_CHECKING:  # type checkers know by themselves what is not there
+
+        def __getattr__(self, name: str) -> Never:
+            """What an engine can be asked, it can be asked once it is open."""
+            text = f"'Engine' object has no attribute '{name}'"
+            if not name.startswith("_") and hasattr(BlockingEngine, name):
+                text += f"; it is not open: `with flowserve.Engine(...) as engine:` gives one that has {name}()"
+            raise AttributeError(text)
 
     async def __aenter__(self) -> AsyncEngine:
         return await self._embedding.__aenter__()

@@ -32,6 +32,8 @@ _HINTS: Final = {
     "M83": "a model that is called on tensors of the graph is a step",
     "M84": "nobody reads what it makes",
 }
+# What else is said where the only outputs are inputs as they are: that there is none, and no step that writes one.
+_FOLLOWING: Final = frozenset({"M33", "M83"})
 
 
 class Graph(Declared):
@@ -277,4 +279,6 @@ def _problems_of(error: FlowserveError | None, part: Part) -> list[Problem]:
         return []
     problems = error.problems if isinstance(error, Problems) else [Problem(str(error), part.place)]
     hints = _HINTS if isinstance(part, Graph) else {}
+    if isinstance(part, Graph) and part.sketch.hands_on_an_input:
+        problems = [problem for problem in problems if problem.rule not in _FOLLOWING]
     return [replace(problem, hint=hints.get(problem.rule, problem.hint)) for problem in problems]

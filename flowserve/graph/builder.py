@@ -20,7 +20,7 @@ from flowserve.config.types import LATEST, SourceMap
 from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.graph.notation import input_json, output_json
 from flowserve.graph.notation import tensor as parse_tensor
-from flowserve.graph.types import GRAPH
+from flowserve.graph.types import DEPTH_LIMIT, GRAPH
 from flowserve.values import TensorSpec
 
 _OURS: Final = ("flowserve.graph.", "flowserve.authoring.")
@@ -183,6 +183,9 @@ class Sketch:
     problems: list[Problem] = field(default_factory=list)
     # Fields of the configuration that are no wiring; they are written as they are.
     options: dict[str, Any] = field(default_factory=dict)
+    # An output was an input as it is: whatever else is missing then, that is what to mend first.
+    hands_on_an_input: bool = False
+    depth: int = 1  # of graphs in graphs, this one included
 
     # Writing it
 
@@ -197,6 +200,7 @@ class Sketch:
         one = None if tensor is None else self._one(tensor)
         if one is not None and one.call == GRAPH:
             self._problem(f"input '{one.port}' cannot be output as it is; a step has to write what a graph answers")
+            self.hands_on_an_input = True
             return
         if one is not None:
             self._give_name(one, name)
@@ -225,7 +229,9 @@ class Sketch:
         return Outputs(self, part, len(self.calls) - 1)
 
     def _add(self, call: Call) -> None:
-        """Raises Problems where the part contains this graph: nobody could say any more what either of them is."""
+        """Raises Problems where the part contains this graph, since nobody could say any more what either of them is,
+        and where they lie deeper in each other than anybody could look into.
+        """
         inside = [call.part.sketch]
         seen: set[int] = set()
         while inside:
@@ -236,6 +242,12 @@ class Sketch:
             if sketch is not None and id(sketch) not in seen:
                 seen.add(id(sketch))
                 inside += [one.part.sketch for one in sketch.calls]
+        within = call.part.sketch
+        depth = 1 + within.depth if within is not None else 1
+        if depth > DEPTH_LIMIT:
+            text = f"graph '{self.name}' nests graphs {depth} deep; at most {DEPTH_LIMIT} are allowed"
+            raise Problems([Problem(text, call.place, "G19")])
+        self.depth = max(self.depth, depth)
         self.calls.append(call)
 
     def _one(self, tensor: Tensor | Outputs) -> Tensor:

@@ -19,14 +19,13 @@ from flowserve.graph.conversion import Conversion, conversion, inside
 from flowserve.graph.facts import differ_by_batch, shape_text, shapes_meet, side_of
 from flowserve.graph.levels import counts_that_differ, pauses_without_end
 from flowserve.graph.rules import find_problems
-from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.graph.types import DEPTH_LIMIT, GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.graph.wiring import Available, Step, Wiring, ensembles_below, port_index, wire
 from flowserve.values import TensorSpec
 
 # A few nested ensembles, each using the one before twice, would otherwise fill the memory: twenty such levels are a
 # million nodes.
 NODE_LIMIT: Final = 10_000
-DEPTH_LIMIT: Final = 100
 # The parameter of an ensemble that says whom `max_inflight_requests` counts: "request" (each by itself) or "shared".
 SCOPE: Final = "max_inflight_scope"
 

@@ -15,6 +15,7 @@ from flowserve.graph.conversion import Conversion
 from flowserve.values import TensorSpec
 
 GRAPH: Final = -1  # as a producer or consumer: the graph's own inputs or outputs
+DEPTH_LIMIT: Final = 100  # of ensembles in each other, however they are written
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -70,7 +70,7 @@ class AsyncEngine:
         """
         engine = self._engine
         deployment = engine.find(name, str(version) if version else "")
-        given = {port: lend(port, array) for port, array in inputs.items()}
+        given = _lend_all(inputs)
         response = await engine.infer(deployment, _request(engine, given, options))
         return keep(response.outputs, given)
 
@@ -87,7 +87,7 @@ class AsyncEngine:
         """
         engine = self._engine
         deployment = engine.find(name, str(version) if version else "")
-        given = {port: lend(port, array) for port, array in inputs.items()}
+        given = _lend_all(inputs)
         return Stream(engine.stream(deployment, _request(engine, given, options)), given)
 
     async def load(
@@ -189,6 +189,12 @@ def _request(engine: Engine, given: dict[str, Array], options: RequestOptions) -
     if options and isinstance(request.sequence_id, np.integer):  # a model in a process is told Python's numbers
         request.sequence_id = int(request.sequence_id)
     return request
+
+
+def _lend_all(inputs: Mapping[str, Array]) -> dict[str, Array]:
+    if not isinstance(inputs, Mapping):
+        raise Invalid(f"inputs are arrays by name, {{'INPUT': array}}, and not {type(inputs).__name__}")
+    return {port: lend(port, array) for port, array in inputs.items()}
 
 
 def lend(name: str, array: Array) -> Array:

@@ -372,6 +372,14 @@ def test_opening_fails_with_every_reason(tmp_path: Path) -> None:
             pass
     with pytest.raises(Invalid, match="an engine of nothing"):
         Engine()
+    with pytest.raises(AttributeError, match=r"it is not open: `with flowserve.Engine\(...\) as engine:` gives"):
+        Engine(tmp_path).infer("m", {})
+
+
+def test_inputs_without_their_names_are_refused(engine: BlockingEngine) -> None:
+    for ask in (engine.infer, lambda *given: next(engine.stream(*given))):
+        with pytest.raises(Invalid, match=r"inputs are arrays by name, {'INPUT': array}, and not ndarray"):
+            ask("doubled", ROWS)
 
 
 def test_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:

@@ -180,6 +180,23 @@ def test_a_graph_that_would_contain_itself_is_refused_where_it_does() -> None:
             outer(graph.input("V", "FP32[4]"), graph.input("W", "FP32[4]"))
 
 
+def test_graphs_that_lie_too_deep_in_each_other_are_refused_where_they_do() -> None:
+    part: Any = good("g0")
+    with pytest.raises(Problems, match="graph 'g100' nests graphs 101 deep; at most 100 are allowed"):
+        for number in range(1, 1100):
+            graph = Graph(f"g{number}")
+            graph.output("Z", part(graph.input("X", "FP32[4]")))
+            part = graph
+
+
+def test_an_input_that_is_handed_on_as_an_output_is_one_mistake() -> None:
+    graph = Graph("g")
+    graph.output("Y", graph.input("X", "FP32[4]"))
+    with pytest.raises(Problems) as raised:
+        graph.check()
+    assert [problem.rule for problem in raised.value.problems] == ["B2"]
+
+
 def test_two_parts_of_one_name_are_a_mistake() -> None:
     inner = good("scale")
     graph = Graph("g")
