@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # Tests start hundreds of processes. Where nobody may write bytecode, as containers often have it, each of them would
 # compile all of flowserve again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A script's background jobs are started with SIGINT ignored, and all that is started here would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Rewriting the asserts of all tests makes millions of objects that live on, and what was collected lives as long as the
 # run: looking through it again and again for garbage was a tenth of the time. `pytest_collection_finish` turns it on.
