@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from flowserve.cli.interrupts import silent_interrupts
 from flowserve.cli.option_values import whole_number
 from flowserve.errors import Invalid
 
@@ -156,7 +157,8 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
     """Returns the exit status."""
     match parsed.command:
         case "infer":
-            from flowserve.cli.infer import InferOptions, infer
+            with silent_interrupts():
+                from flowserve.cli.infer import InferOptions, infer
 
             if (parsed.sequence_start or parsed.sequence_end) and parsed.sequence_id is None:
                 command.error("--sequence-start and --sequence-end say nothing without --sequence-id")
@@ -171,7 +173,8 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
             )
             return infer(options, sys.stdout, sys.stderr)
         case "bench":
-            from flowserve.cli.bench import BenchOptions, bench
+            with silent_interrupts():
+                from flowserve.cli.bench import BenchOptions, bench
 
             wanted = 1 if parsed.sweep else 2
             if len(parsed.target) != wanted:
@@ -199,11 +202,13 @@ def run_command(parsed: argparse.Namespace, command: argparse.ArgumentParser) ->
                 sys.stderr,
             )
         case "build-plan":
-            from flowserve.cli.build_plan import build
+            with silent_interrupts():
+                from flowserve.cli.build_plan import build
 
             return build(parsed, sys.stdout, sys.stderr)
         case _:
-            from flowserve.cli.new import new
+            with silent_interrupts():
+                from flowserve.cli.new import new
 
             return new(parsed.folder, sys.stdout, sys.stderr)
 

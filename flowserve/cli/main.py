@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from flowserve.cli.commands import add_commands, run_command
+from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
 from flowserve.cli.options import add_config_name, add_run_arguments, contradiction, run_options
 from flowserve.cli.refused_options import INSTEAD, NOT_YET
 from flowserve.errors import FlowserveError
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
-INTERRUPTED: Final = 130  # as shells say it
 NOT_WRITTEN: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
 
@@ -226,12 +226,14 @@ def _main(arguments: Sequence[str] | None) -> int:
         case "run":
             return _run(parsed, command)
         case "graph":
-            from flowserve.cli.graph import GraphOptions, draw
+            with silent_interrupts():
+                from flowserve.cli.graph import GraphOptions, draw
 
             options = GraphOptions(parsed.repository, parsed.model, parsed.format or "", parsed.output)
             return draw(options, sys.stderr, color=_has_color())
         case _:
-            from flowserve.cli.check import check
+            with silent_interrupts():
+                from flowserve.cli.check import check
 
             return check(
                 parsed.repositories,
@@ -262,6 +264,7 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    from flowserve.cli.run import run
+    with silent_interrupts():
+        from flowserve.cli.run import run
 
     return run(run_options(parsed))

@@ -437,6 +437,14 @@ def test_ctrl_c_ends_a_check_that_waits_for_a_models_code(repository: Path, tmp_
     assert checking.returncode == 130
 
 
+@pytest.mark.parametrize("module", ["argparse", "numpy"])
+def test_ctrl_c_while_the_program_is_still_being_read_ends_it_in_silence(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import os, signal\n\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-m", "flowserve", "check", str(tmp_path)]
+    checking = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (checking.returncode, checking.stdout, checking.stderr) == (130, "", "")
+
+
 def test_a_folder_without_any_model_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path)]) == 0
     assert capsys.readouterr().err.startswith("warning: there is no model here [R11]\n    a repository is a folder of")
