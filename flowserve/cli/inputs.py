@@ -84,7 +84,7 @@ def _read(name: str, value: str, dtype: DType) -> Array:
     if value.startswith("@"):
         return _from_file(name, Path(value[1:]), dtype)
     try:
-        return _from_json(json.loads(value), dtype)
+        return _from_json(json.loads(value, parse_float=_number), dtype)
     except ValueError as error:
         if dtype is DType.BYTES and value[:1] not in ("[", '"'):
             return strings(value)  # a text that needs no quotes
@@ -98,7 +98,7 @@ def _from_file(name: str, path: Path, dtype: DType) -> Array:
             array = np.load(path, allow_pickle=False)
             return strings(array.tolist()) if dtype is DType.BYTES else _cast(array, dtype)
         if path.suffix == ".json":
-            return _from_json(json.loads(path.read_text(encoding="utf-8")), dtype)
+            return _from_json(json.loads(path.read_text(encoding="utf-8"), parse_float=_number), dtype)
         if dtype is DType.BYTES:
             return np.array([path.read_bytes()], np.object_).reshape(())
         return _cast(_picture(name, path), dtype)
@@ -145,7 +145,18 @@ def _cast(array: Array, dtype: DType) -> Array:
         least, most = int(array.min()), int(array.max())
         if least < bounds[0] or most > bounds[1]:
             raise ValueError(f"it holds {least if least < bounds[0] else most}, and the least and most are {bounds}")
-    return array.astype(wanted)
+    with np.errstate(over="ignore"):  # which is looked for
+        cast = array.astype(wanted)
+    if (lost := np.isinf(cast) & np.isfinite(array)).any():
+        raise ValueError(f"it holds {array[lost].flat[0]}, which is too large for it")
+    return cast
+
+
+def _number(text: str) -> float:
+    """One with a fraction or an exponent. Raises ValueError where Python would make it infinity."""
+    if math.isinf(number := float(text)):
+        raise ValueError(f"it holds {text}, which is too large")
+    return number
 
 
 def _fitted(array: Array, shape: Sequence[int]) -> Array:

@@ -145,6 +145,7 @@ def test_files_hold_tensors_bytes_or_pictures(tmp_path: Path) -> None:
     assert found["TEXT"].tolist() == [[b"\xff\x00"]]
     assert (found["X"].dtype, found["X"].shape) == (np.float32, (3, 2))
     assert read_inputs([given[0], f"X=@{tmp_path}/x.json"], TENSORS)["X"].tolist() == [[5, 6]]
+    assert read_inputs(["TEXT=a", "X=[-Infinity, 1e38]"], TENSORS)["X"].tolist() == [[-np.inf, np.float32(1e38)]]
     from PIL import Image
 
     Image.new("RGB", (4, 3), (255, 0, 0)).save(tmp_path / "red.png")
@@ -163,6 +164,8 @@ def test_files_hold_tensors_bytes_or_pictures(tmp_path: Path) -> None:
         (["TEXT=a", "X={}"], "it holds what is no number"),
         (["TEXT=a", "X=null"], "it holds what is no number"),
         (["TEXT=a", 'X=["1"]'], "it holds text"),
+        (["TEXT=a", "X=[1, 1e400]"], "it holds 1e400, which is too large"),
+        (["TEXT=a", "X=[1, -1e39]"], r"it holds -1e\+39, which is too large for it"),
         (["TEXT=a", "TEXT=b"], "--input TEXT: it is given twice"),
         (["TEXT=a", "X=@nowhere.npy"], "nowhere.npy cannot be read: No such file"),
         (["TEXT=a", "X=[[1],[2,3]]"], "is no JSON for a tensor of FP32: its lists are of different lengths"),
