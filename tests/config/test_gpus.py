@@ -38,6 +38,7 @@ def placed(draft: Callable[..., Draft]) -> Placed:
 def test_a_model_that_does_not_say_has_one_instance_on_each_gpu(placed: Placed) -> None:
     assert placed("") == [("m_0_gpu0", (0,)), ("m_0_gpu1", (1,))]
     assert placed("", Gpus()) == [("m_0", ()), ("m_1", ())]
+    assert placed("instance_group { count: -1 }", Gpus()) == [("m_0_0", ()), ("m_0_1", ())], "less than one is not said"
     assert placed("", TWO, ON_CPU_ONLY) == [("m_0", ())], "its backend can do nothing with a GPU"
 
 
