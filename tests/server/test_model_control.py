@@ -625,7 +625,7 @@ def test_a_name_that_is_no_name_is_refused_and_injects_nothing(control_server: S
     assert not any(line.lower().startswith(b"x:") for line in lines)
     with client_of(control_server) as client:
         assert client.is_server_live()
-        assert list(rows(client)) == ["m"]
+        assert list(rows(client)) == ["later", "m"]
 
 
 def _post(served: Served, path: str, body: bytes) -> bytes:
@@ -695,7 +695,7 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def control_server(private: Path, make_arithmetic: MakeFile) -> Iterator[Served]:
-    """One server in mode explicit that has `m`, for tests that change nothing."""
+    """One server in mode explicit that has `m`, and `later` in its repository, for tests that change nothing."""
     folder = private.parent / "models"
     for name in ("m", "later"):
         (folder / name / "1").mkdir(parents=True)
