@@ -43,13 +43,14 @@ class ResponseSender(InferenceResponseSender):
         self._work = Work([], [_ANY_ROWS], [], [work.wanted[member]])
         self._model = model
         self._is_closed = False
+        self._has_failed = False
         self._one_by_one = threading.Lock()
         self._clock = clock
         self._since_ns = clock()  # when the model began with its next answer
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Answer, or (with TRITONSERVER_RESPONSE_COMPLETE_FINAL) say that there are no more answers. Waits while those
-        who read the answers are behind.
+        who read the answers are behind. What comes after an error, the final flag for one, is dropped.
         """
         _check(response, flags)
         is_final = flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -58,12 +59,14 @@ class ResponseSender(InferenceResponseSender):
                 log.error("model '%s': %s", self._model, _CLOSED)
                 raise TritonModelException(_CLOSED)
             self._is_closed = is_final
+            if self._has_failed:
+                return
             if response is not None:
                 answer = self._taken(response)
                 if isinstance(answer, FlowserveError):
                     if response.error() is None:
-                        log.error("%s", answer)  # what the model does next says only that its sender is closed
-                    self._is_closed = True
+                        log.error("%s", answer)  # it is the model's own fault, and the model is not told
+                    self._has_failed = True
                     self._sender.fail(answer)
                     return
                 self._sender.send(answer)
@@ -88,10 +91,10 @@ class ResponseSender(InferenceResponseSender):
 
     def is_cancelled(self) -> bool:
         """Nobody wants any more answers; those that are sent all the same are dropped."""
-        return self._sender.is_cancelled()
+        return self._has_failed or self._sender.is_cancelled()
 
     def __del__(self) -> None:
-        if not self._is_closed:
+        if not self._is_closed and not self._has_failed:
             self._sender.fail(
                 ModelFailed(
                     f"model '{self._model}' let go of a response sender without sending "

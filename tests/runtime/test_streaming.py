@@ -67,6 +67,11 @@ class TritonPythonModel:
             if n == how.get("fails_at", -1):
                 sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("no more")), FINAL)
                 return
+            if n == how.get("trips_at", -1):
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("tripped")))
+                log(f"after an error: {sender.is_cancelled()}")
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[0]], np.int32))]))
+                break
             if n == how.get("dies_at", -1):
                 time.sleep(0.1)
                 os._exit(3)
@@ -284,6 +289,20 @@ async def test_failures_of_steps_that_answer_many_times_say_where_they_happened(
             await anext(some)
         (row,) = engine.statistics("repeat")
         assert sum(place["cancel"]["count"] for place in row["response_stats"].values()) == 1
+
+
+async def test_the_final_flag_after_an_error_harms_nobody(repository: Path, execution: str, tmp_path: Path) -> None:
+    """Models written for Triton send it, whatever they have sent before."""
+    async with served(repository, execution) as engine:
+        with pytest.raises(FlowserveError) as raised:
+            await answers(engine, "repeat", ask(5, trips_at=1, too_late=True))
+        assert str(raised.value) == "tripped"
+        assert await answers(engine, "repeat", ask(1)) == [1]
+    assert (tmp_path / "log").read_text().splitlines()[:3] == [
+        "sends 0",
+        "after an error: True",
+        "Unable to send response. Response sender has been closed.",
+    ]
 
 
 @pytest.mark.fault("P9")
