@@ -8,18 +8,20 @@ samples are written down is config/'s; when an instance is warmed up, and what a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import trio
 
-from flowserve.config.types import ModelConfig, WarmupInput, WarmupSample
+from flowserve.config.types import ModelConfig, SequenceBatching, WarmupInput, WarmupSample
 from flowserve.errors import FlowserveError, Invalid
 from flowserve.graph.plain import compile_model
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.memory import bytes_codec
+from flowserve.memory.blank import zeros
+from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.deployment import Deployment
@@ -82,16 +84,18 @@ async def _run_once(
     key = ModelKey(graph.name, graph.version)
     uncounted = Statistics(key.name, key.version)
     size = sample.batch_size
-    batcher = _AllTogether(BatchPolicy.simple(size, _ALL_COME_WITHIN_NS))
+    batcher = _AllTogether(BatchPolicy.simple(size, _ALL_COME_WITHIN_NS), _memory(config, tensors))
     queue = ModelQueue(key, batcher, [host], observer=uncounted)
     deployment = Deployment(config, graph, uncounted, [graph.version], (queue,))
+    beside = _beside(config)
     errors: list[FlowserveError] = []
 
     async def ask() -> None:
         # Copies: a model may write into what nobody else will read.
-        request = Request({name: array.copy() for name, array in tensors.items()}, stamp=engine.next_stamp())
+        inputs = {name: array.copy() for name, array in tensors.items() if name not in beside}
+        request = Request(inputs, stamp=engine.next_stamp())
         if config.sequence is not None:
-            request.sequence_id, request.sequence_start, request.sequence_end = 1, True, True
+            _place(request, config.sequence, tensors)
         try:
             async with engine.stream(deployment, request) as answers:  # who leaves is withdrawn
                 async for _ in answers:
@@ -124,13 +128,54 @@ async def _remove_when_idle(engine: Engine, queue: ModelQueue) -> None:
 
 
 class _AllTogether(DynamicBatcher):
-    """Each request is a whole sequence, where the model has any."""
+    """Each request is of a sequence of its own, where the model has any. `memory`: what that remembers, if anything."""
 
-    __slots__ = ()
+    __slots__ = ("_memory",)
+
+    def __init__(self, policy: BatchPolicy, memory: Sequence[Tensor] | None) -> None:
+        super().__init__(policy)
+        self._memory = memory
 
     def put(self, ticket: Ticket) -> None:
         ticket.line = Line(1)
+        ticket.line.memory = self._memory
         super().put(ticket)
+
+
+def _beside(config: ModelConfig) -> Collection[str]:
+    """The inputs that a model of sequences has besides those that clients send."""
+    if config.sequence is None:
+        return ()
+    return {one.name for one in config.sequence.controls} | {one.input for one in config.sequence.states}
+
+
+def _place(request: Request, sequence: SequenceBatching, tensors: Tensors) -> None:
+    """A request is of the sequence that a sample's controls say. What they leave open: all of one, or, where a state
+    says what came before, the end of it. READY is always true: without it there is no request.
+    """
+    said = {one.kind: (one, tensors[one.name].item()) for one in sequence.controls if one.name in tensors}
+    is_first = not any(state.input in tensors for state in sequence.states)
+    request.sequence_id = 1
+    if "CORRID" in said:
+        _, name = said["CORRID"]
+        request.sequence_id = name.decode(errors="replace") if isinstance(name, bytes) else name
+    flags = {kind: value == control.true for kind, (control, value) in said.items()}
+    request.sequence_start, request.sequence_end = flags.get("START", is_first), flags.get("END", True)
+
+
+def _memory(config: ModelConfig, tensors: Tensors) -> Sequence[Tensor] | None:
+    """What came before a sample's requests, where it says so; states that it leaves out beside others are zeros."""
+    states = config.sequence.states if config.sequence is not None else ()
+    if not any(state.input in tensors for state in states):
+        return None
+    batches = config.max_batch_size > 0
+    memory = []
+    for state in states:
+        dims = tuple(max(dim, 1) for dim in state.dims)
+        array = tensors.get(state.input)
+        array = zeros((1, *dims) if batches else dims, state.dtype.numpy) if array is None else array
+        memory.append(Tensor(array, 0, 1) if batches else Tensor(array))
+    return memory
 
 
 def _array(sample: WarmupSample, name: str, given: WarmupInput, config: ModelConfig, folder: Path) -> Array:
@@ -166,7 +211,10 @@ def _from_file(sample: WarmupSample, name: str, given: WarmupInput, config: Mode
         raise Invalid(f"{where}: file '{shown}' of input '{name}' cannot be read: {error.strerror}") from error
     count = math.prod(given.dims)
     if given.dtype is DType.BYTES:
-        return bytes_codec.decode(content, count, name=name, model=config.name)
+        try:
+            return bytes_codec.decode(content, count, name=name, model=config.name)
+        except Invalid as error:
+            raise Invalid(f"{where}: file '{shown}': {error}") from error
     wanted = count * given.dtype.itemsize
     if len(content) < wanted:
         raise Invalid(f"{where}: input '{name}' needs {wanted} bytes, and file '{shown}' has {len(content)}")

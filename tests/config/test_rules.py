@@ -640,6 +640,21 @@ def test_rule_M57_a_warmup_input_is_one_of_the_models(said: Said) -> None:
         "2:66: warmup input 'X' of model m has data_type TYPE_INT8 (the input is TYPE_FP32)",
         "2:87: warmup input 'X' of model m has dims [7, 4] (the input's are [-1, 3], without the batch dimension)",
     ]
+    sequences = (
+        WARMED_UP
+        + """sequence_batching {
+control_input [ { name: "C" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
+                { name: "I" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } } ]
+state { input_name: "S" output_name: "T" data_type: TYPE_FP32 dims: [ -1 ] } }"""
+    )
+    for right in (("C", "TYPE_INT32", "1"), ("I", "TYPE_UINT64", "1"), ("S", "TYPE_FP32", "5")):
+        assert said("M57", sequences % right) == []
+    assert said("M57", sequences % ("C", "TYPE_FP32", "1")) == [
+        "2:66: warmup input 'C' of model m has data_type TYPE_FP32 (the input is TYPE_INT32)"
+    ]
+    assert said("M57", sequences % ("T", "TYPE_FP32", "1")) == [
+        "2:49: warmup input 'T' is not an input of model m (it has X, C, I, S)"
+    ]
 
 
 def test_rule_M58_a_warmup_batch_is_one_that_the_model_takes(said: Said) -> None:

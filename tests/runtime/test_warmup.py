@@ -9,12 +9,24 @@ import numpy as np
 import pytest
 import trio
 
-from flowserve.config.types import ModelConfig, SourceMap, WarmupInput, WarmupSample
+from flowserve.backends.base import ClockNs, Results, Work
+from flowserve.config.types import (
+    ModelConfig,
+    SequenceBatching,
+    SequenceControl,
+    SequenceState,
+    SourceMap,
+    WarmupInput,
+    WarmupSample,
+)
 from flowserve.errors import Invalid, ModelFailed
+from flowserve.memory.assemble import scatter
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.opening import open_engine
+from flowserve.runtime.sequence_hosts import SequenceLocalHost
+from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.runtime.warmup import read_samples, warm_up
 from flowserve.testing.engine import FunctionInstance, add_function
 from flowserve.values import Array, DType, TensorSpec
@@ -80,6 +92,9 @@ def test_a_file_that_is_not_there_or_too_short_is_named_from_the_repository(tmp_
     assert str(caught.value) == (
         "warmup sample 's' of model 'm': input 'IN' needs 8 bytes, and file 'm/warmup/short' has 7"
     )
+    (folder / "warmup" / "words").write_bytes(b"\x02\0\0\0hi")
+    with pytest.raises(Invalid, match="'s' of model 'm': file 'm/warmup/words': expected 2 string elements"):
+        held(WarmupInput(DType.BYTES, (2,), file="words"), folder)
     with pytest.raises(Invalid, match="file 'm/warmup/none' of input 'IN' cannot be read: No such file or directory"):
         held(WarmupInput(DType.FP32, (2,), file="none"), folder)
 
@@ -142,6 +157,65 @@ async def test_a_sample_that_does_not_fit_the_model_is_refused_as_a_request_woul
         with pytest.raises(Invalid, match=r"^failed to run warmup sample 'zeros': .*expected 1 inputs"):
             await warm_up(engine, host, model, 1, read_samples(model, Path()))
         assert instance.batches == []
+        await trio.to_thread.run_sync(host.close)
+
+
+class Watching(FunctionInstance):
+    """Answers zeros to a model of sequences, and notes what it was given: of every input the first member's."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda array: array)
+        self.given: list[list[object]] = []
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        self.batches.append(list(work.rows))
+        self.given.append([column[0].array.ravel().tolist() for column in work.inputs if column[0] is not None])
+        blocks = [np.zeros((len(work.rows), 4), np.float32), np.zeros((len(work.rows), 2), np.int32)]
+        return Results([[*scatter(block, work.rows)] for block in blocks])
+
+
+SEQUENCE = SequenceBatching(
+    1,
+    is_direct=True,
+    controls=(
+        SequenceControl("START", "START", DType.INT32),
+        SequenceControl("END", "END", DType.FP32, -1, 1),
+        SequenceControl("READY", "READY", DType.BOOL),
+        SequenceControl("ID", "CORRID", DType.UINT64),
+    ),
+    states=(SequenceState("STATE", "KEPT", DType.INT32, (2,)),),
+)
+ZERO, ONE = b"\0\0\0\0", b"\1\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({}, ([1], [1], [True], [1], [0, 0])),
+        ({"START": (DType.INT32, ZERO), "ID": (DType.UINT64, ONE * 2)}, ([0], [1], [True], [2**32 + 1], [0, 0])),
+        ({"END": (DType.FP32, ZERO), "READY": (DType.BOOL, b"\0")}, ([1], [-1], [True], [1], [0, 0])),
+        ({"STATE": (DType.INT32, ONE * 2)}, ([0], [1], [True], [1], [1, 1])),
+    ],
+    ids=["nothing", "its beginning and id", "its end", "what came before"],
+)
+async def test_a_sample_may_say_what_its_requests_are_of_their_sequences(
+    given: dict[str, tuple[DType, bytes]], seen: tuple[list[object], ...], tmp_path: Path
+) -> None:
+    (tmp_path / "warmup").mkdir()
+    inputs = {"IN": WarmupInput(DType.FP32, (4,))}
+    for name, (dtype, content) in given.items():
+        (tmp_path / "warmup" / name).write_bytes(content)
+        inputs[name] = WarmupInput(dtype, (len(content) // dtype.itemsize,), file=name)
+    model = replace(config(WarmupSample("s", 2, 1, inputs)), sequence=SEQUENCE)
+    async with open_engine(EngineOptions()) as engine:
+        instance = Watching()
+        ports = SequencePorts(model, tmp_path)
+        host = SequenceLocalHost(
+            ports, "m_0", "m", instance, 5, 2, None, engine.clock, always_inline=True, may_write=False
+        )
+        host.open(engine.completions)
+        await warm_up(engine, host, model, 1, read_samples(model, tmp_path))
+        assert (instance.batches, instance.given) == ([[1, 1]], [[[0.0] * 4, *seen]])
         await trio.to_thread.run_sync(host.close)
 
 

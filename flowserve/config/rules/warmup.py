@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowserve.config.model_config_pb2 import DataType, ModelInput
+from flowserve.config.model_config_pb2 import TYPE_BOOL, TYPE_FP32, TYPE_INT32, DataType, ModelInput
 from flowserve.config.rules.subject import Subject
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import Problem
@@ -40,18 +40,31 @@ def warmup_files_are_there_and_inside(s: Subject) -> Iterator[Problem]:
 
 
 def warmup_inputs_exist(s: Subject) -> Iterator[Problem]:
-    """A model that takes sequences has inputs beside those it lists: its controls and states. Where none is listed, the
-    model's own file could not be asked.
+    """A model that takes sequences has inputs beside those it lists. Where none is listed, the model's own file could
+    not be asked.
     """
-    inputs = {given.name: given for given in s.message.input}
+    known = {given.name: given for given in (*s.message.input, *_of_sequences(s))}
     for index, sample in enumerate(s.message.model_warmup):
         for name in sorted(sample.inputs):
             path = f"model_warmup[{index}].inputs[{name}]"
-            if name in inputs:
-                yield from _fits(s, path, inputs[name], sample.inputs[name].data_type, [*sample.inputs[name].dims])
-            elif inputs and not s.message.HasField("sequence_batching"):
+            if name in known:
+                yield from _fits(s, path, known[name], sample.inputs[name].data_type, [*sample.inputs[name].dims])
+            elif s.message.input:
                 text = f"warmup input '{name}' is not an input of model {s.message.name}"
-                yield s.problem(path, text, did_you_mean(name, inputs) or f"it has {', '.join(inputs)}")
+                yield s.problem(path, text, did_you_mean(name, known) or f"it has {', '.join(known)}")
+
+
+def _of_sequences(s: Subject) -> Iterator[ModelInput]:
+    """Its controls and its states, as inputs."""
+    for tensor in s.message.sequence_batching.control_input:
+        for control in tensor.control[:1]:
+            if control.int32_false_true:
+                data_type = TYPE_INT32
+            else:
+                data_type = TYPE_FP32 if control.fp32_false_true else control.data_type or TYPE_BOOL
+            yield ModelInput(name=tensor.name, data_type=data_type, dims=[1])
+    for state in s.message.sequence_batching.state:
+        yield ModelInput(name=state.input_name, data_type=state.data_type, dims=state.dims)
 
 
 def _fits(s: Subject, path: str, declared: ModelInput, data_type: int, dims: list[int]) -> Iterator[Problem]:
