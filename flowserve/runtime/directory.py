@@ -18,6 +18,7 @@ from flowserve.graph.types import GRAPH, Graph, ModelKey
 from flowserve.memory.arena import Arena
 from flowserve.observe.statistics import Statistics, rows_as_json
 from flowserve.observe.summary import summarising
+from flowserve.runtime.batchers import keeps_order
 from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.clock import ClockNs, wall_clock_ns
 from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
@@ -28,6 +29,7 @@ from flowserve.runtime.hosts import Processes
 from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.lifecycle import Generations
 from flowserve.runtime.lone_relays import LoneRelays
+from flowserve.runtime.ordered_gate import OrderedGate
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.supervisor import Supervisor
 from flowserve.scheduling.batch import ModelQueue
@@ -202,7 +204,8 @@ class Directory:
         may_remember = deployment.plan.nesting is None and not deployment.sequences  # an answer depends on those before
         cache = self._cache if config.response_cache and may_remember else None
         if cache is not None or not options.is_open:
-            deployment.gate = Gate(options, cache, key, deployment.output_slot, statistics, self.dispatcher, self.clock)
+            kind = OrderedGate if cache is not None and keeps_order(config) else Gate
+            deployment.gate = kind(options, cache, key, deployment.output_slot, statistics, self.dispatcher, self.clock)
         if self._has_fast_paths:
             deployment.fast_path = self._fast_path(deployment)
         return deployment

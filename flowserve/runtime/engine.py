@@ -307,6 +307,7 @@ class Engine(Directory):
 
     def _answered(self, flow: Flow) -> None:
         is_counted = False
+        self._ready(flow)  # before those who wait for its answer
         if flow.owner.gate is not None:
             is_counted = flow.owner.gate.leave(flow)
             self._pump.poke()  # others may be let in
@@ -314,7 +315,6 @@ class Engine(Directory):
             record_ensemble(flow, self.clock())
         if flow.error is not None and self.calls:  # what runs of it may have called others
             self.calls.sweep()
-        self._ready(flow)
 
     def _ready(self, flow: Flow) -> None:
         """It is over, or some of its answers can be taken. Whoever waits is told."""

@@ -44,6 +44,8 @@ class _Leader:
 class Gate:
     """The gate of one loaded deployment. `output_slot`: where its outputs lie in a flow, by name."""
 
+    _may_follow = True  # whoever asks what somebody is being answered
+
     def __init__(
         self,
         options: GateOptions,
@@ -73,7 +75,7 @@ class Gate:
         """Take a request that was admitted. It may be done afterwards. Raises Unavailable where it is full and nobody
         waits, TooLarge for what could never enter.
         """
-        if self._cache is not None and self._find(self._cache, flow):
+        if self._cache is not None and self._find(self._cache, flow, may_follow=self._may_follow):
             return
         try:
             self._let_in(flow)
@@ -186,16 +188,13 @@ class Gate:
 
     # ------------------------------------------------------------------ remembered answers
 
-    def _find(self, cache: Cache, flow: Flow, *, may_follow: bool = True) -> bool:
+    def _find(self, cache: Cache, flow: Flow, *, may_follow: bool) -> bool:
         """Whether the request need not be run: its answer is there, or will be, where it `may_follow` another."""
         began_ns = self._clock()
         key = key_of(self._served, flow.request, flow.wanted)
         answers = cache.get(key)
         if answers is not None:
-            self._answer(flow, answers)
-            flow.done = True
-            now_ns = self._clock()
-            self._statistics.hit(now_ns - flow.arrived_ns, now_ns - began_ns)
+            self._hit(flow, answers, began_ns)
             return True
         leader = self._leaders.get(key)
         if leader is not None and not may_follow:
@@ -210,6 +209,20 @@ class Gate:
         self._leaders[key] = flow
         self._leading[flow] = _Leader(key, self._clock() - began_ns)
         return False
+
+    def _hit(self, flow: Flow, answers: Any, began_ns: int) -> None:
+        """What it asks is remembered."""
+        self._answer(flow, answers)
+        flow.done = True
+        now_ns = self._clock()
+        self._statistics.hit(now_ns - flow.arrived_ns, now_ns - began_ns)
+
+    def _share(self, follower: Flow, answers: Any) -> None:
+        """Who was held for it gets it now."""
+        self._answer(follower, answers)
+        total_ns = self._clock() - follower.arrived_ns
+        self._statistics.hit(total_ns, total_ns)
+        self._dispatcher.answer(follower)
 
     def _answer(self, flow: Flow, answers: Any) -> None:
         tensors: list[Any] = [None] * len(flow.tensors)
@@ -230,10 +243,7 @@ class Gate:
         self._lead_no_more(flow, passing_on=False)
         for follower in leader.followers:
             if not follower.done:
-                self._answer(follower, answers)
-                total_ns = self._clock() - follower.arrived_ns
-                self._statistics.hit(total_ns, total_ns)
-                self._dispatcher.answer(follower)
+                self._share(follower, answers)
 
     def _lead_no_more(self, flow: Flow, *, passing_on: bool) -> None:
         """A failure is neither remembered nor shared: whoever waited for it runs alone. Where only the caller left, the

@@ -20,6 +20,7 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.gate import Gate
+from flowserve.runtime.ordered_gate import OrderedGate
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.scheduling.calls import CalledFlow
@@ -37,7 +38,9 @@ F = TypeVar("F", bound=Flow)
 class Server:
     """One model "a" behind a gate. Its answer to a request of the number n is [2 n]."""
 
-    def __init__(self, options: GateOptions, cache: Cache | None = None, instances: int = 1) -> None:
+    def __init__(
+        self, options: GateOptions, cache: Cache | None = None, instances: int = 1, *, is_ordered: bool = False
+    ) -> None:
         self.now = 0
         self.running: list[Batch] = []
         self.answered: list[Flow] = []
@@ -45,11 +48,12 @@ class Server:
         self.plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
         self.dispatcher = Dispatcher(self._run, self._answered)
         key = ModelKey("a", 1)
-        self.queue = ModelQueue(key, DynamicBatcher(BatchPolicy.simple(1)), range(instances))
+        self.queue = ModelQueue(key, DynamicBatcher(BatchPolicy.simple(1)), range(instances), keeps_order=is_ordered)
         self.dispatcher.add(self.queue)
         self.statistics = Statistics("a", 1)
         slots = {"X": self.plan.output_slots[0]}
-        self.gate = Gate(options, cache, key, slots, self.statistics, self.dispatcher, lambda: self.now)
+        kind = OrderedGate if is_ordered else Gate
+        self.gate = kind(options, cache, key, slots, self.statistics, self.dispatcher, lambda: self.now)
 
     def _run(self, batch: Batch) -> None:
         self.runs += 1
@@ -62,6 +66,8 @@ class Server:
     def ask(self, number: int, timeout_ms: int = 0) -> Flow:
         flow = self._flow(Flow, number, timeout_ms)
         self.gate.enter(flow)
+        if flow.done:
+            self.answered.append(flow)
         return flow
 
     def call(self, number: int) -> CalledFlow:
@@ -82,8 +88,8 @@ class Server:
         self.dispatcher.pump(self.now)  # whoever was let in meanwhile
         self.dispatcher.check()
 
-    def finish(self, error: FlowserveError | None = None) -> None:
-        batch = self.running.pop(0)
+    def finish(self, error: FlowserveError | None = None, nth: int = 0) -> None:
+        batch = self.running.pop(nth % len(self.running))
         flow = batch.tickets[0].flow
         made = flow.request.inputs["X"] * 2
         errors = {} if error is None else {0: error}
@@ -191,6 +197,44 @@ def test_a_call_waits_neither_for_room_nor_for_somebody_else_s_answer_but_counts
     assert (server.statistics.cache_hits, server.statistics.cache_misses) == (1, 3)
 
 
+@pytest.mark.fault("D11")
+def test_a_remembered_answer_waits_for_those_who_came_before_where_order_is_kept() -> None:
+    server = Server(GateOptions(), Lru(10_000), instances=3, is_ordered=True)
+    server.ask(1)
+    server.turn()
+    server.finish()
+    server.turn()
+    assert server.ask(1).done, "nobody came before"
+    assert server.call(1).done
+    server.answered.clear()
+    slow, remembered, quick, leaves, same = (server.ask(number) for number in (2, 1, 3, 1, 3))
+    server.turn()
+    assert server.call(1).done, "a model that calls waits for nobody, who might be waiting for it"
+    server.finish(nth=2)
+    server.finish(nth=1)
+    server.leave(leaves)
+    server.turn()
+    assert server.answered == []
+    server.finish()
+    server.turn()
+    assert server.answered == [slow, remembered, quick, same]
+    assert [server.value(flow) for flow in server.answered] == [4, 2, 6, 6]
+    assert (server.runs, server.statistics.cache_hits) == (4, 4)
+
+
+def test_many_remembered_answers_leave_at_once() -> None:
+    server = Server(GateOptions(), Lru(10_000), instances=2, is_ordered=True)
+    server.ask(1)
+    server.turn()
+    server.finish()
+    server.turn()
+    flows = [server.ask(2), *(server.ask(1) for _ in range(3000))]
+    server.turn()
+    server.finish()
+    server.turn()
+    assert server.answered[1:] == flows
+
+
 def test_a_call_is_bound_by_the_deadline_and_by_what_is_too_large() -> None:
     server = Server(GateOptions(deadline_ms=10, max_request_bytes=12))
     called = server.call(1)
@@ -221,11 +265,12 @@ def test_who_leaves_while_waiting_for_room_is_nobodys_answer() -> None:
     st.builds(GateOptions, st.sampled_from([0, 7]), st.integers(0, 3), st.sampled_from([0, 8, 20]), st.booleans()),
     st.sampled_from([None, 0, 600, 5000]),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 2 * MS)), max_size=50),
+    st.booleans(),
 )
 def test_law_room_comes_home_and_each_gets_his_own_answer_once(
-    options: GateOptions, cache_bytes: int | None, steps: list[tuple[int, int, int]]
+    options: GateOptions, cache_bytes: int | None, steps: list[tuple[int, int, int]], is_ordered: bool
 ) -> None:
-    server = Server(options, None if cache_bytes is None else Lru(cache_bytes), instances=2)
+    server = Server(options, None if cache_bytes is None else Lru(cache_bytes), instances=2, is_ordered=is_ordered)
     asked: list[tuple[Flow, int]] = []
     left: set[Flow] = set()
     refused = 0
@@ -239,7 +284,7 @@ def test_law_room_comes_home_and_each_gets_his_own_answer_once(
             except Unavailable:
                 refused += 1
         elif kind < 5 and server.running:
-            server.finish(ModelFailed("no") if kind == 4 else None)
+            server.finish(ModelFailed("no") if kind == 4 else None, number)
         elif kind == 5 and asked and not asked[number % len(asked)][0].done:
             left.add(asked[number % len(asked)][0])
             server.leave(asked[number % len(asked)][0])
@@ -254,6 +299,10 @@ def test_law_room_comes_home_and_each_gets_his_own_answer_once(
     assert all(flow.done for flow, _ in asked)
     assert server.dispatcher.in_flight == server.gate.inside == server.gate.nbytes == 0
     assert len(set(server.answered)) == len(server.answered)
+    if is_ordered:
+        ran = [flow for flow in server.answered if not isinstance(flow.error, Late | Unavailable)]
+        came = [flow for flow, _ in asked if not isinstance(flow, CalledFlow)]
+        assert [flow for flow in ran if flow in came] == [flow for flow in came if flow in ran], "out of order"
     for flow, number in asked:
         if flow.error is None and flow not in left:
             assert server.value(flow) == 2 * number
