@@ -48,9 +48,10 @@ class Statistics:
     each of its requests).
 
     `inference_count` counts rows (at least 1 a request), `execution_count` counts batches. `failures` counts requests
-    by reason, `last_error` is what the last of them was told. The histograms hold successful requests; `nodes` is what
-    each node of the deployment's graph has carried, by index. `load_s` is how long it took to load what runs now; 0 for
-    an ensemble, which loads nothing of its own. Whoever reads calls `add_up` first, on the loop.
+    by reason, `last_error` is what the last of them was told. `left` are requests in batches that run whose callers
+    have left; they are counted, and their batch counts rows of theirs only. The histograms hold successful requests;
+    `nodes` is what each node of the deployment's graph has carried, by index. `load_s` is how long it took to load what
+    runs now; 0 for an ensemble, which loads nothing of its own. Whoever reads calls `add_up` first, on the loop.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Statistics:
     nodes: tuple[NodeTraffic, ...] = ()
     last_error: str = ""
     last_error_ms: int = 0
+    left: set[object] = field(default_factory=set)
     load_s: float = 0.0
     _noted: list[tuple[int, ...]] = field(default_factory=list)
 

@@ -31,8 +31,9 @@ _NONE: Final[Mapping[int, Any]] = {}
 def record_batch(statistics: Statistics, batch: Batch, outcome: Results | FlowserveError, now_ns: int) -> None:
     """Write one finished batch into its model's statistics, and its durations into the flows of ensembles."""
     tickets = batch.tickets
+    present = who_stayed(statistics, tickets) if statistics.left else tickets
     if not isinstance(outcome, Results):
-        statistics.failed(len(tickets), _waited(tickets, now_ns), BACKEND)
+        statistics.failed(len(present), _waited(present, now_ns), BACKEND)
         statistics.told(str(outcome), wall_clock_ms())
         return
     started_ns = batch.started_ns
@@ -42,8 +43,12 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
     count = len(tickets)
     first = tickets[0]
     queued_ns = first.queued_ns
-    if outcome.errors or (count > 1 and [ticket.queued_ns for ticket in tickets].count(queued_ns) != count):
-        _record_each(statistics, batch, outcome, now_ns)
+    if (
+        outcome.errors
+        or present is not tickets
+        or (count > 1 and [ticket.queued_ns for ticket in tickets].count(queued_ns) != count)
+    ):
+        _record_each(statistics, batch, present, outcome, now_ns)
     else:  # they became ready in one moment, as most batches do
         statistics.ran(
             batch.rows or 1,
@@ -191,8 +196,18 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
     )
 
 
-def _record_each(statistics: Statistics, batch: Batch, outcome: Results, now_ns: int) -> None:
-    """Write a batch whose members failed in part, or waited for different times."""
+def who_stayed(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+    """Those of a batch that is over whose callers are still there. The others are counted already, and forgotten."""
+    left = statistics.left
+    gone = left.intersection([ticket.flow for ticket in tickets])
+    left -= gone
+    return [ticket for ticket in tickets if ticket.flow not in gone] if gone else tickets
+
+
+def _record_each(
+    statistics: Statistics, batch: Batch, present: Sequence[Ticket], outcome: Results, now_ns: int
+) -> None:
+    """Write a batch whose members failed in part, or left, or waited for different times."""
     durations = (
         outcome.gathered_ns - batch.started_ns,
         outcome.computed_ns - outcome.gathered_ns,
@@ -200,11 +215,13 @@ def _record_each(statistics: Statistics, batch: Batch, outcome: Results, now_ns:
     )
     statistics.executed(batch.rows or 1, *durations, now_ns)
     if outcome.errors:
-        statistics.failed(len(outcome.errors), _waited([batch.tickets[m] for m in outcome.errors], now_ns), BACKEND)
+        tickets = batch.tickets
+        failed = [tickets[m] for m in outcome.errors if tickets[m] in present]
+        statistics.failed(len(failed), _waited(failed, now_ns), BACKEND)
         statistics.told(str(next(iter(outcome.errors.values()))), wall_clock_ms())
-    queued = [ticket.queued_ns for m, ticket in enumerate(batch.tickets) if m not in outcome.errors]
-    if queued:
-        statistics.succeeded(queued, batch.started_ns, *durations)
+        present = [ticket for m, ticket in enumerate(tickets) if m not in outcome.errors and ticket in present]
+    if present:
+        statistics.succeeded([ticket.queued_ns for ticket in present], batch.started_ns, *durations)
 
 
 def _waited(tickets: Sequence[Ticket], now_ns: int) -> int:

@@ -20,7 +20,7 @@ from flowserve.errors import FlowserveError, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
-from flowserve.runtime.accounts import record_batch, record_ensemble
+from flowserve.runtime.accounts import record_batch, record_ensemble, who_stayed
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.asks import Asks
 from flowserve.runtime.calls import Calls
@@ -235,16 +235,31 @@ class Engine(Directory):
         """Its caller left: nobody is told, and what is still queued of it leaves its queues."""
         flow.waiter = None
         self.tracing.end(flow, has_left=True)
-        now_ns = self.clock()
-        for queue in self.dispatcher.cancel(flow):
-            if flow.plan.graph.is_ensemble:
+        is_over, has_begun = flow.done, flow.open > 0
+        left = self.dispatcher.cancel(flow)
+        if flow.plan.graph.is_ensemble:
+            for queue in left:
                 queue.observer.failed(1, 0, CANCELED)
-        flow.owner.statistics.failed(1, now_ns - flow.arrived_ns, CANCELED)
+        elif has_begun and not left and not isinstance(flow, StreamFlow):
+            is_over = self._runs_for_nobody(flow)
+        if not is_over:
+            flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
         if flow.owner.gate is not None:
             flow.owner.gate.leave(flow, is_answered=False)
         if self.calls:
             self.calls.sweep()
         self._pump.poke()
+
+    def _runs_for_nobody(self, flow: Flow) -> bool:
+        """A caller left of a model's request that is in its queue no more. Returns whether it is counted already; where
+        it runs, its batch leaves it out.
+        """
+        queue = flow.route[0]
+        if queue.order is not None and queue.order.holds(flow):
+            return True
+        if not self.dispatcher.is_tried_again(flow):
+            queue.observer.left.add(flow)
+        return False
 
     def response(self, flow: Flow) -> Response:
         """What a flow that is done came to. Raises what its steps failed with."""
@@ -292,6 +307,7 @@ class Engine(Directory):
     def _failed(self, batch: Batch, error: FlowserveError, now_ns: int) -> None:
         told = error.as_told() if isinstance(error, ModelRaised) else error
         if self.dispatcher.batch_failed(batch, told):
+            who_stayed(batch.queue.observer, batch.tickets)
             return  # it is tried again
         record_batch(batch.queue.observer, batch, told, now_ns)
         if isinstance(error, ModelRaised):

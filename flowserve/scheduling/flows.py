@@ -122,6 +122,10 @@ class Flows:
             flow.answers.clear()  # nobody takes them, and each of them holds the flow, which holds it
         return left
 
+    def is_tried_again(self, flow: Flow) -> bool:
+        """Whether it waits because the batch that it was in failed."""
+        return any(ticket.flow is flow for _, tickets in self._halves for ticket in tickets)
+
     def waiting(self) -> dict[ModelKey, int]:
         """How many tickets wait for each model, in all of its queues: a model that was replaced may still have its
         former one.

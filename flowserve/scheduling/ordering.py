@@ -44,6 +44,10 @@ class Order:
             if not ticket.flow.done:
                 self._held[ticket] = (m, ticket, outputs, errors)
 
+    def holds(self, flow: Flow) -> bool:
+        """Whether what `flow` came to stands in line."""
+        return any(ticket.flow is flow for ticket in self._held)
+
     def pop(self) -> Outcome | None:
         """The next outcome whose turn it is, or None."""
         line = self._line

@@ -190,6 +190,59 @@ async def test_every_failure_is_counted_once_with_its_reason(autojump_clock: tri
         assert reasons(engine, "picky") == {"OTHER": 1, "BACKEND": 1, "REJECTED": 1}
 
 
+@pytest.mark.parametrize(
+    ("value", "is_pure", "keeps_order", "failed", "rows"),
+    [(1.0, False, False, 0, 4), (-1.0, False, False, 3, 0), (-1.0, True, False, 3, 0), (1.0, False, True, 0, 5)],
+    ids=["it answers", "it raises", "it raises, by halves too", "its answer is held"],
+)
+async def test_who_leaves_a_batch_that_runs_is_counted_once(
+    value: float, is_pure: bool, keeps_order: bool, failed: int, rows: int
+) -> None:
+    """`held`: an instance with a request that came before is busy until all is over."""
+    entered, gate, first = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(array: Array) -> Array:
+        entered.set()
+        assert gate.wait(10)
+        return nothing_below_zero(array)
+
+    def wait_longer(array: Array) -> Array:
+        assert first.wait(10)
+        return array
+
+    async with running() as engine:
+        functions = [wait_longer, wait] if keeps_order else [wait]
+        add_function(engine, "m", functions, inline=False, is_pure=is_pure, keeps_order=keeps_order)
+        leaver = trio.CancelScope()
+
+        async def leave() -> None:
+            with leaver:
+                await ask(engine, "m", value, stamp=12)
+
+        async with trio.open_nursery() as nursery:
+            if keeps_order:
+                nursery.start_soon(ask, engine, "m", value, 4, 1, 1)
+                await wait_all_tasks_blocked()
+            calls = [leave if i == 12 else lambda i=i: ask(engine, "m", value, stamp=i) for i in range(10, 14)]
+            nursery.start_soon(together, engine, *calls)
+            await trio.to_thread.run_sync(entered.wait, 10)
+            if keeps_order:
+                gate.set()
+                while not engine.statistics("m")[0]["execution_count"]:  # noqa: ASYNC110 - nobody tells
+                    await trio.sleep(0.001)
+            leaver.cancel()
+            await wait_all_tasks_blocked()
+            gate.set()
+            first.set()
+        there = 1 if keeps_order else 0
+        statistics = engine.statistics("m")[0]["inference_stats"]
+        assert reasons(engine, "m").get("BACKEND", 0) == failed
+        assert reasons(engine, "m").get("CANCELED", 0) == 1 - there
+        assert statistics["success"]["count"] + failed + (1 - there) == 4 + there, "each once"
+        assert engine.statistics("m")[0]["inference_count"] == rows
+        assert not engine.find("m").statistics.left
+
+
 async def test_histograms_and_sizes_count_what_the_counters_count() -> None:
     async with running() as engine:
         add_function(engine, "a", [double], max_batch_size=8)
