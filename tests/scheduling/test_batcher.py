@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
+from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
 from flowserve.scheduling.router import Flow, Ticket
 
 SECOND_NS = 1_000_000_000
@@ -17,7 +18,7 @@ def sizes(batch: list[Ticket] | None) -> list[int] | None:
     return None if batch is None else [ticket.rows for ticket in batch]
 
 
-def everything(batcher: DynamicBatcher, at: int = 0) -> list[int]:
+def everything(batcher: DynamicBatcher | PolicyBatcher, at: int = 0) -> list[int]:
     """The rows of each batch that leaves at this instant."""
     batches = []
     while batch := batcher.take(at):
@@ -144,11 +145,22 @@ GOLDEN: dict[str, tuple[tuple[int, ...], int, list[int], list[int], list[int]]] 
 }
 
 
+def policed(policy: BatchPolicy) -> PolicyBatcher:
+    return PolicyBatcher(policy, Levels(policy=LevelPolicy(max_size=100)))
+
+
+@pytest.mark.parametrize("made", [DynamicBatcher, policed], ids=["plain", "with a policy"])
 @pytest.mark.parametrize(("preferred", "delay_s", "rows", "at_once", "later"), GOLDEN.values(), ids=GOLDEN.keys())
 def test_batches_have_the_sizes_that_triton_gives_them(
-    preferred: tuple[int, ...], delay_s: int, rows: list[int], at_once: list[int], later: list[int], ticket: MakeTicket
+    preferred: tuple[int, ...],
+    delay_s: int,
+    rows: list[int],
+    at_once: list[int],
+    later: list[int],
+    made: Callable[[BatchPolicy], DynamicBatcher | PolicyBatcher],
+    ticket: MakeTicket,
 ) -> None:
-    batcher = DynamicBatcher(BatchPolicy(8, preferred, delay_s * SECOND_NS))
+    batcher = made(BatchPolicy(8, preferred, delay_s * SECOND_NS))
     for size in rows:
         batcher.put(ticket(rows=size))
     assert everything(batcher) == at_once
