@@ -8,7 +8,7 @@ It runs for every batch on the loop, so what can be told of the batch as a whole
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError
@@ -16,11 +16,14 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, OTHER, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
-from flowserve.runtime.deployment import Deployment
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.relays import Relay, Way
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow
+
+if TYPE_CHECKING:
+    from flowserve.runtime.deployment import Deployment
 
 # A stop of a relay: when its inputs were in place, when it was computed, the bytes of each output.
 Stop = tuple[int, int, Sequence[int]]
@@ -194,6 +197,18 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
         flow.compute_output_ns,
         now_ns,
     )
+
+
+def leave_batch(flow: Flow, dispatcher: Dispatcher) -> bool:
+    """Nobody waits any more for the answer of a model whose queue this flow has left. Returns whether it is counted
+    already; where it runs, its batch leaves it out.
+    """
+    queue = flow.route[0]
+    if queue.order is not None and queue.order.holds(flow):
+        return True
+    if not dispatcher.is_tried_again(flow):
+        queue.observer.left.add(flow)
+    return False
 
 
 def who_stayed(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:

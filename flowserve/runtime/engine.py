@@ -20,7 +20,7 @@ from flowserve.errors import FlowserveError, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
-from flowserve.runtime.accounts import record_batch, record_ensemble, who_stayed
+from flowserve.runtime.accounts import leave_batch, record_batch, record_ensemble, who_stayed
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.asks import Asks
 from flowserve.runtime.calls import Calls
@@ -241,7 +241,7 @@ class Engine(Directory):
             for queue in left:
                 queue.observer.failed(1, 0, CANCELED)
         elif has_begun and not left and not isinstance(flow, StreamFlow):
-            is_over = self._runs_for_nobody(flow)
+            is_over = leave_batch(flow, self.dispatcher)
         if not is_over:
             flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
         if flow.owner.gate is not None:
@@ -249,17 +249,6 @@ class Engine(Directory):
         if self.calls:
             self.calls.sweep()
         self._pump.poke()
-
-    def _runs_for_nobody(self, flow: Flow) -> bool:
-        """A caller left of a model's request that is in its queue no more. Returns whether it is counted already; where
-        it runs, its batch leaves it out.
-        """
-        queue = flow.route[0]
-        if queue.order is not None and queue.order.holds(flow):
-            return True
-        if not self.dispatcher.is_tried_again(flow):
-            queue.observer.left.add(flow)
-        return False
 
     def response(self, flow: Flow) -> Response:
         """What a flow that is done came to. Raises what its steps failed with."""

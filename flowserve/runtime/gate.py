@@ -21,6 +21,7 @@ from flowserve.config.gate import GateOptions
 from flowserve.errors import FlowserveError, TooLarge, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import REJECTED, Statistics
+from flowserve.runtime.accounts import leave_batch
 from flowserve.runtime.cache import Cache, kept, key_of, weight
 from flowserve.scheduling.calls import Called
 from flowserve.scheduling.dispatcher import Dispatcher
@@ -104,7 +105,8 @@ class Gate:
     def leave(self, flow: Flow, *, is_answered: bool = True) -> bool:
         """A request is over; or not `is_answered`: its caller left. Returns whether it is counted already."""
         self._make_room(flow)
-        if isinstance(flow.error, Late) and not flow.plan.graph.is_ensemble:
+        late = flow.error if isinstance(flow.error, Late) and not flow.plan.graph.is_ensemble else None
+        if late is not None and not (late.is_running and leave_batch(flow, self._dispatcher)):
             self._statistics.failed(1, self._clock() - flow.arrived_ns, REJECTED)
         if flow in self._following:
             self._following.discard(flow)

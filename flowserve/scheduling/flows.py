@@ -27,7 +27,9 @@ _by_stamp = attrgetter("stamp")
 
 
 class Late(Unavailable):
-    """The deadline of a request passed."""
+    """The deadline of a request passed. `is_running`: while it ran, on the one model it was for."""
+
+    is_running = False
 
 
 def tell_nobody(*_: object) -> None:
@@ -235,7 +237,10 @@ class Flows:
         """Refuse whoever has waited too long."""
         if self._due is not None:
             for flow in self._due.due(now_ns):
-                self._fail(flow, _late(flow, now_ns))
+                late = _late(flow, now_ns)
+                if flow.open and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
+                    late.is_running = not self._withdraw(flow)
+                self._fail(flow, late)
         for queue in self._expiring:
             at = queue.batcher.expiry()
             if at is None or at > now_ns:

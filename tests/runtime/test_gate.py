@@ -48,9 +48,10 @@ class Server:
         self.plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
         self.dispatcher = Dispatcher(self._run, self._answered)
         key = ModelKey("a", 1)
-        self.queue = ModelQueue(key, DynamicBatcher(BatchPolicy.simple(1)), range(instances), keeps_order=is_ordered)
-        self.dispatcher.add(self.queue)
         self.statistics = Statistics("a", 1)
+        batcher = DynamicBatcher(BatchPolicy.simple(1))
+        self.queue = ModelQueue(key, batcher, range(instances), observer=self.statistics, keeps_order=is_ordered)
+        self.dispatcher.add(self.queue)
         slots = {"X": self.plan.output_slots[0]}
         kind = OrderedGate if is_ordered else Gate
         self.gate = kind(options, cache, key, slots, self.statistics, self.dispatcher, lambda: self.now)
@@ -132,6 +133,7 @@ def test_who_finds_no_room_is_refused_or_refused_for_good() -> None:
 
 
 def test_a_deadline_counts_from_arrival_also_for_who_waits_at_the_gate() -> None:
+    """Its batch does not count it once more."""
     server = Server(GateOptions(deadline_ms=10, max_requests=1, waits=True))
     runs, waits = server.ask(1), server.ask(2, timeout_ms=4)
     server.turn()
@@ -143,6 +145,7 @@ def test_a_deadline_counts_from_arrival_also_for_who_waits_at_the_gate() -> None
     server.now = 10 * MS
     server.turn()
     assert isinstance(runs.error, Late)
+    assert server.statistics.left == {runs}
     assert server.gate.inside == 0
     assert server.statistics.failures["REJECTED"] == 2
 
