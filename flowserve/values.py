@@ -13,8 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
+
+try:
+    from ml_dtypes import bfloat16
+except ImportError:  # in a model's own Python environment, where a model that has such tensors is refused
+    bfloat16 = np.dtype([("bfloat16", np.uint16)])
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Parameter = str | int | float | bool
@@ -40,7 +44,7 @@ class DType(enum.Enum):
     FP32 = ("FP32", 11, np.dtype(np.float32))
     FP64 = ("FP64", 12, np.dtype(np.float64))
     BYTES = ("BYTES", 13, np.dtype(np.object_))
-    BF16 = ("BF16", 14, np.dtype(ml_dtypes.bfloat16))
+    BF16 = ("BF16", 14, np.dtype(bfloat16))
 
     def __init__(self, wire: str, number: int, numpy: np.dtype[Any]) -> None:
         self.wire = wire
@@ -51,6 +55,10 @@ class DType(enum.Enum):
 
     def __str__(self) -> str:
         return self.wire
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """By its name: other versions of Python and numpy have other values, and read this too."""
+        return getattr, (DType, self.name)
 
 
 BY_WIRE: Final[Mapping[str, DType]] = {dtype.wire: dtype for dtype in DType}

@@ -48,6 +48,14 @@ class ModelFiles:
     def version_folder(self) -> Path:
         return self.folder / str(self.version)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With paths as text: other versions of Python keep the class in another module."""
+        return _files_at, (str(self.repository), str(self.folder), self.version)
+
+
+def _files_at(repository: str, folder: str, version: int) -> ModelFiles:
+    return ModelFiles(Path(repository), Path(folder), version)
+
 
 @dataclass(slots=True, eq=False)
 class Sent:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final
 
 from flowserve.backends.base import Answer, Call, Caller
 from flowserve.backends.python_answers import as_bytes
@@ -25,6 +25,9 @@ from flowserve.backends.triton_objects import (
 from flowserve.backends.triton_tensors import Tensor, TritonModelException, on_host
 from flowserve.errors import AlreadyExists, Cancelled, FlowserveError, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.values import BY_NUMPY, Array, Request
+
+if TYPE_CHECKING:
+    from typing import Self  # which the oldest Python that models run in has not
 
 _CODES: Final[dict[type[FlowserveError], int]] = {
     NotFound: TritonError.NOT_FOUND,

@@ -8,7 +8,7 @@ python_import.py's. Other files, weights among them, are read by the model itsel
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -38,10 +38,18 @@ def code_in(folder: Path, version_folder: Path) -> Code:
     return code
 
 
+def _is_environment(folders: Sequence[str], files: Sequence[str]) -> bool:
+    """Whether this is a Python environment of the model's own: thousands of files, and none of them its code."""
+    return "conda-meta" in folders or "pyvenv.cfg" in files
+
+
 def _files(folder: Path, version_folder: Path) -> Iterator[str]:
     for top in (version_folder, folder):
         for here, folders, files in os.walk(top):
             is_model = here == str(folder)
+            if _is_environment(folders, files):
+                folders.clear()
+                continue
             folders[:] = [name for name in folders if name != "__pycache__" and not (is_model and name.isdecimal())]
             for name in files:
                 if name.endswith(".py"):

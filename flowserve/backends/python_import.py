@@ -12,6 +12,7 @@ know what a model's class looks like.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from flowserve.backends.python_calls import ModelCalls
 
 _numbers = count()
+_prefix = os.path.join(sys.prefix, "")  # of the environment that this Python is
 # Two models may not look for a `helper` at the same time: the name stands in sys.modules while it is imported.
 _importing = threading.RLock()
 
@@ -55,6 +57,10 @@ class Owner:
         self.calls = calls
         self.code = code
         self.caller = caller
+
+    def has(self, path: str) -> bool:
+        """Whether a file is the model's own code: a Python environment that lies in its folder is not."""
+        return path.startswith(self.folders) and not (_prefix.startswith(self.folders) and path.startswith(_prefix))
 
 
 class _Scope(threading.local):
@@ -123,7 +129,7 @@ class _RelativeFinder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         owner = scope.owner
-        if path is None or owner is None or not any(entry.startswith(owner.folders) for entry in path):
+        if path is None or owner is None or not any(map(owner.has, path)):
             return None
         return _known(name, path, owner) or _fresh(PathFinder.find_spec(name, path, target), owner)
 
@@ -186,7 +192,7 @@ def import_model(file: Path, owner: Owner) -> ModuleType:
 def raised_at(error: BaseException, owner: Owner) -> FrameSummary | None:
     """The innermost line of the model's own files that an exception came through; None where there is none."""
     lines = reversed(extract_tb(error.__traceback__))
-    return next((line for line in lines if line.filename.startswith(owner.folders)), None)
+    return next((line for line in lines if owner.has(line.filename)), None)
 
 
 def forget_model(module: ModuleType) -> None:

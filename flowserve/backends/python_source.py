@@ -115,9 +115,7 @@ class Source:
 def _hint(error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return ""
-    return (
-        f" (it is neither beside {MODEL_FILE} nor in the Python environment that the server runs in: install it there)"
-    )
+    return f" (it is neither beside {MODEL_FILE} nor in the Python environment at {sys.prefix}: install it there)"
 
 
 def reason(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """Fields that are read and then left alone: hints about speed or naming on hardware that is not here.
 
 Decided here: which those are. Each is told once per load in the log, so that nobody wonders. And the parameters that
-are worth a warning: an environment of its own, which a model may lean on all the same, and a key that is nearly one of
-ours, which would otherwise pass for the model's own.
+are worth a warning: an environment of its own, where a model cannot have one and may lean on it all the same, and a key
+that is nearly one of ours, which would otherwise pass for the model's own.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ def ignored_fields(source: SourceMap, group_count: int) -> Iterator[str]:
                 yield path
 
 
-def unused_environment(config: ModelConfig) -> Iterator[Problem]:
-    """A warning where a Python model asks for an environment that it does not get."""
-    if config.backend == "python" and config.parameters.get(ENVIRONMENT):
+def unused_environment(config: ModelConfig, execution: str) -> Iterator[Problem]:
+    """A warning where a Python model asks for an environment that it does not get: outside of a process of its own."""
+    if config.backend == "python" and config.parameters.get(ENVIRONMENT) and execution != "process":
         text = f"{ENVIRONMENT} is not used: model '{config.name}' runs in the server's own Python environment"
         place = config.source.place(f"parameters[{ENVIRONMENT}]")
-        yield Problem(text, place, "R9", "install the packages that the model imports there")
+        hint = f'by execution "{execution}"; only "process" can have another. Else install there what the model imports'
+        yield Problem(text, place, "R9", hint)
 
 
 def misspelt_parameters(config: ModelConfig) -> Iterator[Problem]:

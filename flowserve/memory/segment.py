@@ -16,15 +16,21 @@ import mmap
 import os
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from flowserve.errors import Internal
+from flowserve.memory.syscalls import memfd_create
 from flowserve.values import Array
+
+if TYPE_CHECKING:
+    from typing import Self  # which the oldest Python that models run in has not
 
 PAGE: Final = mmap.PAGESIZE
 # Linux's numbers: other systems have no such memory, and must be able to import this all the same.
+_MFD_CLOEXEC: Final = 0x1
+_MFD_ALLOW_SEALING: Final = 0x2
 _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _SEALS: Final = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
@@ -57,7 +63,7 @@ class Segment:
     @classmethod
     def create(cls, size: int) -> Segment:
         """New memory of `size` bytes (whole pages), zero, which takes room only where it is written to."""
-        fd = os.memfd_create("flowserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memfd_create("flowserve", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)

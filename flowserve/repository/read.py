@@ -204,4 +204,5 @@ def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int
         for version in missing_versions(folder, config.version_policy)
         if versions  # without any it is not served, which is said
     ]
-    return [*missing, *unused_environment(config), *misspelt_parameters(config)]
+    own = config.parameters.get("execution", "process")  # what the operator says is told by whoever knows it
+    return [*missing, *unused_environment(config, own), *misspelt_parameters(config)]

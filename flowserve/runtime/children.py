@@ -1,32 +1,31 @@
 """Child processes, as the server sees them: how one is ordered, what it prints, how its end is noticed.
 
-Decided here: when the forkserver (backends/child/forkserver.py, which does the forking and reaping) is started, how
-much of what a model prints reaches the log, and the words for how a process ended. Its end is the end of the process,
-told by its pidfd, and nothing else: a process that it has forked may hold its socket open, and a slow answer is not a
-death. What runs in a child, and what its end means for requests, is decided elsewhere. Linux only.
+Decided here: how much of what a model prints reaches the log, and the words for how a process ended. Its end is the end
+of the process, told by its pidfd, and nothing else: a process that it has forked may hold its socket open, and a slow
+answer is not a death. What starts the processes that fork and reap is forkservers.py; what runs in a child, and what
+its end means for requests, is decided elsewhere. Linux only.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import trio
 
 from flowserve.backends.child.forkserver import REPORT
 from flowserve.errors import Unavailable
 from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.forkservers import ForkServer, Interpreter, own_interpreter
 from flowserve.runtime.printed import Printed
 from flowserve.runtime.tracebacks import OF_LINES, Record
 
@@ -46,19 +45,8 @@ def _is_supported() -> bool:
 # Whether this system has what children need.
 SUPPORTED: Final = _is_supported()
 
-# It finds modules where the server finds them.
-_BEGIN: Final = """
-import json, sys
-sys.path[:] = json.loads(sys.argv.pop(1))
-from flowserve.backends.child.forkserver import main
-main(**json.loads(sys.argv.pop(1)))
-"""
-
-# How long the forkserver may take to say how a child ended that has ended, and to end itself.
+# How long the forkserver may take to say how a child ended that has ended.
 REPORT_S_MAX: Final = 0.5
-END_S_MAX: Final = 2.0
-# A library with threads of its own would be copied by a fork without them, with its locks as they stand.
-_ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _READ_BYTES: Final = 65536
 # How much of what a process printed at its end is still read; others that it started may hold its pipe and print on.
@@ -113,50 +101,10 @@ class Child:
             tell(self)
 
 
-class _ForkServer:
-    """The process that forks, and our ends of the sockets to it. Its lifeline is the socket for orders."""
+class Spawn(Protocol):
+    """`Children.spawn`, in one Python environment or another."""
 
-    def __init__(self) -> None:
-        self.orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.reports.setblocking(False)
-        with orders, reports:
-            fds = (orders.fileno(), reports.fileno())
-            settings = {
-                "orders": fds[0],
-                "reports": fds[1],
-                "parent": os.getpid(),
-                "log_level": logging.getLogger("flowserve").getEffectiveLevel(),
-                "environment": {name: os.environ.get(name) for name in _ONE_THREAD},
-            }
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _BEGIN, json.dumps(sys.path), json.dumps(settings)],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
-                start_new_session=True,  # a Ctrl-C at the terminal is for the server only
-            )
-
-    def order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int]:
-        """Blocks until the child is there. Returns its process id and a pidfd."""
-        try:
-            socket.send_fds(self.orders, [json.dumps({"name": name, "entry": entry}).encode()], fds)
-            answer, received, _, _ = socket.recv_fds(self.orders, 4096, 1, socket.MSG_CMSG_CLOEXEC)
-        except OSError:
-            answer, received = b"", []
-        if not answer:
-            raise Unavailable("the process that starts models has ended")
-        said = json.loads(answer)
-        if "error" in said:
-            raise Unavailable(said["error"])
-        return int(said["pid"]), received[0]
-
-    def hang_up(self) -> None:
-        """It ends, and all its children. Wakes whoever waits for an answer."""
-        with suppress(OSError):
-            self.orders.shutdown(socket.SHUT_RDWR)
-        self.orders.close()
+    def __call__(self, name: str, entry: str, arguments: bytes, *, log_name: str) -> Child: ...
 
 
 class Children:
@@ -165,19 +113,32 @@ class Children:
     def __init__(self, clock: ClockNs) -> None:
         self._clock = clock
         self._token = trio.lowlevel.current_trio_token()
-        self._lock = threading.Lock()  # around the forkserver: one order at a time
-        self._server: _ForkServer | None = None
+        self._lock = threading.Lock()  # around who there is to be hung up
+        self._forkservers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
+        self._own = self.forkserver(own_interpreter())
         self._nursery: trio.Nursery | None = None
         self._is_closed = False
         self._alive: set[Child] = set()
         self._statuses: dict[int, int] = {}
         self._reported = trio.Event()  # replaced with each report
 
-    def spawn(self, name: str, entry: str, arguments: bytes, *, log_name: str) -> Child:
+    def forkserver(self, interpreter: Interpreter) -> ForkServer:
+        """One more that children can come from, for as long as somebody has it; whoever does not need it any more hangs
+        it up.
+        """
+        made = ForkServer(interpreter, self._listen_soon)
+        with self._lock:
+            self._forkservers.add(made)
+        return made
+
+    def spawn(
+        self, name: str, entry: str, arguments: bytes, *, log_name: str, forkserver: ForkServer | None = None
+    ) -> Child:
         """Start a process that calls `entry` ("module:function") with its socket's number and `arguments`.
 
         Blocks for as long as a fork takes, the first time until the forkserver has imported what it needs. Raises
         Unavailable where no process can be had. `log_name` is the model that what it prints is logged under.
+        `forkserver`: the one that it comes from, where that is not the server's own Python.
         """
         with (
             ExitStack() as theirs,
@@ -196,7 +157,10 @@ class Children:
             with open(arguments_fd, "wb", closefd=False) as file:
                 file.write(arguments)
             try:
-                pid, pidfd = self._order(name, entry, (its_sock.fileno(), its_log_fd, arguments_fd))
+                if self._is_closed:
+                    raise Unavailable("the server is ending")
+                fds = (its_sock.fileno(), its_log_fd, arguments_fd)
+                pid, pidfd = (forkserver or self._own).order(name, entry, fds)
             except Unavailable as error:
                 raise Unavailable(f"model '{log_name}', instance '{name}': {error}") from None
             child = Child(name, log_name, pid, pidfd, sock, log_fd)
@@ -215,38 +179,29 @@ class Children:
                 self._nursery = None
 
     async def close(self) -> None:
-        """End the forkserver and with it whatever still lives, within a bounded time. Nothing starts afterwards."""
+        """End the forkservers and with them whatever still lives, within a bounded time. Nothing starts afterwards."""
         self._is_closed = True
         for child in self._alive:
             child.why = child.why or "ended with the server"
-        server, self._server = self._server, None
-        if server is not None:
-            server.hang_up()
-            await trio.to_thread.run_sync(_wait_or_kill, server.process)
+        with self._lock:
+            forkservers = [*self._forkservers]
+        for forkserver in forkservers:
+            forkserver.hang_up()
+        async with trio.open_nursery() as nursery:
+            for forkserver in forkservers:
+                nursery.start_soon(trio.to_thread.run_sync, forkserver.wait)
         with trio.move_on_after(REPORT_S_MAX):
             while self._alive:
                 await self._reported.wait()
 
     # ------------------------------------------------------------------ starting
 
-    def _order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int]:
-        with self._lock:
-            if self._is_closed:
-                raise Unavailable("the server is ending")
-            server = self._server
-            if server is None or server.process.poll() is not None:
-                if server is not None:
-                    log.error("the process that starts models has ended, and all of them with it; starting another")
-                    server.hang_up()
-                server = self._server = _ForkServer()
-                self._token.run_sync_soon(self._listen, server)
-            if self._is_closed:  # looked at again: `close` sets it first, then hangs up what it finds
-                server.hang_up()
-            return server.order(name, entry, fds)
+    def _listen_soon(self, reports: socket.socket) -> None:
+        self._token.run_sync_soon(self._listen, reports)
 
-    def _listen(self, server: _ForkServer) -> None:
+    def _listen(self, reports: socket.socket) -> None:
         if self._nursery is not None:
-            self._nursery.start_soon(self._read_reports, server, name="forkserver")
+            self._nursery.start_soon(self._read_reports, reports, name="forkserver")
 
     def _adopt(self, child: Child) -> None:
         if self._nursery is None or self._is_closed:
@@ -259,9 +214,9 @@ class Children:
 
     # ------------------------------------------------------------------ ending
 
-    async def _read_reports(self, server: _ForkServer) -> None:
-        """How children ended, for as long as the forkserver lives."""
-        with server.reports as reports:
+    async def _read_reports(self, reports: socket.socket) -> None:
+        """How children ended, for as long as their forkserver lives."""
+        with reports:
             while True:
                 try:
                     report = reports.recv(REPORT.size)
@@ -347,11 +302,3 @@ def _how(status: int | None) -> str:
         except ValueError:  # the real-time ones have no names
             return f"was killed by signal {number}"
     return f"ended with exit status {os.waitstatus_to_exitcode(status)}"
-
-
-def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(END_S_MAX)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

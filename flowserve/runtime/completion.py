@@ -8,21 +8,22 @@ repository is handed one of these functions.
 from __future__ import annotations
 
 import pickle
-import select
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from flowserve.backends import registry
 from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus
 from flowserve.backends.child import task
-from flowserve.backends.child.protocol import MESSAGE_BYTES_MAX
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
-from flowserve.errors import ModelFailed, Problem, Problems, Unsupported
+from flowserve.errors import Problem, Problems, Unsupported
+from flowserve.repository.environment import environment_of
 from flowserve.repository.layout import ModelFolder
-from flowserve.runtime.children import Child, Children
+from flowserve.runtime.children import Child, Spawn
+from flowserve.runtime.environments import Environment
 from flowserve.runtime.hosts import PROCESS, Processes, execution_of
+from flowserve.runtime.task_answers import answer_of
 
 NO_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {}
 DEFAULT_BATCH: Final = "default-max-batch-size"
@@ -43,10 +44,13 @@ class Completer:
         python_execution: str,
         processes: Processes | None,
         settings: Mapping[str, Mapping[str, str]] = NO_SETTINGS,
+        keep: Callable[[str, Environment], object] = lambda name, environment: None,
     ) -> None:
+        """`keep` is given the environment that a model was asked in, which goes unless it is kept."""
         self._python_execution = python_execution
         self._processes = processes
         self._settings = settings
+        self._keep = keep
         self._asked: dict[Child, str] = {}  # processes that are being asked, and of which model's name
 
     def __call__(self, config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
@@ -59,10 +63,16 @@ class Completer:
             or not isinstance(backend, CompletesInProcess)
         ):
             return self._with_default_batch(config, complete(config, folder, version))
-        completion = backend.complete_by(
-            config, _files(folder, version), lambda remote: self._ask(processes.children, config.name, remote)
-        )
-        return _with_counts(backend, completion)
+        environment_of(config, folder.path)  # what is wrong with it is said whether or not it is needed yet
+
+        def ask(remote: Remote) -> Any:
+            environment = processes.environments.enter(config, folder.path)
+            if environment is None:
+                return self._ask(processes.children.spawn, config.name, remote)
+            self._keep(config.name, environment)
+            return self._ask(environment.spawn, config.name, remote)
+
+        return _with_counts(backend, backend.complete_by(config, _files(folder, version), ask))
 
     def give_up(self, name: str, why: str) -> None:
         """End what is being asked of a model, as far as that is done in processes. On any thread."""
@@ -70,19 +80,14 @@ class Completer:
             if model == name:
                 child.kill(why=f"its process was killed: {why}")
 
-    def _ask(self, children: Children, model: str, remote: Remote) -> Any:
+    def _ask(self, spawn: Spawn, model: str, remote: Remote) -> Any:
         """Do what `remote` says in a process made for it. Blocks. Raises what it raised, or how the process ended."""
-        child = children.spawn("auto_complete_config", task.ENTRY, pickle.dumps(remote), log_name=model)
+        child = spawn("auto_complete_config", task.ENTRY, pickle.dumps(remote), log_name=model)
         self._asked[child] = model
         try:
-            with child.socket:
-                message = _all_of(child)
+            return answer_of(child)
         finally:
             del self._asked[child]
-        try:
-            return task.answered(message)
-        except ValueError:
-            raise ModelFailed(child.how_it_ended()) from None
 
     def _with_default_batch(self, config: ModelConfig, completion: Completion) -> Completion:
         """Where onnxruntime's backend chose a batch size for want of one, the operator's is taken."""
@@ -107,24 +112,3 @@ def _with_counts(backend: Backend, completion: Completion) -> Completion:
 
 def _files(folder: ModelFolder, version: int) -> ModelFiles:
     return ModelFiles(folder.repository, folder.path, version)
-
-
-def _all_of(child: Child) -> bytes:
-    """Everything it says until its end."""
-    poll = select.poll()
-    poll.register(child.socket, select.POLLIN)
-    poll.register(child.pidfd, select.POLLIN)
-    parts: list[bytes] = []
-    while True:
-        is_over = any(number == child.pidfd for number, _ in poll.poll())
-        try:
-            part = child.socket.recv(MESSAGE_BYTES_MAX)
-        except BlockingIOError:
-            if is_over:
-                return b"".join(parts)
-            continue
-        except ConnectionError:
-            part = b""
-        if not part:
-            return b"".join(parts)
-        parts.append(part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Final
 
@@ -18,9 +19,10 @@ from flowserve.backends.device import OnDevice
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
 from flowserve.runtime.alone import Occupancy
-from flowserve.runtime.children import SUPPORTED, Children
+from flowserve.runtime.children import SUPPORTED, Children, Spawn
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.device_host import DeviceHost
+from flowserve.runtime.environments import Environment, Environments
 from flowserve.runtime.instance import Host, LocalHost
 from flowserve.runtime.placement import Placement
 from flowserve.runtime.process_host import ProcessHost
@@ -50,6 +52,8 @@ class Processes:
 
     def __init__(self, clock: ClockNs, pump: Bursts) -> None:
         self.children = Children(clock)
+        self.environments = Environments(self.children)
+        self.spawn: Spawn = self.children.spawn
         self.readiness = Readiness(pump)
         self.occupancy = Occupancy()
         self.relays = Relays(self.occupancy, clock)
@@ -62,9 +66,16 @@ class Processes:
             nursery.start_soon(self.relays.run, name="overdue relays")
             task_status.started()
 
+    def within(self, environment: Environment) -> Processes:
+        """The same, for a model that runs in that environment. Whoever has this does not keep it."""
+        within = copy(self)
+        within.spawn = environment.spawn
+        return within
+
     async def close(self) -> None:
         """Whatever still lives is ended."""
         await self.children.close()
+        self.environments.close()
 
 
 def execution_of(config: ModelConfig, python_execution: str) -> str:
@@ -179,7 +190,7 @@ def _in_processes(
         config,
         model.remote(name, group),
         packer,
-        processes.children,
+        processes.spawn,
         processes.readiness,
         processes.occupancy,
         processes.relays,

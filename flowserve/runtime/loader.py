@@ -20,6 +20,7 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
+from flowserve.config.ignored import unused_environment
 from flowserve.config.instances import instances_of
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Internal
@@ -29,8 +30,9 @@ from flowserve.repository.read import ReadModel, read_model, read_steps
 from flowserve.runtime.batchers import keeps_order
 from flowserve.runtime.completion import Completer
 from flowserve.runtime.engine import Engine
+from flowserve.runtime.environments import Environment
 from flowserve.runtime.homes import queue_for
-from flowserve.runtime.hosts import execution_of, execution_timeout_ns, host_maker, sequence_host_maker
+from flowserve.runtime.hosts import PROCESS, execution_of, execution_timeout_ns, host_maker, sequence_host_maker
 from flowserve.runtime.instance import Host
 from flowserve.runtime.iterative_ports import IterativePorts
 from flowserve.runtime.limits import asks_for_resources, needs_of, refuse_what_never_runs
@@ -53,12 +55,15 @@ class Loader:
         self._closing = LoadThreads()
         self._coming: dict[str, set[Host]] = {}  # instances that are being opened, by their model's name
         options = engine.options
-        self._complete = Completer(options.python_execution, engine.processes, options.backend_settings)
+        self._entered: dict[str, Environment] = {}  # what a model was asked in, until it is loaded there
+        keep = self._entered.__setitem__
+        self._complete = Completer(options.python_execution, engine.processes, options.backend_settings, keep)
 
     async def read(self, folder: ModelFolder, config_json: str = "", served: ModelConfig | None = None) -> ReadModel:
         """What a model's folder says, or `config_json` in its place. `served`: what the name is, or was last. Raises
         FlowserveError.
         """
+        self._entered.pop(folder.name, None)
         read = await self._in_thread(
             lambda: read_model(
                 folder,
@@ -70,7 +75,8 @@ class Loader:
                 served=served,
             )
         )
-        for warning in read.warnings:
+        operators = self._engine.options.python_execution if "execution" not in read.config.parameters else PROCESS
+        for warning in (*read.warnings, *unused_environment(read.config, operators)):
             log.warning("%s", warning)
         return read
 
@@ -99,8 +105,9 @@ class Loader:
         loaded: dict[int, Loaded] = {}
         runs_at_once = company.runs_at_once[read.config.backend]
         try:
+            environment = await self._enter(read)
             for version in read.versions:
-                loaded[version] = await self._load_version(read, version, runs_at_once)
+                loaded[version] = await self._load_version(read, version, runs_at_once, environment)
         except FlowserveError:
             await self.drop(loaded)
             raise
@@ -121,14 +128,25 @@ class Loader:
                 one.hosts,
                 one.model,
                 one.passive,
-                files,
+                (files, one.environment),
                 needs,
                 keeps_order=keeps_order(read.config),
                 execution_timeout_ns=one.execution_timeout_ns,
                 warm_up=one.warm_up,
             )
 
-    async def _load_version(self, read: ReadModel, version: int, runs_at_once: int) -> Loaded:
+    async def _enter(self, read: ReadModel) -> Environment | None:
+        """The environment that the model is to run in; None for the server's own."""
+        entered = self._entered.pop(read.folder.name, None)
+        config, processes = read.config, self._engine.processes
+        is_in_process = execution_of(config, self._engine.options.python_execution) == PROCESS
+        if entered is not None or processes is None or not is_in_process:
+            return entered
+        return await self._in_thread(lambda: processes.environments.enter(config, read.folder.path))
+
+    async def _load_version(
+        self, read: ReadModel, version: int, runs_at_once: int, environment: Environment | None
+    ) -> Loaded:
         """Read the model and open its instances. Closes what was opened when one of them fails."""
         config = read.config
         files = ModelFiles(read.folder.repository, read.folder.path, version)
@@ -141,16 +159,17 @@ class Loader:
         if config.sequence is not None:
             ports = await self._in_thread(lambda: self._ports(config, read.folder.path))
             inner = ports.inner
-        loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)))
+        loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)), environment=environment)
         try:
             engine = self._engine
+            processes = engine.processes
+            if processes is not None and environment is not None:
+                processes = processes.within(environment)
             if ports is None:
-                make_host = host_maker(
-                    config, loaded.model, execution, engine.processes, engine.streaming, engine.clock
-                )
+                make_host = host_maker(config, loaded.model, execution, processes, engine.streaming, engine.clock)
             else:
                 make_host = sequence_host_maker(
-                    ports, loaded.model, execution, engine.processes, engine.streaming, engine.clock
+                    ports, loaded.model, execution, processes, engine.streaming, engine.clock
                 )
             samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
             for name, group in instances_of(config):
@@ -249,7 +268,8 @@ class Gathering:
 @dataclass(slots=True)
 class Loaded:
     """One version of a model and its open instances, until the engine owns them. `passive` ones never get work.
-    `warm_up` is for instances that are started again; None where there is nothing to run.
+    `warm_up` is for instances that are started again; None where there is nothing to run. `environment` is held as long
+    as they live.
     """
 
     model: LoadedModel
@@ -257,6 +277,7 @@ class Loaded:
     passive: list[Host] = field(default_factory=list)
     execution_timeout_ns: int = 0
     warm_up: Callable[[Any], Awaitable[None]] | None = None
+    environment: Environment | None = None
 
     def close(self) -> None:
         """Blocks."""

@@ -26,7 +26,7 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.memory.arena import Arena
 from flowserve.runtime.alone import WAIT_NS_MAX, Occupancy, Pace
-from flowserve.runtime.children import Child, Children
+from flowserve.runtime.children import Child, Spawn
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome, gather
 from flowserve.runtime.process_calls import ProcessCalls
@@ -61,7 +61,7 @@ class ProcessHost:
         config: ModelConfig,
         remote: Remote,
         packer: InputPacker,
-        children: Children,
+        spawn: Spawn,
         readiness: Readiness,
         occupancy: Occupancy,
         relays: Relays,
@@ -79,7 +79,7 @@ class ProcessHost:
         self._job = pickle.dumps(job)
         self._reader = OutputReader(config.name, config.outputs, batches=batches)
         self._packer = packer
-        self._children = children
+        self._spawn = spawn
         self._readiness = readiness
         self._occupancy = occupancy
         self._relays = relays
@@ -117,7 +117,7 @@ class ProcessHost:
         raised, or how its process ended. May be called again after that, and after `on_end`.
         """
         self._completions = completions
-        child = self._children.spawn(self.name, ENTRY, self._job, log_name=self._model)
+        child = self._spawn(self.name, ENTRY, self._job, log_name=self._model)
         link = self._new_link(child)
         link.on_calls = partial(self._post, completions, self._begin_early_calls, child)
         self._opening = child

@@ -143,16 +143,20 @@ def test_a_parameter_that_is_nearly_one_of_ours_is_a_warning(folder: Make) -> No
     assert (second.place and second.place.line, second.hint) == (2, 'did you mean "max_requests"?')
 
 
-def test_an_environment_of_its_own_is_a_warning_for_a_python_model_only(folder: Make) -> None:
+def test_an_environment_is_a_warning_for_a_python_model_that_says_it_runs_in_the_server(folder: Make) -> None:
+    execution = 'parameters { key: "execution" value { string_value: "thread" } }'
     text = f"""backend: "python"\n{INPUT}\n{OUTPUT}\nparameters {{
-  key: "EXECUTION_ENV_PATH" value {{ string_value: "/env.tar.gz" }} }}"""
+  key: "EXECUTION_ENV_PATH" value {{ string_value: "/env.tar.gz" }} }}
+{execution}"""
     home = folder(text, "1", files=False)
     (home.path / "1" / "model.py").touch()
     (warning,) = read_model(home, FILES | {"python": "model.py"}, says).warnings
     assert str(warning) == (
         "m/config.pbtxt:5:3: EXECUTION_ENV_PATH is not used: model 'm' runs in the server's own Python environment "
-        "(install the packages that the model imports there) [R9]"
+        '(by execution "thread"; only "process" can have another. Else install there what the model imports) [R9]'
     )
+    (home.path / "config.pbtxt").write_text(text.replace(execution, ""))
+    assert read_model(home, FILES | {"python": "model.py"}, says).warnings == ()
     (home.path / "1" / "model.onnx").touch()
     (home.path / "config.pbtxt").write_text(text.replace("python", "onnxruntime"))
     assert read_model(home, FILES, says).warnings == ()

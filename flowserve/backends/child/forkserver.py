@@ -30,6 +30,8 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from types import FrameType
 from typing import Any, Final, NoReturn, cast
 
+from flowserve.memory.syscalls import pidfd_open
+
 ORDER_BYTES_MAX: Final = 65536
 REPORT: Final = struct.Struct("=ii")  # process id, wait status
 _PR_SET_PDEATHSIG: Final = 1
@@ -52,7 +54,7 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
     """The whole life of the process, and of every child. Does not return in a child.
 
     `orders` and `reports` are sockets, `parent` is the server's process id. `environment` is restored once numpy is
-    loaded: until then it keeps numpy to one thread.
+    loaded: until then it keeps numpy to one thread. Once everything is loaded it says on `orders` what it is.
     """
     # SIGTERM says that the server's process ended, or the thread in it that started us; or that somebody stops a whole
     # group of processes, and then the server still needs its models to finish what it has accepted.
@@ -62,11 +64,17 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
     for module in PRELOADED:
         importlib.import_module(module)
     _restore(environment)
+    os.write(orders, json.dumps(_facts()).encode())
     gc.collect()
     gc.freeze()  # what is shared now stays shared: the collector of a child does not write into it
     child = ForkServer(socket.socket(fileno=orders), socket.socket(fileno=reports), parent).run()
     if child is not None:
         child(log_level)
+
+
+def _facts() -> dict[str, Any]:
+    """What the server wants to know of the Python that this is."""
+    return {"python": "{}.{}.{}".format(*sys.version_info[:3]), "has_bf16": "ml_dtypes" in sys.modules}
 
 
 class ForkServer:
@@ -124,7 +132,7 @@ class ForkServer:
             self._answer({"error": why}, [])
             return None
         self._alive.add(pid)
-        pidfd = os.pidfd_open(pid)  # nobody but us can reap it, so the number is still its own
+        pidfd = pidfd_open(pid)  # nobody but us can reap it, so the number is still its own
         self._answer({"pid": pid}, [pidfd])
         os.close(pidfd)
         return None

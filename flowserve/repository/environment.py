@@ -1,0 +1,72 @@
+"""Which Python environment a model brings along, and whether there is one.
+
+Decided here: how the parameter EXECUTION_ENV_PATH is read, and what can be said of what it leads to without running any
+of it. What is made of it is runtime/environments.py's.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import tarfile
+import zlib
+from pathlib import Path
+from typing import Final
+
+from flowserve.config.ignored import ENVIRONMENT
+from flowserve.config.types import ModelConfig
+from flowserve.errors import Problem, Problems
+
+MODEL_FOLDER: Final = "$$TRITON_MODEL_DIRECTORY"
+PYTHONS: Final = ("bin/python", "bin/python3")
+RULE: Final = "R14"
+
+
+def environment_of(config: ModelConfig, folder: Path) -> Path | None:
+    """The real path of the folder or archive that a Python model in `folder` wants to run in; None for the server's own
+    environment. Blocks. Raises Problems where there is nothing, or something else.
+    """
+    written = config.parameters.get(ENVIRONMENT, "")
+    if config.backend != "python" or not written:
+        return None
+    path = Path(written.replace(MODEL_FOLDER, str(folder), 1))
+    try:
+        if path.is_dir():
+            if python_in(path) is None:
+                raise unusable(config, f"there is no {PYTHONS[0]} in that folder")
+        elif not path.exists():
+            raise unusable(config, "there is no such file or folder", _where_it_may_be(written, folder))
+        elif not (path.is_file() and _is_archive(path)):
+            hint = "conda-pack writes one where the name of its output ends in .tar.gz"
+            raise unusable(config, "it is neither a folder nor a tar archive", hint)
+    except OSError as error:
+        raise unusable(config, f"it cannot be read: {error.strerror}") from None
+    return Path(os.path.realpath(path))
+
+
+def python_in(folder: Path) -> Path | None:
+    """The Python of an environment, if it has one."""
+    return next((folder / name for name in PYTHONS if (folder / name).is_file()), None)
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return tarfile.is_tarfile(path)
+    except (EOFError, zlib.error, lzma.LZMAError):  # it begins like one
+        return False
+
+
+def unusable(config: ModelConfig, why: str, hint: str = "") -> Problems:
+    """Why a model cannot run in its environment, and where that is written."""
+    place = config.source.place(f"parameters[{ENVIRONMENT}]")
+    text = f"model '{config.name}' cannot run in its environment '{config.parameters[ENVIRONMENT]}': {why}"
+    return Problems([Problem(text, place, RULE, hint)])
+
+
+def _where_it_may_be(written: str, folder: Path) -> str:
+    """A path that begins with neither is relative to wherever the server was started, as on Triton."""
+    if os.path.isabs(written) or MODEL_FOLDER in written:
+        return ""
+    if (folder / written).exists():
+        return f'did you mean "{MODEL_FOLDER}/{written}"?'
+    return f"a path in the model's folder begins with {MODEL_FOLDER}/"

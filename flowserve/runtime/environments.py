@@ -1,0 +1,171 @@
+"""Python environments that models bring along: how one comes to be there, who shares it, how long it stays.
+
+Decided here: that an environment is unpacked and started once for all models that want the same one as it is now, and
+goes with the last of them; and how its Python is started: activated, as on Triton. Which one a model means is
+repository/environment.py's, how an archive is unpacked backends/child/unpack.py's, what its processes do theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from flowserve.backends.base import Remote
+from flowserve.backends.child import task, unpack
+from flowserve.config.ignored import ENVIRONMENT
+from flowserve.config.types import ModelConfig
+from flowserve.errors import Invalid, Unavailable
+from flowserve.repository.environment import PYTHONS, environment_of, python_in, unusable
+from flowserve.runtime.children import Children, Spawn
+from flowserve.runtime.forkservers import ForkServer, Interpreter
+from flowserve.runtime.task_answers import answer_of
+from flowserve.values import DType
+
+log = logging.getLogger("flowserve.load")
+
+# A shell, because activating runs scripts that set variables. The folder of its programs comes first even where such a
+# script does not know that the environment has been moved; its libraries come first as on Triton, for its Python only.
+_ACTIVATE: Final = """
+. "$0"
+[ "${PATH%%:*}" = "$1" ] || PATH="$1:$PATH"
+LD_LIBRARY_PATH="$2${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+export PATH LD_LIBRARY_PATH
+shift 2
+exec "$@"
+"""
+# The server's own, which would be wrong for any other Python.
+_NOT_ITS: Final[Mapping[str, None]] = {"PYTHONHOME": None}
+
+# What an environment is, and how it is now: another one lies there as soon as any of it is another.
+Key = tuple[Any, ...]
+
+
+class Environment:
+    """Is there, and its Python runs, for as long as somebody has this object. `spawn` starts a process in it."""
+
+    def __init__(self, children: Children, folder: Path, unpacked: Callable[[], object] | None = None) -> None:
+        """`unpacked` removes the folder, where it was made for this. Raises Unavailable where its Python cannot run
+        models.
+        """
+        python = python_in(folder)
+        if python is None:
+            raise Unavailable(f"there is no {PYTHONS[0]} in it{_what_there_is(folder)}")
+        forkserver = children.forkserver(_interpreter(folder, python))
+        self.spawn: Spawn = partial(children.spawn, forkserver=forkserver)
+        self.facts = forkserver.start()
+        self.end = weakref.finalize(self, _end, forkserver, unpacked)
+
+
+class Environments:
+    """Those of a server. On any thread; entering one blocks."""
+
+    def __init__(self, children: Children) -> None:
+        self._children = children
+        self._lock = threading.Lock()
+        self._entering: dict[Key, threading.Lock] = {}  # one at a time: whoever is second finds what the first made
+        self._known: weakref.WeakValueDictionary[Key, Environment] = weakref.WeakValueDictionary()
+
+    def enter(self, config: ModelConfig, folder: Path) -> Environment | None:
+        """What the model in `folder` is to run in, as it lies there now; None for the server's own environment. Raises
+        Problems where it cannot run there.
+        """
+        path = environment_of(config, folder)
+        if path is None:
+            return None
+        try:
+            key = _key_of(path)
+            with self._lock:
+                entering = self._entering.setdefault(key, threading.Lock())
+            with entering:
+                found = self._known.get(key)
+                if found is None:
+                    found = self._known[key] = self._open(config, path)
+        except OSError as error:
+            raise unusable(config, f"it cannot be read: {error.strerror}") from None
+        except (Invalid, Unavailable) as error:
+            raise unusable(config, str(error)) from None
+        if not found.facts["has_bf16"] and any(spec.dtype is DType.BF16 for spec in (*config.inputs, *config.outputs)):
+            raise unusable(config, "tensors of type TYPE_BF16 need the package ml_dtypes, which it has not")
+        return found
+
+    def close(self) -> None:
+        """Nothing of them is left, whoever still has one. Blocks."""
+        for environment in [*self._known.values()]:
+            environment.end()
+
+    def _open(self, config: ModelConfig, path: Path) -> Environment:
+        written = config.parameters[ENVIRONMENT]
+        if path.is_dir():
+            environment = Environment(self._children, path)
+        else:
+            log.info("model '%s': unpacking %s", config.name, written)
+            environment = self._unpacked(config.name, path)
+        log.info("model '%s' runs in Python %s of %s", config.name, environment.facts["python"], written)
+        return environment
+
+    def _unpacked(self, model: str, archive: Path) -> Environment:
+        folder, lock = unpack.claim()
+        remove = partial(unpack.give_up, folder, lock)
+        try:
+            job = pickle.dumps(Remote(unpack.ENTRY, (str(archive), folder)))
+            answer_of(self._children.spawn("unpack", task.ENTRY, job, log_name=model))
+            return Environment(self._children, Path(folder), remove)
+        except BaseException:
+            remove()
+            raise
+
+
+def _interpreter(folder: Path, python: Path) -> Interpreter:
+    programs, libraries, activate = python.parent, folder / "lib", folder / "bin/activate"
+    shell = shutil.which("bash")
+    if shell is None or not activate.is_file():
+        variables = {
+            "PATH": f"{programs}:{os.environ.get('PATH', '')}",
+            "LD_LIBRARY_PATH": f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        }
+        return Interpreter((str(python),), {**_NOT_ITS, **variables}, str(libraries))
+    command = (shell, "-c", _ACTIVATE, str(activate), str(programs), str(libraries), str(python))
+    return Interpreter(command, _NOT_ITS, str(libraries))
+
+
+def _key_of(path: Path) -> Key:
+    """Raises OSError."""
+    python = python_in(path) if path.is_dir() else None
+    if python is None:
+        return path, _stamp(path)
+    # What is installed into a folder shows in its packages' times.
+    return path, _stamp(python), *map(_stamp, sorted(path.glob("lib/python3*/site-packages")))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _what_there_is(folder: Path) -> str:
+    """Somebody may have packed the folder instead of what is in it."""
+    inside = next((one for one in folder.iterdir() if one.is_dir() and python_in(one)), None)
+    return f", but in {inside.name}/: pack what is in that folder, not the folder" if inside else ""
+
+
+def _end(forkserver: ForkServer, unpacked: Callable[[], object] | None) -> None:
+    """On a thread of its own, since it takes a moment and whoever is the last to let go may be the event loop."""
+
+    def end() -> None:
+        forkserver.hang_up()
+        forkserver.wait()
+        if unpacked is not None:
+            unpacked()
+
+    try:
+        threading.Thread(target=end, name="end of an environment").start()
+    except RuntimeError:  # the interpreter ends
+        end()

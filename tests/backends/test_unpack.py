@@ -1,0 +1,106 @@
+"""Archives of Python environments: nothing of one lies outside of its folder, and nothing stays that nobody holds."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from flowserve.backends.child.unpack import claim, give_up, unpack
+from flowserve.errors import Invalid
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "places").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "places"))
+    return tmp_path / "places"
+
+
+def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname, made.mode, made.uid = kind, link, mode, 12345
+    return made
+
+
+def unpacked(folder: Path, *entries: tarfile.TarInfo, content: bytes = b"x") -> Path:
+    with tarfile.open(folder / "env.tar.gz", "w:gz") as tar:
+        for one in entries:
+            one.size = len(content) if one.isreg() else 0
+            tar.addfile(one, io.BytesIO(content) if one.isreg() else None)
+    made, fd = claim()
+    try:
+        unpack(str(folder / "env.tar.gz"), made)
+    except BaseException:
+        give_up(made, fd)
+        raise
+    os.close(fd)
+    return Path(made)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [entry("/etc/flowserve")],
+        [entry("../beside")],
+        [entry("lib/../../beside")],
+        [entry("out", tarfile.SYMTYPE, ".."), entry("out/beside")],
+        [entry("out", tarfile.SYMTYPE, "../beside"), entry("out")],
+        [entry("out", tarfile.SYMTYPE, ".."), entry("out/beside", tarfile.SYMTYPE, "x")],
+        [entry("out", tarfile.LNKTYPE, "../precious")],
+        [entry("pipe", tarfile.FIFOTYPE)],
+        [entry("device", tarfile.CHRTYPE)],
+    ],
+)
+def test_an_archive_that_leads_out_of_its_folder_is_refused(
+    tmp_path: Path, places: Path, entries: list[tarfile.TarInfo]
+) -> None:
+    (places / "precious").write_text("precious")
+    with pytest.raises(Invalid, match=r"it cannot be unpacked: '.*' (leads out of it|is a device or the like)"):
+        unpacked(tmp_path, *entries)
+    assert [one.name for one in places.iterdir()] == ["precious"]
+    assert (places / "precious").read_text() == "precious"
+
+
+def test_links_stay_what_they_are_and_rights_become_usual_ones(tmp_path: Path) -> None:
+    folder = unpacked(
+        tmp_path,
+        entry("bin", tarfile.DIRTYPE, mode=0o555),
+        entry("bin/python3.12", mode=0o4777),
+        entry("bin/python", tarfile.SYMTYPE, "python3.12"),
+        entry("bin/python3", tarfile.LNKTYPE, "bin/python3.12", mode=0o777),
+        entry("bin/env", tarfile.SYMTYPE, "/usr/bin/env"),
+    )
+    assert os.readlink(folder / "bin/python") == "python3.12"
+    assert os.readlink(folder / "bin/env") == "/usr/bin/env"
+    assert (folder / "bin/python3").samefile(folder / "bin/python")
+    found = (folder / "bin/python3.12").stat()
+    assert (found.st_mode & 0o7777, found.st_uid) == (0o755, os.geteuid())
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_environment_is_told_where_it_lies_as_conda_does(
+    tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = f"import os, sys; os.mkdir('told'); sys.exit('no such prefix' if {status} else 0)".encode()
+    python = entry("bin/python", tarfile.SYMTYPE, sys.executable)
+    with caplog.at_level(logging.WARNING):
+        folder = unpacked(tmp_path, python, entry("bin/conda-unpack"), content=script)
+    assert (folder / "told").is_dir()
+    assert caplog.messages == ["bin/conda-unpack failed: no such prefix"][:status]
+
+
+def test_what_a_killed_server_left_is_removed_and_what_is_held_stays(tmp_path: Path, places: Path) -> None:
+    (left, fd), (held, its_fd) = claim(), claim()
+    (Path(left) / "bin").mkdir()
+    os.close(fd)  # as the end of a process does
+    (places / "flowserve-environment-of-mine").touch()
+    latest = unpacked(tmp_path, entry("x"))
+    assert {*places.iterdir()} == {Path(held), latest, places / "flowserve-environment-of-mine"}
+    give_up(held, its_fd)

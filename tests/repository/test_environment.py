@@ -1,0 +1,71 @@
+"""Which Python environment a model means by EXECUTION_ENV_PATH. What is wrong with one: tests/server."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from flowserve.config.types import ModelConfig
+from flowserve.errors import Problems
+from flowserve.repository.environment import environment_of
+from flowserve.runtime.reading import read_apart
+from flowserve.testing.backends import config_of
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A model's folder with an archive in it and a link to that, and an environment beside it."""
+    (tmp_path / "m").mkdir()
+    with tarfile.open(tmp_path / "m/env.tar.gz", "w:gz"):
+        pass
+    (tmp_path / "m/latest.tar.gz").symlink_to("env.tar.gz")
+    (tmp_path / "shared/bin").mkdir(parents=True)
+    (tmp_path / "shared/bin/python3").touch()
+    return tmp_path / "m"
+
+
+def wanting(path: str, backend: str = "python") -> ModelConfig:
+    return config_of(name="m", backend=backend, parameters={"EXECUTION_ENV_PATH": path})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("$$TRITON_MODEL_DIRECTORY/env.tar.gz", "m/env.tar.gz"),
+        ("$$TRITON_MODEL_DIRECTORY/latest.tar.gz", "m/env.tar.gz"),
+        ("$$TRITON_MODEL_DIRECTORY/../shared", "shared"),
+        ("{}/shared", "shared"),
+        ("shared", "shared"),
+    ],
+)
+def test_an_environment_is_meant_by_its_path(
+    home: Path, written: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home.parent)  # what begins with neither is relative to where the server was started
+    assert environment_of(wanting(written.format(home.parent)), home) == home.parent / meant
+
+
+def test_nobody_else_means_one(home: Path) -> None:
+    assert environment_of(wanting("/nowhere", "onnxruntime"), home) is None
+    assert environment_of(wanting(""), home) is None
+
+
+def test_a_pipe_is_not_read(home: Path) -> None:
+    os.mkfifo(home / "pipe")
+    with pytest.raises(Problems, match="neither a folder nor a tar archive"):
+        environment_of(wanting("$$TRITON_MODEL_DIRECTORY/pipe"), home)
+
+
+def test_a_check_says_what_is_not_there_beside_what_else_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "m/1").mkdir(parents=True)
+    (tmp_path / "m/1/model.py").write_text("class TritonPythonModel: ...")
+    (tmp_path / "m/config.pbtxt").write_text(
+        'backend: "python"\nmax_batch_size: -1\n'
+        'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env" } }\n'
+    )
+    failed = read_apart([tmp_path]).resolution.failed["m"]
+    assert isinstance(failed, Problems)
+    assert [(one.place and one.place.line, one.rule) for one in failed.problems] == [(2, "M8"), (3, "R14")]

@@ -1,0 +1,303 @@
+"""Models that bring Python environments of their own, on a real server: where they run, who shares one, what stays.
+
+The environments are made of this Python: each has numpy, by a link, and a package that nobody else has.
+"""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import time
+import venv
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from flowserve.backends.child.unpack import PREFIX
+from flowserve.runtime.children import SUPPORTED
+from flowserve.testing.serve import Served, serving
+
+pytestmark = pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")
+
+WITHIN_S = 30.0  # a bound for a crowded machine, not what is expected
+
+CONFIG = """
+backend: "python"
+max_batch_size: 8
+input [ { name: "IN" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+
+# Answers what it was given and behind it the value of `expression`.
+MODEL = """
+import importlib.util, os, sys
+import numpy as np
+import triton_python_backend_utils as pb_utils
+{imports}
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        given = request.inputs()[0].as_numpy()
+        if given[0, 0] == b"crash":
+            os._exit(3)
+        words = str({expression}).encode()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[x[0] + words] for x in given], object))])
+"""
+TELLS = "(only_here.NAME, sys.prefix, os.getppid(), importlib.util.find_spec('trio') is None)"
+
+CALLS = """
+        called = pb_utils.InferenceRequest(model_name="own", requested_output_names=["OUT"], inputs=request.inputs())
+        return called.exec()
+"""
+
+COMPLETES = """
+    @staticmethod
+    def auto_complete_config(config):
+        for add in (config.add_input, config.add_output):
+            name = "IN" if add == config.add_input else only_here.NAME
+            add({"name": name, "data_type": "TYPE_FP32", "dims": [1]})
+        return config
+"""
+
+# As in the Pythons that conda builds, which are for old C libraries.
+LIKE_CONDA = "import os\ndel os.memfd_create, os.pidfd_open\n"
+
+
+def make(folder: Path, name: str, *, has_numpy: bool = True, sitecustomize: str = "") -> Path:
+    """An environment whose package `only_here` has this NAME."""
+    venv.create(folder, symlinks=True)
+    packages = folder / f"lib/python3.{sys.version_info[1]}/site-packages"
+    (packages / "only_here.py").write_text(f"NAME = {name!r}\n")
+    (packages / "sitecustomize.py").write_text(sitecustomize)
+    installed = Path(np.__file__).parent
+    for one in ("numpy", "numpy.libs") if has_numpy else ():
+        if (installed.parent / one).exists():
+            (packages / one).symlink_to(installed.parent / one)
+    return folder
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """As conda-pack does: what is in the folder, not the folder."""
+    beside = archive.with_suffix(".new")
+    with tarfile.open(beside, "w:gz", compresslevel=1) as tar:
+        for path in sorted(folder.iterdir()):
+            tar.add(path, path.name)
+    beside.rename(archive)
+
+
+def wants(environment: Path | str) -> str:
+    return f'parameters {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }}\n'
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where environments are unpacked here."""
+    return tmp_path_factory.mktemp("places")
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("environments")
+    make(folder / "plain", "plain", sitecustomize=LIKE_CONDA)
+    make(folder / "packed", "packed")
+    pack(folder / "packed", folder / "packed.tar.gz")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def repository(
+    tmp_path_factory: pytest.TempPathFactory,
+    environments: Path,
+    add_model: Callable[..., Path],
+    make_ensemble: Callable[..., str],
+) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+
+    def add(name: str, environment: Path | str = "", expression: str = TELLS, config: str = CONFIG) -> Path:
+        model = MODEL.format(imports="import only_here" if environment else "", expression=expression)
+        config += wants(environment) if environment else ""
+        return add_model(folder, name, config, {"1/model.py": model})
+
+    add("own", expression="(sys.prefix, importlib.util.find_spec('only_here') is None)")
+    add("plain", environments / "plain")
+    for name in ("packed", "packed_too"):
+        add(name, environments / "packed.tar.gz")
+    changing = add("changing", "$$TRITON_MODEL_DIRECTORY/env.tar.gz")
+    pack(environments / "packed", changing / "env.tar.gz")
+    called = add("calls", environments / "plain") / "1/model.py"
+    called.write_text(called.read_text().replace("        given =", f"{CALLS}        given ="))
+    completed = add("completed", environments / "packed.tar.gz", config='backend: "python"\n') / "1/model.py"
+    completed.write_text(completed.read_text() + COMPLETES)
+    names = ["plain", "own", "packed"]
+    steps = [
+        (one, {"IN": "IN" if i == 0 else names[i - 1]}, {"OUT": one if i < 2 else "OUT"}) for i, one in enumerate(names)
+    ]
+    text = make_ensemble(["IN"], ["OUT"], steps, max_batch_size=8, spec="data_type: TYPE_STRING dims: [ 1 ]")
+    add_model(folder, "chain", text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, places: Path) -> Iterator[Served]:
+    options = ("--model-control-mode", "explicit", "--load-model", "*")
+    with serving(repository, *options, environment={"TMPDIR": str(places)}) as served:
+        yield served
+
+
+def ask(server: Served, name: str, given: str = "") -> str:
+    body = {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1, 1], "data": [given]}]}
+    answer = httpx.post(f"{server.base_url}/v2/models/{name}/infer", json=body, timeout=WITHIN_S, verify=False)
+    assert answer.status_code == 200, answer.text
+    said: str = answer.json()["outputs"][0]["data"][0]
+    return said
+
+
+def control(server: Served, name: str, what: str) -> httpx.Response:
+    return httpx.post(f"{server.base_url}/v2/repository/models/{name}/{what}", timeout=WITHIN_S, verify=False)
+
+
+def told(server: Served, name: str) -> tuple[str, str, int, bool]:
+    """Package, prefix, parent process, whether it is free of the server's packages."""
+    found: tuple[str, str, int, bool] = eval(ask(server, name))
+    return found
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def unpacked(places: Path) -> set[Path]:
+    return {*places.glob(f"{PREFIX}*")}
+
+
+def test_each_model_runs_in_its_environment_and_finds_nothing_of_the_servers(
+    server: Served, environments: Path, places: Path
+) -> None:
+    name, prefix, _, is_free = told(server, "plain")
+    assert (name, prefix, is_free) == ("plain", str(environments / "plain"), True)
+    name, prefix, _, is_free = told(server, "packed")
+    assert (name, Path(prefix).parent, is_free) == ("packed", places, True)
+    assert eval(ask(server, "own")) == (sys.prefix, True)
+
+
+def test_steps_of_an_ensemble_run_in_different_environments(server: Served, environments: Path) -> None:
+    for _ in range(3):
+        said = ask(server, "chain", "> ")
+        assert said.index(str(environments / "plain")) < said.index(sys.prefix) < said.index("'packed'")
+
+
+def test_models_that_want_the_same_archive_share_what_is_unpacked_and_what_forks(server: Served) -> None:
+    assert told(server, "packed")[1:3] == told(server, "packed_too")[1:3]
+    assert told(server, "packed")[2] != told(server, "plain")[2]
+
+
+def test_a_model_in_an_environment_calls_others_and_says_what_it_is(server: Served) -> None:
+    assert eval(ask(server, "calls")) == (sys.prefix, True)
+    metadata = httpx.get(f"{server.base_url}/v2/models/completed", verify=False).json()
+    assert [one["name"] for one in metadata["outputs"]] == ["packed"]
+
+
+def test_a_model_that_crashes_comes_back_in_its_environment(server: Served) -> None:
+    before = told(server, "packed")
+    body = {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1, 1], "data": ["crash"]}]}
+    answer = httpx.post(f"{server.base_url}/v2/models/packed/infer", json=body, timeout=WITHIN_S, verify=False)
+    assert (answer.status_code, "ended with exit status 3" in answer.text) == (500, True)
+    assert told(server, "packed") == before
+
+
+def test_an_archive_that_changed_is_unpacked_anew_and_what_nobody_uses_is_removed(
+    server: Served, repository: Path, places: Path, environments: Path, tmp_path: Path
+) -> None:
+    _, first, forkserver, _ = told(server, "changing")
+    pack(make(tmp_path / "newer", "newer"), repository / "changing/env.tar.gz")
+    assert control(server, "changing", "load").status_code == 200
+    name, second, _, _ = told(server, "changing")
+    assert (name, first == second) == ("newer", False)
+    until(lambda: Path(first) not in unpacked(places) and not Path(f"/proc/{forkserver}").exists())
+    assert control(server, "changing", "unload").status_code == 200
+    until(lambda: Path(second) not in unpacked(places))
+    assert Path(told(server, "packed")[1]) in unpacked(places)
+
+
+def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
+    """By name: what a model wants, and what is said of it."""
+    (folder / "folder.txt").write_text("no archive")
+    (folder / "nothing").mkdir()
+    with tarfile.open(folder / "outer.tar.gz", "w:gz") as tar:
+        tar.add(make(folder / "inner", "inner"), "inner")
+    (folder / "cut.tar.gz").write_bytes((folder / "outer.tar.gz").read_bytes()[:2000])
+    make(folder / "no_numpy", "", has_numpy=False)
+    make(folder / "old", "", sitecustomize="import sys; sys.version_info = (3, 9, 18)")
+    (folder / "ends/bin").mkdir(parents=True)
+    (folder / "ends/bin/python").write_text("#!/bin/sh\necho it has no heart >&2; exit 3\n")
+    (folder / "ends/bin/python").chmod(0o755)
+    return {
+        "missing": (folder / "none.tar.gz", "there is no such file or folder"),
+        "beside": (
+            "env.tar.gz",
+            'there is no such file or folder (did you mean "$$TRITON_MODEL_DIRECTORY/env.tar.gz"?',
+        ),
+        "text": (folder / "folder.txt", "it is neither a folder nor a tar archive"),
+        "nothing": (folder / "nothing", "there is no bin/python in that folder"),
+        "outer": (folder / "outer.tar.gz", "there is no bin/python in it, but in inner/: pack what is in that folder"),
+        "cut": (folder / "cut.tar.gz", "it cannot be unpacked: "),
+        "no_numpy": (
+            folder / "no_numpy",
+            "numpy, which every model needs, cannot be imported there: ModuleNotFoundErr",
+        ),
+        "old": (folder / "old", "it has Python 3.9, and models need 3.10 or newer"),
+        "ends": (folder / "ends", "its Python does not start: it has no heart"),
+        "bf16": (folder.parent / "bf16", "tensors of type TYPE_BF16 need the package ml_dtypes, which it has not"),
+    }
+
+
+def test_what_is_wrong_with_an_environment_is_said_where_it_is_written_and_nothing_else_is_lost(
+    server: Served, repository: Path, places: Path, tmp_path: Path, add_model: Callable[..., Path]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    make(tmp_path / "bf16", "")
+    before = unpacked(places)
+    for name, (environment, why) in broken_environments(tmp_path / "broken").items():
+        config = CONFIG.replace("TYPE_STRING", "TYPE_BF16") if name == "bf16" else CONFIG
+        model = MODEL.format(imports="", expression="1")
+        folder = add_model(repository, f"no_{name}", config + wants(environment), {"1/model.py": model})
+        (folder / "env.tar.gz").touch()
+        answer = control(server, f"no_{name}", "load")
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (
+            f"no_{name}/config.pbtxt:6:14: model 'no_{name}' cannot run in its environment '{environment}': " in error
+        )
+        assert why in error
+    assert unpacked(places) == before
+    assert told(server, "plain")[0] == "plain"
+
+
+def test_a_server_that_stops_leaves_nothing_unpacked(
+    repository: Path, tmp_path: Path, environments: Path, add_model: Callable[..., Path]
+) -> None:
+    """Of its own, nor of one that was killed."""
+    model = MODEL.format(imports="import only_here", expression=TELLS)
+    add_model(tmp_path / "models", "m", CONFIG + wants(environments / "packed.tar.gz"), {"1/model.py": model})
+    (tmp_path / "places").mkdir()
+    options: Mapping[str, Any] = {"environment": {"TMPDIR": str(tmp_path / "places")}}
+    with serving(tmp_path / "models", **options) as first:
+        left = unpacked(tmp_path / "places")
+        assert len(left) == 1
+        first.process.kill()
+        first.process.wait()
+    assert unpacked(tmp_path / "places") == left
+    with serving(tmp_path / "models", **options) as second:
+        assert not unpacked(tmp_path / "places") & left
+        assert second.stop() == 0
+    assert not unpacked(tmp_path / "places")
