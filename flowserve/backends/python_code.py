@@ -8,9 +8,11 @@ python_import.py's. Other files, weights among them, are read by the model itsel
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
+
+from flowserve.config.environments import MARKS
 
 # By path. Read once, and handed to each process that runs the model.
 Code = Mapping[str, bytes]
@@ -38,17 +40,12 @@ def code_in(folder: Path, version_folder: Path) -> Code:
     return code
 
 
-def _is_environment(folders: Sequence[str], files: Sequence[str]) -> bool:
-    """Whether this is a Python environment of the model's own: thousands of files, and none of them its code."""
-    return "conda-meta" in folders or "pyvenv.cfg" in files
-
-
 def _files(folder: Path, version_folder: Path) -> Iterator[str]:
     for top in (version_folder, folder):
         for here, folders, files in os.walk(top):
             is_model = here == str(folder)
-            if _is_environment(folders, files):
-                folders.clear()
+            if any(mark in folders or mark in files for mark in MARKS):
+                folders.clear()  # thousands of files, and none of them is the model's own code
                 continue
             folders[:] = [name for name in folders if name != "__pycache__" and not (is_model and name.isdecimal())]
             for name in files:

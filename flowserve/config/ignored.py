@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Final
 
+from flowserve.config.environments import ENVIRONMENT
 from flowserve.config.gate import KEYS as GATE_KEYS
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.errors import Problem
@@ -30,7 +31,6 @@ IGNORED: Final = (
     "runtime",
 )
 IGNORED_IN_GROUPS: Final = ("secondary_devices", "host_policy")
-ENVIRONMENT: Final = "EXECUTION_ENV_PATH"
 OURS: Final = ("execution", "execution_timeout", *GATE_KEYS)
 LIKENESS_MIN: Final = 0.85  # of a slip of the finger; most models' own keys are far below
 

@@ -13,11 +13,10 @@ import zlib
 from pathlib import Path
 from typing import Final
 
-from flowserve.config.ignored import ENVIRONMENT
+from flowserve.config.environments import ENVIRONMENT, MODEL_FOLDER
 from flowserve.config.types import ModelConfig
-from flowserve.errors import Problem, Problems
+from flowserve.errors import Invalid, Problem, Problems
 
-MODEL_FOLDER: Final = "$$TRITON_MODEL_DIRECTORY"
 PYTHONS: Final = ("bin/python", "bin/python3")
 RULE: Final = "R14"
 
@@ -32,21 +31,32 @@ def environment_of(config: ModelConfig, folder: Path) -> Path | None:
     path = Path(written.replace(MODEL_FOLDER, str(folder), 1))
     try:
         if path.is_dir():
-            if python_in(path) is None:
-                raise unusable(config, f"there is no {PYTHONS[0]} in that folder")
+            python_in(path)
         elif not path.exists():
             raise unusable(config, "there is no such file or folder", _where_it_may_be(written, folder))
         elif not (path.is_file() and _is_archive(path)):
             hint = "conda-pack writes one where the name of its output ends in .tar.gz"
             raise unusable(config, "it is neither a folder nor a tar archive", hint)
+    except Invalid as error:
+        raise error if isinstance(error, Problems) else unusable(config, str(error)) from None
     except OSError as error:
         raise unusable(config, f"it cannot be read: {error.strerror}") from None
     return Path(os.path.realpath(path))
 
 
-def python_in(folder: Path) -> Path | None:
-    """The Python of an environment, if it has one."""
-    return next((folder / name for name in PYTHONS if (folder / name).is_file()), None)
+def python_in(folder: Path) -> Path:
+    """The Python of an environment. Raises Invalid where it has none."""
+    found = [folder / name for name in PYTHONS]
+    for python in found:
+        if python.is_file():
+            return python
+    for python in found:
+        if python.is_symlink():
+            leads = os.path.realpath(python)
+            raise Invalid(f"its {python.relative_to(folder)} leads to {leads}, which is not there")
+    inside = next((one for one in folder.iterdir() if any((one / name).is_file() for name in PYTHONS)), None)
+    there = f", but in {inside.name}/: it should be what is in that folder" if inside else ""
+    raise Invalid(f"there is no {PYTHONS[0]} in it{there}")
 
 
 def _is_archive(path: Path) -> bool:

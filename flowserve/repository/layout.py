@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from flowserve.config.backends import is_version
+from flowserve.config.environments import MARKS
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.suggest import meant
 from flowserve.config.types import VersionPolicy
@@ -176,7 +177,7 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
             continue
         if is_version(name):
             versions.append(int(name))
-        else:
+        elif not any(os.path.exists(path / name / mark) for mark in MARKS):
             text = "not a version (a positive number without leading zeros); ignored"
             warnings.append(Problem(text, Place(f"{path.name}/{_legible(name)}"), "R7"))
     return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))

@@ -8,18 +8,19 @@ repository is handed one of these functions.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from flowserve.backends import registry
-from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus
+from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus, Verifies
 from flowserve.backends.child import task
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
-from flowserve.errors import Problem, Problems, Unsupported
+from flowserve.errors import FlowserveError, Problem, Problems, Unsupported
 from flowserve.repository.environment import environment_of
 from flowserve.repository.layout import ModelFolder
+from flowserve.repository.read import refusals
 from flowserve.runtime.children import Child, Spawn
 from flowserve.runtime.environments import Environment
 from flowserve.runtime.hosts import PROCESS, Processes, execution_of
@@ -63,7 +64,11 @@ class Completer:
             or not isinstance(backend, CompletesInProcess)
         ):
             return self._with_default_batch(config, complete(config, folder, version))
-        environment_of(config, folder.path)  # what is wrong with it is said whether or not it is needed yet
+        files = _files(folder, version)
+        try:
+            environment_of(config, folder.path)  # what is wrong with it is said whether or not it is needed yet
+        except Problems as wrong:
+            raise Problems([*wrong.problems, *_besides(backend, config, folder, files)]) from None
 
         def ask(remote: Remote) -> Any:
             environment = processes.environments.enter(config, folder.path)
@@ -72,7 +77,7 @@ class Completer:
             self._keep(config.name, environment)
             return self._ask(environment.spawn, config.name, remote)
 
-        return _with_counts(backend, backend.complete_by(config, _files(folder, version), ask))
+        return _with_counts(backend, backend.complete_by(config, files, ask))
 
     def give_up(self, name: str, why: str) -> None:
         """End what is being asked of a model, as far as that is done in processes. On any thread."""
@@ -103,6 +108,16 @@ def _backend_of(config: ModelConfig) -> Backend:
     except Unsupported as error:
         hint = did_you_mean(config.backend, registry.default_files())
         raise Problems([Problem(str(error), config.source.place("backend"), UNKNOWN_BACKEND, hint)]) from error
+
+
+def _besides(backend: Backend, config: ModelConfig, folder: ModelFolder, files: ModelFiles) -> Sequence[Problem]:
+    """What else is wrong with a model that cannot be asked."""
+    try:
+        if isinstance(backend, Verifies):
+            backend.verify(config, files)
+    except FlowserveError as error:
+        return refusals(error, folder, files.version, config, registry.default_files())
+    return ()
 
 
 def _with_counts(backend: Backend, completion: Completion) -> Completion:

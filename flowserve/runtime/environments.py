@@ -13,17 +13,18 @@ import pickle
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from flowserve.backends.base import Remote
 from flowserve.backends.child import task, unpack
-from flowserve.config.ignored import ENVIRONMENT
+from flowserve.config.environments import ENVIRONMENT
 from flowserve.config.types import ModelConfig
-from flowserve.errors import Invalid, Unavailable
-from flowserve.repository.environment import PYTHONS, environment_of, python_in, unusable
+from flowserve.errors import FlowserveError, Invalid
+from flowserve.repository.environment import environment_of, python_in, unusable
 from flowserve.runtime.children import Children, Spawn
 from flowserve.runtime.forkservers import ForkServer, Interpreter
 from flowserve.runtime.task_answers import answer_of
@@ -49,19 +50,14 @@ Key = tuple[Any, ...]
 
 
 class Environment:
-    """Is there, and its Python runs, for as long as somebody has this object. `spawn` starts a process in it."""
+    """Is there, and its Python runs, for as long as somebody has this object. `spawn` starts a process in it. `facts`:
+    what its Python says of itself.
+    """
 
-    def __init__(self, children: Children, folder: Path, unpacked: Callable[[], object] | None = None) -> None:
-        """`unpacked` removes the folder, where it was made for this. Raises Unavailable where its Python cannot run
-        models.
-        """
-        python = python_in(folder)
-        if python is None:
-            raise Unavailable(f"there is no {PYTHONS[0]} in it{_what_there_is(folder)}")
-        forkserver = children.forkserver(_interpreter(folder, python))
-        self.spawn: Spawn = partial(children.spawn, forkserver=forkserver)
-        self.facts = forkserver.start()
-        self.end = weakref.finalize(self, _end, forkserver, unpacked)
+    def __init__(self, spawn: Spawn, facts: Mapping[str, Any], end: Callable[[], object]) -> None:
+        self.spawn = spawn
+        self.facts = facts
+        self.end = weakref.finalize(self, _in_a_thread, end)
 
 
 class Environments:
@@ -72,6 +68,7 @@ class Environments:
         self._lock = threading.Lock()
         self._entering: dict[Key, threading.Lock] = {}  # one at a time: whoever is second finds what the first made
         self._known: weakref.WeakValueDictionary[Key, Environment] = weakref.WeakValueDictionary()
+        self._coming: dict[str, Callable[[str], object]] = {}  # what ends that which comes for a model, with a reason
 
     def enter(self, config: ModelConfig, folder: Path) -> Environment | None:
         """What the model in `folder` is to run in, as it lies there now; None for the server's own environment. Raises
@@ -90,59 +87,76 @@ class Environments:
                     found = self._known[key] = self._open(config, path)
         except OSError as error:
             raise unusable(config, f"it cannot be read: {error.strerror}") from None
-        except (Invalid, Unavailable) as error:
+        except FlowserveError as error:
             raise unusable(config, str(error)) from None
         if not found.facts["has_bf16"] and any(spec.dtype is DType.BF16 for spec in (*config.inputs, *config.outputs)):
             raise unusable(config, "tensors of type TYPE_BF16 need the package ml_dtypes, which it has not")
         return found
 
+    def give_up(self, model: str, why: str) -> None:
+        """Nobody wants any more what comes for that model: whoever waits for it is told so."""
+        end = self._coming.get(model)
+        if end is not None:
+            end(why)
+
     def close(self) -> None:
-        """Nothing of them is left, whoever still has one. Blocks."""
+        """Nothing of them is left, whoever still has one."""
         for environment in [*self._known.values()]:
             environment.end()
 
     def _open(self, config: ModelConfig, path: Path) -> Environment:
         written = config.parameters[ENVIRONMENT]
-        if path.is_dir():
-            environment = Environment(self._children, path)
-        else:
-            log.info("model '%s': unpacking %s", config.name, written)
-            environment = self._unpacked(config.name, path)
-        log.info("model '%s' runs in Python %s of %s", config.name, environment.facts["python"], written)
-        return environment
+        with ExitStack() as undo:
+            folder = path
+            if not path.is_dir():
+                log.info("model '%s': unpacking %s", config.name, written)
+                folder = self._unpacked(config.name, path, undo)
+            forkserver = self._children.forkserver(_interpreter(folder, python_in(folder)))
+            undo.callback(_end, forkserver)
+            with self._ended_by(forkserver.hang_up, config.name):
+                facts = forkserver.start()
+            log.info("model '%s' runs in Python %s of %s", config.name, facts["python"], written)
+            return Environment(partial(self._children.spawn, forkserver=forkserver), facts, undo.pop_all().close)
 
-    def _unpacked(self, model: str, archive: Path) -> Environment:
-        folder, lock = unpack.claim()
-        remove = partial(unpack.give_up, folder, lock)
+    def _unpacked(self, model: str, archive: Path, undo: ExitStack) -> Path:
+        """The folder that it was unpacked into. `undo` removes it."""
         try:
-            job = pickle.dumps(Remote(unpack.ENTRY, (str(archive), folder)))
-            answer_of(self._children.spawn("unpack", task.ENTRY, job, log_name=model))
-            return Environment(self._children, Path(folder), remove)
-        except BaseException:
-            remove()
-            raise
+            folder, lock = unpack.claim()
+        except OSError as error:
+            raise Invalid(f"there is no folder that it can be unpacked into: {error.strerror}") from None
+        undo.callback(unpack.give_up, folder, lock)
+        job = pickle.dumps(Remote(unpack.ENTRY, (str(archive), folder)))
+        child = self._children.spawn("unpack", task.ENTRY, job, log_name=model)
+        with self._ended_by(lambda why: child.kill(why=why), model):
+            answer_of(child)
+        return Path(folder)
+
+    @contextmanager
+    def _ended_by(self, end: Callable[[str], object], model: str) -> Iterator[None]:
+        self._coming[model] = end
+        try:
+            yield
+        finally:
+            self._coming.pop(model, None)
 
 
 def _interpreter(folder: Path, python: Path) -> Interpreter:
     programs, libraries, activate = python.parent, folder / "lib", folder / "bin/activate"
     shell = shutil.which("bash")
     if shell is None or not activate.is_file():
-        variables = {
-            "PATH": f"{programs}:{os.environ.get('PATH', '')}",
-            "LD_LIBRARY_PATH": f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        }
+        firsts = {"PATH": programs, "LD_LIBRARY_PATH": libraries}
+        variables = {name: ":".join(filter(None, (str(one), os.environ.get(name)))) for name, one in firsts.items()}
         return Interpreter((str(python),), {**_NOT_ITS, **variables}, str(libraries))
     command = (shell, "-c", _ACTIVATE, str(activate), str(programs), str(libraries), str(python))
     return Interpreter(command, _NOT_ITS, str(libraries))
 
 
 def _key_of(path: Path) -> Key:
-    """Raises OSError."""
-    python = python_in(path) if path.is_dir() else None
-    if python is None:
+    """Raises OSError, Invalid."""
+    if not path.is_dir():
         return path, _stamp(path)
     # What is installed into a folder shows in its packages' times.
-    return path, _stamp(python), *map(_stamp, sorted(path.glob("lib/python3*/site-packages")))
+    return path, _stamp(python_in(path)), *map(_stamp, sorted(path.glob("lib/python3*/site-packages")))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -150,21 +164,13 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _what_there_is(folder: Path) -> str:
-    """Somebody may have packed the folder instead of what is in it."""
-    inside = next((one for one in folder.iterdir() if one.is_dir() and python_in(one)), None)
-    return f", but in {inside.name}/: pack what is in that folder, not the folder" if inside else ""
+def _end(forkserver: ForkServer) -> None:
+    forkserver.hang_up()
+    forkserver.wait()
 
 
-def _end(forkserver: ForkServer, unpacked: Callable[[], object] | None) -> None:
-    """On a thread of its own, since it takes a moment and whoever is the last to let go may be the event loop."""
-
-    def end() -> None:
-        forkserver.hang_up()
-        forkserver.wait()
-        if unpacked is not None:
-            unpacked()
-
+def _in_a_thread(end: Callable[[], object]) -> None:
+    """It takes a moment, and whoever is the last to let go may be the event loop."""
     try:
         threading.Thread(target=end, name="end of an environment").start()
     except RuntimeError:  # the interpreter ends

@@ -14,7 +14,6 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -65,7 +64,7 @@ main(**told)
 # How long it may take until it is ready, and to end. The first reads all of numpy, perhaps from a slow disk.
 START_S_MAX: Final = 120.0
 END_S_MAX: Final = 2.0
-_LAST_WORDS_MAX: Final = 400
+_LAST_WORDS_BYTES_MAX: Final = 1000
 # A library with threads of its own would be copied by a fork without them, with its locks as they stand.
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -105,7 +104,7 @@ class ForkServer:
         self._listen = listen
         self._lock = threading.Lock()  # one order at a time
         self._process: _Process | None = None
-        self._is_closed = False
+        self._closed = ""  # why nothing starts any more
 
     def start(self) -> Mapping[str, Any]:
         """Wait until it is ready. Returns what it says of its Python; raises Unavailable where that cannot be."""
@@ -117,9 +116,9 @@ class ForkServer:
         with self._lock:
             return self._running().order(name, entry, fds)
 
-    def hang_up(self) -> None:
-        """It ends, and all its children; nothing starts afterwards. Wakes whoever waits for it."""
-        self._is_closed = True
+    def hang_up(self, why: str = "the server is ending") -> None:
+        """It ends, and all its children; nothing starts afterwards. Wakes whoever waits for it, who is told `why`."""
+        self._closed = why
         process = self._process
         if process is not None:
             process.hang_up()
@@ -131,8 +130,7 @@ class ForkServer:
             process.wait_or_kill()
 
     def _running(self) -> _Process:
-        if self._is_closed:
-            raise Unavailable("the server is ending")
+        self._refuse_where_closed()
         process = self._process
         if process is not None and process.has_ended():
             log.error("the process that starts models has ended, and all of them with it; starting another")
@@ -140,16 +138,20 @@ class ForkServer:
             process = None
         if process is None:
             process = self._process = _Process(self._interpreter)
-            if self._is_closed:  # looked at again: `hang_up` sets it first, then hangs up what it finds
-                process.hang_up()
             try:
+                self._refuse_where_closed()  # looked at again: `hang_up` sets it first, then hangs up what it finds
                 process.wait_ready()
             except BaseException:
                 self._process = None
                 process.give_up()
+                self._refuse_where_closed()
                 raise
             self._listen(process.reports)
         return process
+
+    def _refuse_where_closed(self) -> None:
+        if self._closed:
+            raise Unavailable(self._closed) from None
 
 
 class _Process:
@@ -157,11 +159,12 @@ class _Process:
 
     def __init__(self, interpreter: Interpreter) -> None:
         self.facts: Mapping[str, Any] = {}
+        self._is_hung_up = False
         self._orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.reports.setblocking(False)
         # Why another Python does not start is told by it, or by whatever could not start it.
-        self._said = None if interpreter.is_own else tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._said = None if interpreter.is_own else os.memfd_create("said")
         with orders, reports:
             fds = (orders.fileno(), reports.fileno())
             told = {
@@ -188,6 +191,7 @@ class _Process:
             except OSError as error:
                 self._orders.close()
                 self.reports.close()
+                self._forget_what_it_said()
                 raise Unavailable(f"its Python does not start: {error.strerror}") from None
 
     def has_ended(self) -> bool:
@@ -195,6 +199,12 @@ class _Process:
 
     def wait_ready(self) -> None:
         """Raises Unavailable where it never will be."""
+        try:
+            self.facts = self._facts()
+        finally:
+            self._forget_what_it_said()
+
+    def _facts(self) -> Mapping[str, Any]:
         poll = select.poll()
         poll.register(self._orders, select.POLLIN)
         is_late = not poll.poll(START_S_MAX * 1000)
@@ -206,7 +216,7 @@ class _Process:
             raise Unavailable(f"its Python does not start{self._last_words()}")
         if "error" in facts:
             raise Unavailable(facts["error"])
-        self.facts = facts
+        return facts
 
     def order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int]:
         try:
@@ -229,14 +239,20 @@ class _Process:
         return answer, received
 
     def _last_words(self) -> str:
-        if self._said is None:
+        if self._said is None or self._is_hung_up:
             return ""
         self.wait_or_kill()
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").split("\n")
-        return "".join(f": {line.strip()[:_LAST_WORDS_MAX]}" for line in [*filter(str.strip, lines)][-1:])
+        begin = max(os.fstat(self._said).st_size - _LAST_WORDS_BYTES_MAX, 0)
+        said = os.pread(self._said, _LAST_WORDS_BYTES_MAX, begin).decode(errors="replace").strip()
+        return f": {said.splitlines()[-1].strip()}" if said else ""
+
+    def _forget_what_it_said(self) -> None:
+        said, self._said = self._said, None
+        if said is not None:
+            os.close(said)
 
     def hang_up(self) -> None:
+        self._is_hung_up = True
         with suppress(OSError):
             self._orders.shutdown(socket.SHUT_RDWR)
         self._orders.close()
@@ -246,7 +262,7 @@ class _Process:
         self.hang_up()
         self.reports.close()
         self._process.kill()
-        self._process.wait()
+        self.wait_or_kill()
 
     def wait_or_kill(self) -> None:
         try:

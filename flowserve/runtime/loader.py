@@ -64,17 +64,21 @@ class Loader:
         FlowserveError.
         """
         self._entered.pop(folder.name, None)
-        read = await self._in_thread(
-            lambda: read_model(
-                folder,
-                registry.default_files(),
-                self._complete,
-                gpus=self._engine.options.gpus,
-                config_json=config_json,
-                config_name=self._engine.options.model_config_name,
-                served=served,
+        try:
+            read = await self._in_thread(
+                lambda: read_model(
+                    folder,
+                    registry.default_files(),
+                    self._complete,
+                    gpus=self._engine.options.gpus,
+                    config_json=config_json,
+                    config_name=self._engine.options.model_config_name,
+                    served=served,
+                )
             )
-        )
+        except FlowserveError:
+            self._entered.pop(folder.name, None)
+            raise
         operators = self._engine.options.python_execution if "execution" not in read.config.parameters else PROCESS
         for warning in (*read.warnings, *unused_environment(read.config, operators)):
             log.warning("%s", warning)
@@ -199,6 +203,8 @@ class Loader:
     def give_up(self, name: str, why: str) -> None:
         """End what is being opened for a name, as far as it is in processes: its load fails, with this reason."""
         self._complete.give_up(name, why)
+        if self._engine.processes is not None:
+            self._engine.processes.environments.give_up(name, why)
         for host in self._coming.get(name, ()):
             if isinstance(host, ProcessHost):
                 host.give_up(why)

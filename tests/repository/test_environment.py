@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from flowserve.backends.python_code import code_in
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problems
 from flowserve.repository.environment import environment_of
+from flowserve.repository.layout import find_models
 from flowserve.runtime.reading import read_apart
 from flowserve.testing.backends import config_of
 
@@ -53,6 +55,20 @@ def test_nobody_else_means_one(home: Path) -> None:
     assert environment_of(wanting(""), home) is None
 
 
+@pytest.mark.parametrize("mark", ["pyvenv.cfg", "conda-meta/history"])
+def test_an_environment_in_a_models_folder_is_neither_taken_for_a_version_nor_for_its_code(
+    home: Path, mark: str
+) -> None:
+    (home / "1").mkdir()
+    (home / "1/model.py").touch()
+    for file in (mark, "lib/python3.12/site-packages/numpy/core.py"):
+        (home / "env" / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / "env" / file).touch()
+    (folder,) = [one for one in find_models([home.parent]).folders if one.name == "m"]
+    assert (folder.versions, folder.warnings) == ((1,), ())
+    assert [*code_in(home, home / "1")] == [str(home / "1/model.py")]
+
+
 def test_a_pipe_is_not_read(home: Path) -> None:
     os.mkfifo(home / "pipe")
     with pytest.raises(Problems, match="neither a folder nor a tar archive"):
@@ -61,11 +77,11 @@ def test_a_pipe_is_not_read(home: Path) -> None:
 
 def test_a_check_says_what_is_not_there_beside_what_else_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "m/1").mkdir(parents=True)
-    (tmp_path / "m/1/model.py").write_text("class TritonPythonModel: ...")
+    (tmp_path / "m/1/model.py").write_text("class TritonPythonModel:")
     (tmp_path / "m/config.pbtxt").write_text(
         'backend: "python"\nmax_batch_size: -1\n'
         'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env" } }\n'
     )
     failed = read_apart([tmp_path]).resolution.failed["m"]
     assert isinstance(failed, Problems)
-    assert [(one.place and one.place.line, one.rule) for one in failed.problems] == [(2, "M8"), (3, "R14")]
+    assert [(one.place and one.place.line, one.rule) for one in failed.problems] == [(1, "M92"), (2, "M8"), (3, "R14")]

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import sys
 import tarfile
+import tempfile
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from flowserve import Engine
 from flowserve.backends.child.unpack import PREFIX
 from flowserve.runtime.children import SUPPORTED
 from flowserve.testing.serve import Served, serving
@@ -238,6 +240,8 @@ def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
     (folder / "cut.tar.gz").write_bytes((folder / "outer.tar.gz").read_bytes()[:2000])
     make(folder / "no_numpy", "", has_numpy=False)
     make(folder / "old", "", sitecustomize="import sys; sys.version_info = (3, 9, 18)")
+    (folder / "moved/bin").mkdir(parents=True)
+    (folder / "moved/bin/python").symlink_to("/nowhere/python3.12")
     (folder / "ends/bin").mkdir(parents=True)
     (folder / "ends/bin/python").write_text("#!/bin/sh\necho it has no heart >&2; exit 3\n")
     (folder / "ends/bin/python").chmod(0o755)
@@ -248,8 +252,9 @@ def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
             'there is no such file or folder (did you mean "$$TRITON_MODEL_DIRECTORY/env.tar.gz"?',
         ),
         "text": (folder / "folder.txt", "it is neither a folder nor a tar archive"),
-        "nothing": (folder / "nothing", "there is no bin/python in that folder"),
-        "outer": (folder / "outer.tar.gz", "there is no bin/python in it, but in inner/: pack what is in that folder"),
+        "nothing": (folder / "nothing", "there is no bin/python in it [R14]"),
+        "outer": (folder / "outer.tar.gz", "there is no bin/python in it, but in inner/: it should be what is in that"),
+        "moved": (folder / "moved", "its bin/python leads to /nowhere/python3.12, which is not there"),
         "cut": (folder / "cut.tar.gz", "it cannot be unpacked: "),
         "no_numpy": (
             folder / "no_numpy",
@@ -283,21 +288,35 @@ def test_what_is_wrong_with_an_environment_is_said_where_it_is_written_and_nothi
     assert told(server, "plain")[0] == "plain"
 
 
-def test_a_server_that_stops_leaves_nothing_unpacked(
-    repository: Path, tmp_path: Path, environments: Path, add_model: Callable[..., Path]
+def test_an_environment_that_never_starts_is_given_up_with_its_model(
+    server: Served, repository: Path, tmp_path: Path, add_model: Callable[..., Path]
 ) -> None:
-    """Of its own, nor of one that was killed."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 600\n")
+    (tmp_path / "bin/python").chmod(0o755)
+    model = MODEL.format(imports="", expression="1")
+    add_model(repository, "hangs", CONFIG + wants(tmp_path), {"1/model.py": model})
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(control, server, "hangs", "load")
+        until((tmp_path / "began").exists)
+        assert control(server, "hangs", "unload").status_code == 200
+        assert "it was unloaded while it was loading" in loading.result(WITHIN_S).text
+
+
+def test_whoever_stops_leaves_nothing_unpacked_and_what_is_left_by_one_that_was_killed_goes_with_the_next(
+    tmp_path: Path, environments: Path, add_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = MODEL.format(imports="import only_here", expression=TELLS)
     add_model(tmp_path / "models", "m", CONFIG + wants(environments / "packed.tar.gz"), {"1/model.py": model})
-    (tmp_path / "places").mkdir()
-    options: Mapping[str, Any] = {"environment": {"TMPDIR": str(tmp_path / "places")}}
-    with serving(tmp_path / "models", **options) as first:
-        left = unpacked(tmp_path / "places")
-        assert len(left) == 1
+    places = tmp_path / "places"
+    places.mkdir()
+    with serving(tmp_path / "models", environment={"TMPDIR": str(places)}) as first:
+        (left,) = unpacked(places)
         first.process.kill()
         first.process.wait()
-    assert unpacked(tmp_path / "places") == left
-    with serving(tmp_path / "models", **options) as second:
-        assert not unpacked(tmp_path / "places") & left
-        assert second.stop() == 0
-    assert not unpacked(tmp_path / "places")
+    assert unpacked(places) == {left}
+    monkeypatch.setattr(tempfile, "tempdir", str(places))
+    with Engine(tmp_path / "models"):
+        (later,) = unpacked(places)
+        assert later != left
+    until(lambda: not unpacked(places))
