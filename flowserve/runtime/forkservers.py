@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -61,8 +60,7 @@ from flowserve.backends.child.forkserver import main
 main(**told)
 """
 
-# How long it may take until it is ready, and to end. The first reads all of numpy, perhaps from a slow disk.
-START_S_MAX: Final = 120.0
+# How long it may take to end.
 END_S_MAX: Final = 2.0
 _LAST_WORDS_BYTES_MAX: Final = 1000
 # A library with threads of its own would be copied by a fork without them, with its locks as they stand.
@@ -205,15 +203,10 @@ class _Process:
             self._forget_what_it_said()
 
     def _facts(self) -> Mapping[str, Any]:
-        poll = select.poll()
-        poll.register(self._orders, select.POLLIN)
-        is_late = not poll.poll(START_S_MAX * 1000)
-        word = b"" if is_late else self._heard()[0]
-        facts: dict[str, Any] = json.loads(word) if word else {}
-        if is_late:
-            raise Unavailable(f"its Python is not ready after {START_S_MAX:g} s")
-        if not facts:
+        word, _ = self._heard()
+        if not word:
             raise Unavailable(f"its Python does not start{self._last_words()}")
+        facts: dict[str, Any] = json.loads(word)
         if "error" in facts:
             raise Unavailable(facts["error"])
         return facts
