@@ -74,7 +74,7 @@ class Completer:
             environment = processes.environments.enter(config, folder.path)
             if environment is None:
                 return self._ask(processes.children.spawn, config.name, remote)
-            self._keep(config.name, environment)
+            self._keep(folder.name, environment)
             return self._ask(environment.spawn, config.name, remote)
 
         return _with_counts(backend, backend.complete_by(config, files, ask))

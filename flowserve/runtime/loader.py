@@ -141,12 +141,12 @@ class Loader:
 
     async def _enter(self, read: ReadModel) -> Environment | None:
         """The environment that the model is to run in; None for the server's own."""
-        entered = self._entered.pop(read.folder.name, None)
         config, processes = read.config, self._engine.processes
-        is_in_process = execution_of(config, self._engine.options.python_execution) == PROCESS
-        if entered is not None or processes is None or not is_in_process:
-            return entered
-        return await self._in_thread(lambda: processes.environments.enter(config, read.folder.path))
+        if processes is None or execution_of(config, self._engine.options.python_execution) != PROCESS:
+            return None
+        entered = await self._in_thread(lambda: processes.environments.enter(config, read.folder.path))
+        self._entered.pop(read.folder.name, None)
+        return entered
 
     async def _load_version(
         self, read: ReadModel, version: int, runs_at_once: int, environment: Environment | None

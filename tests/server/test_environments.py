@@ -303,6 +303,18 @@ def test_an_environment_that_never_starts_is_given_up_with_its_model(
         assert "it was unloaded while it was loading" in loading.result(WITHIN_S).text
 
 
+def test_in_the_servers_own_process_there_is_no_other_environment_which_the_log_says(
+    tmp_path: Path, add_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODEL.format(imports="", expression="sys.prefix")
+    add_model(tmp_path, "m", CONFIG + wants("/nowhere"), {"1/model.py": model})
+    with Engine(tmp_path, python_execution="thread") as engine:
+        said = engine.infer("m", {"IN": np.array([[b""]], object)})["OUT"][0, 0]
+    assert said.decode() == sys.prefix
+    (text,) = [one for one in caplog.messages if "EXECUTION_ENV_PATH" in one]
+    assert "is not used: model 'm' runs in the server's own Python environment (by execution \"thread\";" in text
+
+
 def test_whoever_stops_leaves_nothing_unpacked_and_what_is_left_by_one_that_was_killed_goes_with_the_next(
     tmp_path: Path, environments: Path, add_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
