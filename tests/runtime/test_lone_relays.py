@@ -14,7 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
-from flowserve.runtime import alone, lone_relays, pump, relays
+from flowserve.runtime import alone, lone_relays, pump, relay_paths, relays
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_outputs import Garbled
@@ -152,7 +152,7 @@ async def test_what_is_not_back_at_once_comes_later_and_is_run_once(
     lone: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = await lone.chain()
-    monkeypatch.setattr(relays, "_WAIT_MS", 0)
+    monkeypatch.setattr(relay_paths.Path, "comes_back", lambda path, within_ms: False)
     before = lone.executions()
     await lone.alone(32)
     assert lone.later >= 8
