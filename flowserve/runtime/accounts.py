@@ -199,15 +199,15 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
     )
 
 
-def leave_batch(flow: Flow, dispatcher: Dispatcher) -> bool:
-    """Nobody waits any more for the answer of a model whose queue this flow has left. Returns whether it is counted
-    already; where it runs, its batch leaves it out.
+def leave_batch(flow: Flow, statistics: Statistics, dispatcher: Dispatcher) -> bool:
+    """Nobody waits any more for the answer of a model, with these statistics, whose queue this flow has left. Returns
+    whether it is counted already; where it runs, its batch leaves it out.
     """
     queue = flow.route[0]
     if queue.order is not None and queue.order.holds(flow):
         return True
     if not dispatcher.is_tried_again(flow):
-        queue.observer.left.add(flow)
+        statistics.left.add(flow)
     return False
 
 

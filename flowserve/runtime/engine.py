@@ -241,7 +241,7 @@ class Engine(Directory):
             for queue in left:
                 queue.observer.failed(1, 0, CANCELED)
         elif has_begun and not left and not isinstance(flow, StreamFlow):
-            is_over = leave_batch(flow, self.dispatcher)
+            is_over = leave_batch(flow, flow.owner.statistics, self.dispatcher)
         if not is_over:
             flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
         if flow.owner.gate is not None:

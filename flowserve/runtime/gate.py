@@ -106,7 +106,7 @@ class Gate:
         """A request is over; or not `is_answered`: its caller left. Returns whether it is counted already."""
         self._make_room(flow)
         late = flow.error if isinstance(flow.error, Late) and not flow.plan.graph.is_ensemble else None
-        if late is not None and not (late.is_running and leave_batch(flow, self._dispatcher)):
+        if late is not None and not (late.is_running and leave_batch(flow, self._statistics, self._dispatcher)):
             self._statistics.failed(1, self._clock() - flow.arrived_ns, REJECTED)
         if flow in self._following:
             self._following.discard(flow)
