@@ -10,7 +10,7 @@ The app is called as any ASGI app; the scope holds the connection itself as `flo
 can take the body and give its answer in one call each, or promise it (exchange.py).
 
 A task that waits for the client's next request is *parked*: the server's watch says when there is something to read,
-and a small request that came in one piece, to a route that answers or promises without waiting, is begun there and
+and a request all of which is there, to a route that answers or promises without waiting, is begun there and
 then. The task sleeps on; waking it would cost as much as everything else such a request needs. What is anything else
 wakes it, with the bytes.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -52,13 +53,15 @@ _log = logging.getLogger("flowserve.http")
 class Connection(Exchange):
     """One accepted socket. `run` owns it and closes it."""
 
-    __slots__ = ("_buffer", "client", "local")
+    __slots__ = ("_buffer", "_received", "client", "local")
 
     def __init__(self, server: Server, sock: socket.socket, client: tuple[str, int] | None) -> None:
         super().__init__(server, sock)
         self.client = client
         self.local = _endpoint(sock)
         self._buffer = b""  # received, not yet looked at
+        # Where a large body lies, and how much of it has come, until the task goes on with it.
+        self._received: tuple[memoryview, int] | None = None
 
     async def run(self) -> None:
         """Serve the connection to its end. What happens on it stays on it; only cancelling it from outside gets out."""
@@ -178,14 +181,16 @@ class Connection(Exchange):
                 return
             except OSError:
                 data = b""  # the task meets it too
-            # What fills the buffer may go on, and nothing would tell of the rest.
-            if 0 < len(data) < RECEIVE_BYTES and self._begin(data):
+            if data and self._begin(data):
                 return
-            self._buffer = data
+            if self._received is None:
+                self._buffer = data
         self._unpark()
 
     def _begin(self, data: bytes) -> bool:
-        """Begin the request that `data` is. False where that is the task's to do; then nothing has happened."""
+        """Begin the request that `data` is, or that begins so and is there. False where that is the task's to do: with
+        `data`, or, where there is something in `_received`, with that and the head in `_buffer`.
+        """
         server = self.server
         end = data.find(HEAD_END) + 4
         if end < 4 or server.begin is None:
@@ -194,10 +199,43 @@ class Connection(Exchange):
             head = server.heads.parse(data[:end])
         except Refused:
             return False
-        size = len(data) - end
-        if head.content_length != size or head.is_chunked or not head.keep_alive or size > server.limits.max_body_bytes:
+        size = head.content_length
+        if head.is_chunked or not head.keep_alive or size > server.limits.max_body_bytes:
             return False
-        self._body = data[end:]
+        if len(data) < RECEIVE_BYTES:
+            if size != len(data) - end:
+                return False
+            self._body = data[end:]
+            return self._begin_app(head)
+        # What fills the buffer may go on, and nothing would tell of the rest.
+        return len(data) < size and size >= POOLED_BYTES_MIN and self._begin_large(head, data, end)
+
+    def _begin_large(self, head: Head, data: bytes, end: int) -> bool:
+        """As `_begin`, where the body, from `end` on, is more than `data`."""
+        if head.expects_continue:
+            return False
+        size, got = head.content_length, len(data) - end
+        try:
+            target = self._make_room(size, head)
+        except (MemoryError, OSError):
+            return False  # the task meets it too, and its connection alone is given up
+        target[:got] = data[end:]
+        with suppress(OSError):  # there is no more just now, or it is broken, which the task meets too
+            got += self.sock.recv_into(target[got:])
+        if got == size:
+            self.server.watch_input(self, is_wanted=True)  # what comes behind it may be there already
+            self._body = target
+            if self._begin_app(head):
+                return True
+        self._buffer, self._received = data[:end], (target, got)
+        return False
+
+    def _begin_app(self, head: Head) -> bool:
+        """Begin with a request whose body is there. False where the app waits for something; then nothing has
+        happened.
+        """
+        server = self.server
+        assert server.begin is not None, "or it would not have come so far"
         self._enter_running(head)
         try:
             if server.begin(head.scope, self):
@@ -255,24 +293,27 @@ class Connection(Exchange):
         The buffer is the request's alone, and writable: a model that is its last reader may work in it.
         """
         is_large = size >= POOLED_BYTES_MIN
-        if is_large:
-            pad = -head.anchor % ALIGNMENT
-            room = self.server.room
-            block = None if room is None else room(head.scope, size + pad)
-            if block is None:
-                block = self.server.pool.take(size + pad)
-            target = block.data[pad:]
+        if self._received is not None:
+            (target, got), self._received = self._received, None
         else:
-            target = memoryview(bytearray(size))
-        got = len(self._buffer)
-        target[:got] = self._buffer
-        self._buffer = b""
+            target = self._make_room(size, head) if is_large else memoryview(bytearray(size))
+            got = len(self._buffer)
+            target[:got] = self._buffer
+            self._buffer = b""
         if is_large:
             self.server.watch_input(self, is_wanted=False)  # it would be told of every piece
         await self.receive_into(target[got:], self.server.limits.body_bytes_per_s)
         if is_large:
             self.server.watch_input(self, is_wanted=True)
         return target if is_large else bytes(target)
+
+    def _make_room(self, size: int, head: Head) -> memoryview:
+        pad = -head.anchor % ALIGNMENT
+        room = self.server.room
+        block = None if room is None else room(head.scope, size + pad)
+        if block is None:
+            block = self.server.pool.take(size + pad)
+        return block.data[pad:]
 
     async def _read_chunks(self, head: Head) -> Buffer:
         limits = self.server.limits

@@ -214,8 +214,8 @@ class Server:
             self._epoll.modify(connection.sock, _LEAVING | select.EPOLLIN if is_wanted else _LEAVING)
 
     async def _watch(self, housekeeping: trio.Nursery) -> None:
-        """Tell connections what the kernel tells: one wait for all of them, so that a small request wakes no task of
-        its own. Where there is no epoll each waits for itself, and who left is noticed when the answer is sent.
+        """Tell connections what the kernel tells: one wait for all of them, so that a request that is there wakes no
+        task of its own. Where there is no epoll each waits for itself, and who left is noticed when the answer is sent.
         """
         if self._epoll is None:
             return

@@ -1,12 +1,14 @@
-"""Small requests that an app begins without waiting, while the connection's task sleeps, and what interrupts them."""
+"""Requests that an app begins without waiting, while the connection's task sleeps, and what interrupts them."""
 
 from __future__ import annotations
 
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 from starlette.types import Receive, Scope, Send
@@ -14,12 +16,18 @@ from starlette.types import Receive, Scope, Send
 from flowserve.http.connection import Connection
 from flowserve.http.limits import Limits
 from flowserve.http.line import RECEIVE_BYTES
+from flowserve.memory.pool import POOLED_BYTES_MIN
 
 Start = Callable[..., Awaitable[Any]]
 
 
 def post(body: bytes, extra: bytes = b"") -> bytes:
     return b"POST /begun HTTP/1.1\r\nHost: h\r\n%bContent-Length: %d\r\n\r\n%b" % (extra, len(body), body)
+
+
+def large(begins: bytes = b"", size: int = 100_000) -> bytes:
+    """A body that fills more than what is read at once."""
+    return begins + bytes(range(256)) * (size // 256)
 
 
 class App:
@@ -34,10 +42,10 @@ class App:
         self.promised: list[tuple[Connection, bytes]] = []
 
     def begin(self, scope: Scope, exchange: Connection) -> bool:
-        if scope["path"] != "/begun" or exchange.body == b"not this":
+        if scope["path"] != "/begun" or exchange.body == b"not this" or bytes(exchange.body[:4]) == b"\0not":
             return False
         body = bytes(exchange.take_body())
-        if body == b"broken":
+        if body in (b"broken", large(b"\0bad")):
             raise ValueError("a mistake")
         self.begun += 1
         if body == b"later":
@@ -76,16 +84,73 @@ async def test_small_requests_are_begun_without_the_task_and_what_is_anything_el
     assert app.called == called
     assert (await client.ask(post(b"not this"))).body == b"called"
     assert (await client.ask(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")).body == b"called"
-    large = bytes(100_000)
-    assert (await client.ask(post(large))).body == large
     for cut in (1, 20, len(post(b"ab")) - 1):  # in the middle of the first line, of the head, of the body
         await client.say(post(b"ab")[:cut])
         await trio.sleep(0.01)
         assert (await client.ask(post(b"ab")[cut:])).body == b"ab"
     assert (await client.ask(b"\r\n" + post(b"after an empty line"))).body == b"after an empty line"
-    assert app.called == called + 6
+    assert app.called == called + 5
     assert (await client.ask(post(b"last"))).body == b"last"
-    assert app.called == called + 6
+    assert app.called == called + 5
+
+
+@pytest.mark.parametrize("room", [None, "the app's"])
+async def test_large_requests_are_the_same_however_much_of_them_is_there_when_they_are_seen(
+    start: Start, room: str | None
+) -> None:
+    app = App()
+    if room is not None:
+        app.room = lambda scope, nbytes: np.empty(nbytes, np.uint8)  # type: ignore[attr-defined]
+    client = await (await start(app)).connect()
+    assert (await client.ask(post(b"first"))).body == b"first"
+    whole = large(size=600_000)
+    for _ in range(8):  # the kernel learns how much this client sends
+        assert (await client.ask(post(whole))).body == whole
+    head = len(post(whole)) - len(whole)
+    for cut in (head, head + 1, RECEIVE_BYTES - 1, RECEIVE_BYTES, RECEIVE_BYTES + 1, 300_000, len(post(whole)) - 1):
+        await client.say(post(whole)[:cut])
+        await trio.sleep(0.01)
+        assert (await client.ask(post(whole)[cut:])).body == whole
+    for size in (RECEIVE_BYTES, POOLED_BYTES_MIN - 256, POOLED_BYTES_MIN):
+        assert (await client.ask(post(large(size=size)))).body == large(size=size)
+    assert (await client.ask(post(large(b"\0not")))).body == b"called"
+    await client.say(post(whole) + post(b"behind") + post(whole) + post(large(b"\0not")) + post(b"last"))
+    bodies = [(await client.answer()).body for _ in range(5)]
+    assert bodies == [whole, b"behind", whole, b"called", b"last"]
+    await client.say(post(large(b"\0not"), b"Expect: 100-continue\r\n"))
+    assert (await client.answer()).body == b"called"
+
+
+async def test_a_large_request_that_is_refused_or_cut_short_or_has_no_room_is_nobody_elses(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App()
+    running = await start(app, Limits(max_body_bytes=700_000))
+    other = await running.connect()
+    assert (await other.ask(post(b"first"))).body == b"first"
+
+    async def asked(request: bytes) -> Any:
+        client = await running.connect()
+        assert (await client.ask(post(b"first"))).body == b"first"
+        await trio.testing.wait_all_tasks_blocked()
+        await client.say(request)
+        return client
+
+    for request, status in ((post(large(size=800_000)), 413), (post(large(b"\0bad")), 500), (post(large())[:-1], 0)):
+        client = await asked(request)
+        assert not status or (await client.answer()).status == status
+        await client.stream.aclose()
+
+    def no_room(scope: Scope, nbytes: int) -> Any:
+        raise MemoryError(nbytes)
+
+    running.server.room = no_room
+    with suppress(trio.BrokenResourceError):  # what it says is not read to its end
+        assert await (await asked(post(large()))).rest() == b""
+    assert "MemoryError" in caplog.text
+    running.server.room = None
+    assert (await other.ask(post(large()))).body == large()
+    await until(lambda: running.server.statistics().connections == 1 and running.server.running == 0)
 
 
 async def test_pipelined_requests_are_answered_in_order_however_they_are_begun(start: Start) -> None:
