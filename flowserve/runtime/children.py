@@ -59,15 +59,19 @@ class Child:
     """One process. `socket` is our end of a non-blocking SOCK_SEQPACKET pair, closed by whoever talks over it.
 
     `ended` is "" while it lives, then says who ended and how. It is set on the loop, and `on_end` is called there.
+    `reports`: where its forkserver says how it ended, closed once nothing comes any more.
     """
 
-    def __init__(self, name: str, model: str, pid: int, pidfd: int, sock: socket.socket, log_fd: int) -> None:
+    def __init__(
+        self, name: str, model: str, pid: int, pidfd: int, sock: socket.socket, log_fd: int, reports: socket.socket
+    ) -> None:
         self.name = name
         self.model = model
         self.pid = pid
         self.pidfd = pidfd
         self.socket = sock
         self.log_fd = log_fd
+        self.reports = reports
         self.ended = ""
         self.on_end: OnEnd | None = None
         self.why = ""  # why we killed it, where we did
@@ -160,10 +164,10 @@ class Children:
                 if self._is_closed:
                     raise Unavailable("the server is ending")
                 fds = (its_sock.fileno(), its_log_fd, arguments_fd)
-                pid, pidfd = (forkserver or self._own).order(name, entry, fds)
+                pid, pidfd, reports = (forkserver or self._own).order(name, entry, fds)
             except Unavailable as error:
                 raise Unavailable(f"model '{log_name}', instance '{name}': {error}") from None
-            child = Child(name, log_name, pid, pidfd, sock, log_fd)
+            child = Child(name, log_name, pid, pidfd, sock, log_fd, reports)
             self._token.run_sync_soon(self._adopt, child)
             ours.pop_all()
         return child
@@ -224,10 +228,11 @@ class Children:
                     await trio.lowlevel.wait_readable(reports)
                     continue
                 if not report:
-                    return
+                    break
                 pid, status = REPORT.unpack(report)
                 self._statuses[pid] = status
                 self._wake()
+        self._wake()  # whoever waits for a report of that forkserver's waits in vain
 
     def _wake(self) -> None:
         self._reported.set()
@@ -241,7 +246,7 @@ class Children:
                 nursery.cancel_scope.cancel()
             printed.read_last_words()
         with trio.move_on_after(REPORT_S_MAX):
-            while child.pid not in self._statuses:
+            while child.pid not in self._statuses and child.reports.fileno() >= 0:
                 await self._reported.wait()
         self._alive.discard(child)
         child.over(_how(self._statuses.pop(child.pid, None)))

@@ -109,8 +109,10 @@ class ForkServer:
         with self._lock:
             return self._running().facts
 
-    def order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int]:
-        """Wait until a child is there. Returns its process id and a pidfd. Raises Unavailable."""
+    def order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int, socket.socket]:
+        """Wait until a child is there. Returns its process id, a pidfd, and the socket on which its end is going to be
+        reported. Raises Unavailable.
+        """
         with self._lock:
             return self._running().order(name, entry, fds)
 
@@ -211,7 +213,7 @@ class _Process:
             raise Unavailable(facts["error"])
         return facts
 
-    def order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int]:
+    def order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int, socket.socket]:
         try:
             socket.send_fds(self._orders, [json.dumps({"name": name, "entry": entry}).encode()], fds)
         except OSError:
@@ -222,7 +224,7 @@ class _Process:
         said = json.loads(answer)
         if "error" in said:
             raise Unavailable(said["error"])
-        return int(said["pid"]), received[0]
+        return int(said["pid"]), received[0], self.reports
 
     def _heard(self) -> tuple[bytes, list[int]]:
         try:

@@ -323,9 +323,12 @@ async def test_a_kill_of_our_own_says_why(children: Children) -> None:
     assert await end_of(child) == "model 'm', instance 'm_0': it was in the way"
 
 
-async def test_when_the_forkserver_is_killed_its_children_end_and_the_next_one_has_another(children: Children) -> None:
+async def test_when_the_forkserver_is_killed_its_children_end_at_once_and_the_next_one_has_another(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child = await begin(children, "time.sleep(600)")
     forkserver = parent_of(child.pid)
+    monkeypatch.setattr("flowserve.runtime.children.REPORT_S_MAX", 10 * WITHIN_S)  # no report is waited for
     os.kill(forkserver, signal.SIGKILL)
     assert "together with the process that had started it" in await end_of(child)
     while True:
