@@ -1,8 +1,9 @@
 """Fields that are read and then left alone: hints about speed or naming on hardware that is not here.
 
-Decided here: which those are. Each is told once per load in the log, so that nobody wonders. And the parameters that
-are worth a warning: an environment of its own, where a model cannot have one and may lean on it all the same, and a key
-that is nearly one of ours, which would otherwise pass for the model's own.
+Decided here: which those are. Each is told once per load in the log, so that nobody wonders. And what is worth a
+warning: an environment of its own, where a model cannot have one and may lean on it all the same; what somebody wrote
+about batches that nothing comes of; and a parameter whose key is nearly one of ours, which would otherwise pass for the
+model's own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ IGNORED: Final = (
 )
 IGNORED_IN_GROUPS: Final = ("secondary_devices", "host_policy")
 OURS: Final = ("execution", "execution_timeout", *GATE_KEYS)
+# Where Triton loads a library from that chooses which requests are batched together.
+BATCH_STRATEGY: Final = "TRITON_BATCH_STRATEGY_PATH"
 LIKENESS_MIN: Final = 0.85  # of a slip of the finger; most models' own keys are far below
 
 
@@ -51,6 +54,19 @@ def unused_environment(config: ModelConfig, execution: str) -> Iterator[Problem]
         place = config.source.place(f"parameters[{ENVIRONMENT}]")
         hint = f'by execution "{execution}"; only "process" can have another. Else install there what the model imports'
         yield Problem(text, place, "R9", hint)
+
+
+def unused_batching(config: ModelConfig) -> Iterator[Problem]:
+    """A warning where a batching strategy of somebody's, or policies for levels that there are not, have no effect."""
+    if BATCH_STRATEGY in config.parameters:
+        text = f"{BATCH_STRATEGY} is not used: which requests are batched together is the server's own decision"
+        hint = "preferred_batch_size, max_queue_delay_microseconds and queue policies are what it can be told"
+        yield Problem(text, config.source.place(f"parameters[{BATCH_STRATEGY}]"), "R15", hint)
+    batching = config.dynamic_batching
+    if batching is not None and batching.priority_queue_policies and not batching.priority_levels:
+        path = "dynamic_batching.priority_queue_policy"
+        text = "priority_queue_policy is not used: without priority_levels there is no level that it could be for"
+        yield Problem(text, config.source.place(path), "R15", "default_queue_policy is for all requests")
 
 
 def misspelt_parameters(config: ModelConfig) -> Iterator[Problem]:

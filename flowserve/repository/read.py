@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flowserve.config.doubt import may_go_on
-from flowserve.config.ignored import misspelt_parameters, unused_environment
+from flowserve.config.ignored import misspelt_parameters, unused_batching, unused_environment
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, draft_of, judge, read_draft
 from flowserve.config.normalise import forget_defaults
@@ -205,4 +205,4 @@ def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int
         if versions  # without any it is not served, which is said
     ]
     own = config.parameters.get("execution", "process")  # what the operator says is told by whoever knows it
-    return [*missing, *unused_environment(config, own), *misspelt_parameters(config)]
+    return [*missing, *unused_environment(config, own), *unused_batching(config), *misspelt_parameters(config)]

@@ -162,6 +162,24 @@ def test_an_environment_is_a_warning_for_a_python_model_that_says_it_runs_in_the
     assert read_model(home, FILES, says).warnings == ()
 
 
+def test_what_is_said_of_batches_and_has_no_effect_is_a_warning(folder: Make) -> None:
+    policies = "priority_queue_policy { key: 1 value { max_queue_size: 1 } }"
+    text = f"""backend: "python" {INPUT} {OUTPUT}
+parameters {{ key: "TRITON_BATCH_STRATEGY_PATH" value {{ string_value: "/strategy.so" }} }}
+dynamic_batching {{ {policies} }}"""
+    home = folder(text, "1", files=False)
+    (home.path / "1" / "model.py").touch()
+    strategy, policy = read_model(home, FILES | {"python": "model.py"}, says).warnings
+    assert str(strategy).startswith("m/config.pbtxt:2:14: TRITON_BATCH_STRATEGY_PATH is not used: which requests are ")
+    assert str(policy) == (
+        "m/config.pbtxt:3:20: priority_queue_policy is not used: without priority_levels there is no level that it "
+        "could be for (default_queue_policy is for all requests) [R15]"
+    )
+    levels = text.replace(policies, f"priority_levels: 1 default_priority_level: 1 {policies}")
+    (home.path / "config.pbtxt").write_text(levels)
+    assert read_model(home, FILES | {"python": "model.py"}, says).warnings == (strategy,)
+
+
 @pytest.mark.fault("C14")
 def test_a_configuration_that_changes_while_its_model_is_asked_counts_as_it_was(folder: Make) -> None:
     home = folder(f"max_batch_size: 4\n{INPUT}\n{OUTPUT}", "1")
