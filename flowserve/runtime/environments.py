@@ -34,8 +34,12 @@ log = logging.getLogger("flowserve.load")
 
 # A shell, because activating runs scripts that set variables. The folder of its programs comes first even where such a
 # script does not know that the environment has been moved; its libraries come first as on Triton, for its Python only.
+# It would find our arguments as its own, and may set them.
 _ACTIVATE: Final = """
+flowserve_told=("$@")
+set --
 . "$0"
+set -- "${flowserve_told[@]}"
 [ "${PATH%%:*}" = "$1" ] || PATH="$1:$PATH"
 LD_LIBRARY_PATH="$2${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export PATH LD_LIBRARY_PATH

@@ -48,7 +48,8 @@ if path is None:
     try:
         import numpy
     except Exception as error:
-        refuse("numpy, which every model needs, cannot be imported there: %s: %s" % (type(error).__name__, error))
+        said = str(error).strip().split("\\n")[-1]  # numpy tells at length what may be the matter, and then what it is
+        refuse("numpy, which every model needs, cannot be imported there: %s: %s" % (type(error).__name__, said))
     import importlib.util
     spec = importlib.util.spec_from_file_location("flowserve", package[0] + "/__init__.py",
                                                   submodule_search_locations=package)

@@ -23,9 +23,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "places"
 
 
-def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+def entry(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644, mtime: float = 0
+) -> tarfile.TarInfo:
     made = tarfile.TarInfo(name)
-    made.type, made.linkname, made.mode, made.uid = kind, link, mode, 12345
+    made.type, made.linkname, made.mode, made.mtime, made.uid = kind, link, mode, mtime, 12345
+    if "\0" in name:  # which the usual header ends at
+        made.pax_headers = {"path": name}
     return made
 
 
@@ -66,6 +70,19 @@ def test_an_archive_that_leads_out_of_its_folder_is_refused(
         unpacked(tmp_path, *entries)
     assert [one.name for one in places.iterdir()] == ["precious"]
     assert (places / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (entry("a", tarfile.LNKTYPE, "b"), "linkname 'b' not found"),
+        (entry("a\0b"), "embedded null byte"),
+        (entry("a", mtime=1e30), "timestamp out of range"),
+    ],
+)
+def test_an_entry_that_no_file_can_be_made_of_is_refused(tmp_path: Path, one: tarfile.TarInfo, why: str) -> None:
+    with pytest.raises(Invalid, match=f"it cannot be unpacked: .*{why}"):
+        unpacked(tmp_path, one)
 
 
 def test_links_stay_what_they_are_and_rights_become_usual_ones(tmp_path: Path) -> None:

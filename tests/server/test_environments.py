@@ -70,6 +70,8 @@ COMPLETES = """
 
 # As in the Pythons that conda builds, which are for old C libraries.
 LIKE_CONDA = "import os\ndel os.memfd_create, os.pidfd_open\n"
+# As any script may, which knows of no other caller than a shell of its own.
+SETS_ARGUMENTS = "[ $# = 0 ] || exit 1\nset -- of its own\n"
 
 
 def make(folder: Path, name: str, *, has_numpy: bool = True, sitecustomize: str = "") -> Path:
@@ -108,6 +110,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environments")
     make(folder / "plain", "plain", sitecustomize=LIKE_CONDA)
+    with (folder / "plain/bin/activate").open("a") as script:
+        script.write(SETS_ARGUMENTS)
     make(folder / "packed", "packed")
     pack(folder / "packed", folder / "packed.tar.gz")
     return folder
@@ -239,6 +243,9 @@ def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
         tar.add(make(folder / "inner", "inner"), "inner")
     (folder / "cut.tar.gz").write_bytes((folder / "outer.tar.gz").read_bytes()[:2000])
     make(folder / "no_numpy", "", has_numpy=False)
+    make(folder / "other_numpy", "", has_numpy=False)
+    (lib,) = folder.glob("other_numpy/lib/python3*/site-packages")
+    (lib / "numpy.py").write_text("raise ImportError('\\n\\nREAD THIS!\\n\\nOriginal error was: no library\\n')")
     make(folder / "old", "", sitecustomize="import sys; sys.version_info = (3, 9, 18)")
     (folder / "moved/bin").mkdir(parents=True)
     (folder / "moved/bin/python").symlink_to("/nowhere/python3.12")
@@ -260,6 +267,7 @@ def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
             folder / "no_numpy",
             "numpy, which every model needs, cannot be imported there: ModuleNotFoundErr",
         ),
+        "other_numpy": (folder / "other_numpy", "be imported there: ImportError: Original error was: no library [R14]"),
         "old": (folder / "old", "it has Python 3.9, and models need 3.10 or newer"),
         "ends": (folder / "ends", "its Python does not start: it has no heart"),
         "bf16": (folder.parent / "bf16", "tensors of type TYPE_BF16 need the package ml_dtypes, which it has not"),

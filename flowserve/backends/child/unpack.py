@@ -62,7 +62,8 @@ def unpack(archive: str, folder: str) -> None:
                 tar.extract(member, top)
     except OSError as error:
         raise Invalid(f"it cannot be unpacked into {folder}: {error.strerror or error}{_room(error)}") from None
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+    # The last ones: a link to an entry that there is not, a name or a time that no file can have.
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, KeyError, ValueError, OverflowError) as error:
         raise Invalid(f"it cannot be unpacked: {error}") from None
     _tell_where_it_lies(Path(top))
 
