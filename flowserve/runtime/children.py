@@ -112,7 +112,10 @@ class Spawn(Protocol):
 
 
 class Children:
-    """All child processes of a server. Made on the loop, where `run` must be running; `spawn` is for other threads."""
+    """All child processes of a server. Made on the loop, where `run` must be running; `spawn` is for other threads.
+
+    `is_closed`: nothing starts any more.
+    """
 
     def __init__(self, clock: ClockNs) -> None:
         self._clock = clock
@@ -121,7 +124,7 @@ class Children:
         self._forkservers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
         self._own = self.forkserver(own_interpreter())
         self._nursery: trio.Nursery | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._alive: set[Child] = set()
         self._statuses: dict[int, int] = {}
         self._reported = trio.Event()  # replaced with each report
@@ -161,7 +164,7 @@ class Children:
             with open(arguments_fd, "wb", closefd=False) as file:
                 file.write(arguments)
             try:
-                if self._is_closed:
+                if self.is_closed:
                     raise Unavailable("the server is ending")
                 fds = (its_sock.fileno(), its_log_fd, arguments_fd)
                 pid, pidfd, reports = (forkserver or self._own).order(name, entry, fds)
@@ -184,7 +187,7 @@ class Children:
 
     async def close(self) -> None:
         """End the forkservers and with them whatever still lives, within a bounded time. Nothing starts afterwards."""
-        self._is_closed = True
+        self.is_closed = True
         for child in self._alive:
             child.why = child.why or "ended with the server"
         with self._lock:
@@ -208,7 +211,7 @@ class Children:
             self._nursery.start_soon(self._read_reports, reports, name="forkserver")
 
     def _adopt(self, child: Child) -> None:
-        if self._nursery is None or self._is_closed:
+        if self._nursery is None or self.is_closed:
             child.kill(why="started while the server ends")
             child.over("")
             os.close(child.log_fd)

@@ -23,7 +23,7 @@ from flowserve.backends.base import Remote
 from flowserve.backends.child import task, unpack
 from flowserve.config.environments import ENVIRONMENT
 from flowserve.config.types import ModelConfig
-from flowserve.errors import FlowserveError, Invalid
+from flowserve.errors import FlowserveError, Invalid, Unavailable
 from flowserve.repository.environment import environment_of, python_in, unusable
 from flowserve.runtime.children import Children, Spawn
 from flowserve.runtime.forkservers import ForkServer, Interpreter
@@ -69,8 +69,8 @@ class Environments:
 
     def __init__(self, children: Children) -> None:
         self._children = children
-        self._lock = threading.Lock()
-        self._entering: dict[Key, threading.Lock] = {}  # one at a time: whoever is second finds what the first made
+        self._turns = threading.Condition()
+        self._opening: set[Key] = set()  # by one at a time: whoever is second finds what the first made
         self._known: weakref.WeakValueDictionary[Key, Environment] = weakref.WeakValueDictionary()
         self._coming: dict[str, Callable[[str], object]] = {}  # what ends that which comes for a model, with a reason
 
@@ -83,9 +83,7 @@ class Environments:
             return None
         try:
             key = _key_of(path)
-            with self._lock:
-                entering = self._entering.setdefault(key, threading.Lock())
-            with entering:
+            with self._turn(key, config.name):
                 found = self._known.get(key)
                 if found is None:
                     found = self._known[key] = self._open(config, path)
@@ -104,7 +102,14 @@ class Environments:
             end(why)
 
     def close(self) -> None:
-        """Nothing of them is left, whoever still has one."""
+        """Nothing of them is left when this process has ended, whoever still has one. After that of `children`, which
+        ends what is coming.
+        """
+        _in_a_thread(self._end_all)
+
+    def _end_all(self) -> None:
+        with self._turns:
+            self._turns.wait_for(lambda: not self._opening)
         for environment in [*self._known.values()]:
             environment.end()
 
@@ -134,6 +139,28 @@ class Environments:
         with self._ended_by(lambda why: child.kill(why=why), model):
             answer_of(child)
         return Path(folder)
+
+    @contextmanager
+    def _turn(self, key: Key, model: str) -> Iterator[None]:
+        """Nobody else opens this one meanwhile. Raises Unavailable where the wait for that is given up."""
+        given_up: list[str] = []
+
+        def end(why: str) -> None:
+            with self._turns:
+                given_up.append(why)
+                self._turns.notify_all()
+
+        with self._ended_by(end, model), self._turns:
+            self._turns.wait_for(lambda: given_up or key not in self._opening)
+            if given_up or self._children.is_closed:
+                raise Unavailable(given_up[0] if given_up else "the server is ending")
+            self._opening.add(key)
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._opening.discard(key)
+                self._turns.notify_all()
 
     @contextmanager
     def _ended_by(self, end: Callable[[str], object], model: str) -> Iterator[None]:
@@ -174,7 +201,7 @@ def _end(forkserver: ForkServer) -> None:
 
 
 def _in_a_thread(end: Callable[[], object]) -> None:
-    """It takes a moment, and whoever is the last to let go may be the event loop."""
+    """It takes a moment, and whoever is the last to let go may be the event loop. The process does not end before."""
     try:
         threading.Thread(target=end, name="end of an environment").start()
     except RuntimeError:  # the interpreter ends

@@ -11,7 +11,8 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -303,12 +304,19 @@ def test_an_environment_that_never_starts_is_given_up_with_its_model(
     (tmp_path / "bin/python").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 600\n")
     (tmp_path / "bin/python").chmod(0o755)
     model = MODEL.format(imports="", expression="1")
-    add_model(repository, "hangs", CONFIG + wants(tmp_path), {"1/model.py": model})
-    with ThreadPoolExecutor(1) as pool:
+    for name in ("hangs", "waits"):
+        add_model(repository, name, CONFIG + wants(tmp_path), {"1/model.py": model})
+
+    def is_unloaded(name: str, loading: Future[httpx.Response]) -> bool:
+        return control(server, name, "unload").status_code == 200 and loading.done()
+
+    with ThreadPoolExecutor(2) as pool:
         loading = pool.submit(control, server, "hangs", "load")
         until((tmp_path / "began").exists)
-        assert control(server, "hangs", "unload").status_code == 200
-        assert "it was unloaded while it was loading" in loading.result(WITHIN_S).text
+        waiting = pool.submit(control, server, "waits", "load")
+        for name, ends in (("waits", waiting), ("hangs", loading)):  # who waits for another does not wait with him
+            until(partial(is_unloaded, name, ends))
+            assert "it was unloaded while it was loading" in ends.result().text
 
 
 def test_in_the_servers_own_process_there_is_no_other_environment_which_the_log_says(
@@ -340,3 +348,27 @@ def test_whoever_stops_leaves_nothing_unpacked_and_what_is_left_by_one_that_was_
         (later,) = unpacked(places)
         assert later != left
     until(lambda: not unpacked(places))
+
+
+def test_whoever_stops_while_something_is_unpacked_leaves_nothing_of_it(
+    tmp_path: Path, environments: Path, add_model: Callable[..., Path]
+) -> None:
+    began, places = tmp_path / "began", tmp_path / "places"
+    places.mkdir()
+    made = make(tmp_path / "slow", "slow")
+    (made / "bin/conda-unpack").write_text(f"import time; open({str(began)!r}, 'w').close(); time.sleep(600)")
+    pack(made, tmp_path / "slow.tar.gz")
+    model = MODEL.format(imports="", expression="1")
+    for name in ("m", "n"):
+        add_model(tmp_path / "models", name, CONFIG + wants(tmp_path / "slow.tar.gz"), {"1/model.py": model})
+    options = ("--model-control-mode", "explicit")
+    with (
+        ThreadPoolExecutor(2) as pool,
+        serving(tmp_path / "models", *options, environment={"TMPDIR": str(places)}) as served,
+    ):
+        loading = [pool.submit(control, served, name, "load") for name in ("m", "n")]
+        until(began.exists)
+        assert served.stop() == 0
+        assert [one.result(WITHIN_S).status_code for one in loading] == [503, 503]
+        assert served.log.count("unpacking") == 1
+    assert not unpacked(places)
