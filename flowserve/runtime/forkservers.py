@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -254,11 +255,13 @@ class _Process:
         self._orders.close()
 
     def give_up(self) -> None:
-        """It never became ready."""
+        """It never became ready. What it waits for itself, the script that activates may have started."""
         self.hang_up()
         self.reports.close()
-        self._process.kill()
-        self.wait_or_kill()
+        if self._process.returncode is None:  # until it is reaped, its group's number is nobody else's
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def wait_or_kill(self) -> None:
         try:

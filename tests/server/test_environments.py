@@ -301,7 +301,7 @@ def test_an_environment_that_never_starts_is_given_up_with_its_model(
     server: Served, repository: Path, tmp_path: Path, add_model: Callable[..., Path]
 ) -> None:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 600\n")
+    (tmp_path / "bin/python").write_text(f"#!/bin/sh\nsleep 600 &\necho $! >{tmp_path}/began\nwait\n")
     (tmp_path / "bin/python").chmod(0o755)
     model = MODEL.format(imports="", expression="1")
     for name in ("hangs", "waits"):
@@ -312,11 +312,13 @@ def test_an_environment_that_never_starts_is_given_up_with_its_model(
 
     with ThreadPoolExecutor(2) as pool:
         loading = pool.submit(control, server, "hangs", "load")
-        until((tmp_path / "began").exists)
+        until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text())
         waiting = pool.submit(control, server, "waits", "load")
         for name, ends in (("waits", waiting), ("hangs", loading)):  # who waits for another does not wait with him
             until(partial(is_unloaded, name, ends))
             assert "it was unloaded while it was loading" in ends.result().text
+    left = Path(f"/proc/{(tmp_path / 'began').read_text().strip()}/cmdline")
+    until(lambda: not left.exists() or not left.read_bytes())  # of one that nobody has reaped yet it is empty
 
 
 def test_in_the_servers_own_process_there_is_no_other_environment_which_the_log_says(
