@@ -217,7 +217,7 @@ class Connection(Exchange):
         size, got = head.content_length, len(data) - end
         try:
             target = self._make_room(size, head)
-        except (MemoryError, OSError):
+        except Exception:  # here it would end the server
             return False  # the task meets it too, and its connection alone is given up
         target[:got] = data[end:]
         with suppress(OSError):  # there is no more just now, or it is broken, which the task meets too
@@ -300,6 +300,7 @@ class Connection(Exchange):
             got = len(self._buffer)
             target[:got] = self._buffer
             self._buffer = b""
+        self.deadline += got / self.server.limits.body_bytes_per_s
         if is_large:
             self.server.watch_input(self, is_wanted=False)  # it would be told of every piece
         await self.receive_into(target[got:], self.server.limits.body_bytes_per_s)
