@@ -21,6 +21,7 @@ import logging
 import math
 import socket
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -188,8 +189,9 @@ class Connection(Exchange):
         self._unpark()
 
     def _begin(self, data: bytes) -> bool:
-        """Begin the request that `data` is, or that begins so and is there. False where that is the task's to do: with
-        `data`, or, where there is something in `_received`, with that and the head in `_buffer`.
+        """Begin the request that `data` is, or that begins so and is there; a large one after all that came with it.
+        False where that is the task's to do: with `data`, or, where there is something in `_received`, with that and
+        the head in `_buffer`.
         """
         server = self.server
         end = data.find(HEAD_END) + 4
@@ -208,12 +210,23 @@ class Connection(Exchange):
             self._body = data[end:]
             return self._begin_app(head)
         # What fills the buffer may go on, and nothing would tell of the rest.
-        return len(data) < size and size >= POOLED_BYTES_MIN and self._begin_large(head, data, end)
+        if len(data) >= size or size < POOLED_BYTES_MIN or head.expects_continue:
+            return False
+        if server.late is None:
+            return self._begin_large(head, data, end)
+        server.late.append(partial(self._begin_late, head, data, end))
+        return True
+
+    def _begin_late(self, head: Head, data: bytes, end: int) -> None:
+        """As `_begin_large`, and what is the task's to do is handed to it."""
+        if self._parked is not None and self._begin_large(head, data, end):
+            return
+        if self._received is None:
+            self._buffer = data
+        self._unpark()
 
     def _begin_large(self, head: Head, data: bytes, end: int) -> bool:
         """As `_begin`, where the body, from `end` on, is more than `data`."""
-        if head.expects_continue:
-            return False
         size, got = head.content_length, len(data) - end
         try:
             target = self._make_room(size, head)

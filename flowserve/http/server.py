@@ -94,6 +94,8 @@ class Server:
         self._sweep_s = _sweep_interval(self.limits)
         self.running = 0  # connections whose request the app has
         self.outbox = Outbox()
+        # The large requests of what came at once; None where nothing came with them that should go first.
+        self.late: list[Callable[[], None]] | None = None
         self._nursery: trio.Nursery | None = None  # of the connections, while serving
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
 
@@ -222,13 +224,30 @@ class Server:
         while True:
             await wait_readable(self._epoll)
             told = self._epoll.poll(0, _EVENTS_MAX)
+            if len(told) > 1:
+                self.late = []
             self._begin_burst(len(told))
             try:
                 leaving = self._tell(told)
             finally:
                 self._end_burst()
+            late, self.late = self.late, None
+            if late:
+                self._begin_late(late)
             if leaving:
                 housekeeping.start_soon(self._let_leave, leaving)
+
+    def _begin_late(self, late: Sequence[Callable[[], None]]) -> None:
+        """Begin what let the small requests go first, as a burst of its own: receiving it takes as long as many of
+        those.
+        """
+        self.outbox.flush()
+        self._begin_burst(len(late))
+        try:
+            for begin in late:
+                begin()
+        finally:
+            self._end_burst()
 
     def _tell(self, told: Sequence[tuple[int, int]]) -> list[Connection]:
         """Tell connections what came. Returns those that hung up."""

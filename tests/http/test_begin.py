@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -168,6 +169,33 @@ async def test_a_large_body_has_a_second_more_for_so_much_of_it_as_was_there_whe
     await client.say(post(large())[:60_000])
     await trio.sleep(80)
     assert (await client.answer()).status == 408
+
+
+async def test_what_is_small_goes_before_the_large_that_came_with_it(start: Start) -> None:
+    class Noting(App):
+        def __init__(self) -> None:
+            super().__init__()
+            self.begun_sizes: list[int] = []
+
+        def begin(self, scope: Scope, exchange: Connection) -> bool:
+            self.begun_sizes.append(len(exchange.body))
+            return super().begin(scope, exchange)
+
+    app = Noting()
+    running = await start(app)
+    first, second, small = [await running.connect() for _ in range(3)]
+    for client in (first, second, small):
+        for _ in range(8):  # the kernel learns how much they send
+            assert (await client.ask(post(large()))).body == large()
+    await trio.testing.wait_all_tasks_blocked()
+    app.begun_sizes.clear()
+    # In this order, and the server sees all of it at once.
+    sent = [os.write(client.stream.socket.fileno(), post(large())) for client in (first, second)]
+    os.write(small.stream.socket.fileno(), post(b"small"))
+    for client, count in zip((first, second), sent, strict=True):
+        await client.say(post(large())[count:])
+    assert [(await client.answer()).body for client in (small, first, second)] == [b"small", large(), large()]
+    assert app.begun_sizes == [5, len(large()), len(large())]
 
 
 async def test_pipelined_requests_are_answered_in_order_however_they_are_begun(start: Start) -> None:
