@@ -104,17 +104,19 @@ class Loader:
 
     async def load(self, read: ReadModel, company: Company) -> dict[int, Loaded]:
         """Open every version of a plain model, or none: one that fails drops the others, as on Triton."""
-        if self._engine.limiter is not None:
-            refuse_what_never_runs(self._engine.limiter, read.config, company.claiming)
         loaded: dict[int, Loaded] = {}
         runs_at_once = company.runs_at_once[read.config.backend]
         try:
+            if self._engine.limiter is not None:
+                refuse_what_never_runs(self._engine.limiter, read.config, company.claiming)
             environment = await self._enter(read)
             for version in read.versions:
                 loaded[version] = await self._load_version(read, version, runs_at_once, environment)
         except FlowserveError:
             await self.drop(loaded)
             raise
+        finally:
+            self._entered.pop(read.folder.name, None)
         return loaded
 
     async def drop(self, loaded: Mapping[int, Loaded]) -> None:
@@ -144,9 +146,7 @@ class Loader:
         config, processes = read.config, self._engine.processes
         if processes is None or execution_of(config, self._engine.options.python_execution) != PROCESS:
             return None
-        entered = await self._in_thread(lambda: processes.environments.enter(config, read.folder.path))
-        self._entered.pop(read.folder.name, None)
-        return entered
+        return await self._in_thread(lambda: processes.environments.enter(config, read.folder.path))
 
     async def _load_version(
         self, read: ReadModel, version: int, runs_at_once: int, environment: Environment | None

@@ -282,7 +282,7 @@ def test_an_engine_is_of_graphs_and_not_of_their_parts() -> None:
 def test_a_value_that_a_configuration_cannot_hold_is_told_at_its_line() -> None:
     graph = Graph("g", max_inflight_requests=-1, max_batch_size=np.int64(4))  # type: ignore[arg-type]
     made = line(1)
-    graph.output("Z", scale(graph.input("A", "FP32[99999999999999999999]"), graph.input("B", None)))  # type: ignore[arg-type]
+    graph.output("Z", scale(graph.input("A", "FP32[99999999999999999999]"), graph.input("B", None)))  # type: ignore[arg-type]  # both are the mistakes
     wired = line(1)
     told = sorted((problem.place.line, problem.message) for problem in mistakes(graph) if problem.place)
     assert [at for at, _ in told] == [made, wired, wired]

@@ -37,6 +37,8 @@ class App:
     and everything that is not offered to it in one piece, it answers as any ASGI app does.
     """
 
+    room: Callable[[Scope, int], Any] | None = None
+
     def __init__(self) -> None:
         self.begun = 0
         self.called = 0
@@ -102,7 +104,7 @@ async def test_large_requests_are_the_same_however_much_of_them_is_there_when_th
 ) -> None:
     app = App()
     if room is not None:
-        app.room = lambda scope, nbytes: np.empty(nbytes, np.uint8)  # type: ignore[attr-defined]
+        app.room = lambda scope, nbytes: np.empty(nbytes, np.uint8)
     client = await (await start(app)).connect()
     assert (await client.ask(post(b"first"))).body == b"first"
     whole = large(size=600_000)

@@ -297,6 +297,20 @@ def test_what_is_wrong_with_an_environment_is_said_where_it_is_written_and_nothi
     assert told(server, "plain")[0] == "plain"
 
 
+def test_a_model_that_is_refused_after_it_was_asked_in_its_environment_keeps_nothing_of_it(
+    tmp_path: Path, environments: Path, add_model: Callable[..., Path]
+) -> None:
+    needs = 'instance_group [ { rate_limiter { resources [ { name: "R" count: 5 } ] } } ]\n'
+    config = f'backend: "python"\n{needs}{wants(environments / "packed.tar.gz")}'
+    model = MODEL.format(imports="import only_here", expression=TELLS) + COMPLETES
+    add_model(tmp_path / "models", "m", config, {"1/model.py": model})
+    (tmp_path / "places").mkdir()
+    options = ("--model-control-mode", "explicit", "--rate-limit", "execution_count", "--rate-limit-resource", "R:2")
+    with serving(tmp_path / "models", *options, environment={"TMPDIR": str(tmp_path / "places")}) as server:
+        assert "Resource" in control(server, "m", "load").text
+        until(lambda: not unpacked(tmp_path / "places"))
+
+
 def test_an_environment_that_never_starts_is_given_up_with_its_model(
     server: Served, repository: Path, tmp_path: Path, add_model: Callable[..., Path]
 ) -> None:
