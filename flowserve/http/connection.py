@@ -54,7 +54,7 @@ _log = logging.getLogger("flowserve.http")
 class Connection(Exchange):
     """One accepted socket. `run` owns it and closes it."""
 
-    __slots__ = ("_buffer", "_received", "client", "local")
+    __slots__ = ("_buffer", "_is_late", "_received", "client", "local")
 
     def __init__(self, server: Server, sock: socket.socket, client: tuple[str, int] | None) -> None:
         super().__init__(server, sock)
@@ -63,6 +63,7 @@ class Connection(Exchange):
         self._buffer = b""  # received, not yet looked at
         # Where a large body lies, and how much of it has come, until the task goes on with it.
         self._received: tuple[memoryview, int] | None = None
+        self._is_late = False  # its request is large, and begun after the small ones that came with it
 
     async def run(self) -> None:
         """Serve the connection to its end. What happens on it stays on it; only cancelling it from outside gets out."""
@@ -159,7 +160,7 @@ class Connection(Exchange):
         """Wait until this task has something to do: bytes in `_buffer`, or in the kernel, or the end of the line. Only
         where nothing was left unread.
         """
-        if not self.server.is_watching:
+        if not self.server.arrivals.are_watched:
             await wait_readable(self.sock)
         else:
             self._parked = current_task()
@@ -173,8 +174,8 @@ class Connection(Exchange):
 
     def readable(self) -> None:
         """Bytes came, or the end. Called by the server's watch, and harmless at any time."""
-        if self._parked is None:
-            return  # it is awake, and reads before it parks
+        if self._parked is None or self._is_late:
+            return  # it is awake, or about to be, and reads before it parks
         if self.phase is Phase.IDLE and self._rest is None:
             try:
                 data = self.sock.recv(RECEIVE_BYTES)
@@ -212,13 +213,15 @@ class Connection(Exchange):
         # What fills the buffer may go on, and nothing would tell of the rest.
         if len(data) >= size or size < POOLED_BYTES_MIN or head.expects_continue:
             return False
-        if server.late is None:
+        if server.arrivals.late is None:
             return self._begin_large(head, data, end)
-        server.late.append(partial(self._begin_late, head, data, end))
+        self._is_late = True
+        server.arrivals.late.append(partial(self._begin_late, head, data, end))
         return True
 
     def _begin_late(self, head: Head, data: bytes, end: int) -> None:
         """As `_begin_large`, and what is the task's to do is handed to it."""
+        self._is_late = False
         if self._parked is not None and self._begin_large(head, data, end):
             return
         if self._received is None:
@@ -236,7 +239,7 @@ class Connection(Exchange):
         with suppress(OSError):  # there is no more just now, or it is broken, which the task meets too
             got += self.sock.recv_into(target[got:])
         if got == size:
-            self.server.watch_input(self, is_wanted=True)  # what comes behind it may be there already
+            self.server.arrivals.watch_input(self, is_wanted=True)  # what comes behind it may be there already
             self._body = target
             if self._begin_app(head):
                 return True
@@ -315,10 +318,10 @@ class Connection(Exchange):
             self._buffer = b""
         self.deadline += got / self.server.limits.body_bytes_per_s
         if is_large:
-            self.server.watch_input(self, is_wanted=False)  # it would be told of every piece
+            self.server.arrivals.watch_input(self, is_wanted=False)  # it would be told of every piece
         await self.receive_into(target[got:], self.server.limits.body_bytes_per_s)
         if is_large:
-            self.server.watch_input(self, is_wanted=True)
+            self.server.arrivals.watch_input(self, is_wanted=True)
         return target if is_large else bytes(target)
 
     def _make_room(self, size: int, head: Head) -> memoryview:
@@ -380,7 +383,7 @@ class Connection(Exchange):
         """Wait until the answer that was promised has been given, and most often until there is something else to do
         too: that is one wait for many requests instead of two for each.
         """
-        is_watched = self.server.is_watching and head.keep_alive
+        is_watched = self.server.arrivals.are_watched and head.keep_alive
         if is_watched and not self._buffer and not self._receive_ahead():
             await self._park()
         if self._promise is not None:

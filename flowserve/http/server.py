@@ -1,9 +1,9 @@
 """The ASGI server: listeners, connections, and the few tasks that look after all of them.
 
 Decided here: who is accepted, who is given up on, and how the server ends. Two housekeeping tasks serve every
-connection: the *sweeper*, which compares deadlines a few times a second, and the *watch*, which the kernel tells when
-a parked connection has something and when a client hangs up; what it is told of at once is taken in as one burst. What
-is said on a connection is decided in connection.py.
+connection: the *sweeper*, which compares deadlines a few times a second, and the *watch* (arrivals.py), which the
+kernel tells when a parked connection has something and when a client hangs up. What is said on a connection is decided
+in connection.py.
 
 Ending has three steps. From `part` on answers carry `Connection: close`, while whoever comes is still answered: who
 asks for the server's health hears what there is to say. `drain` stops accepting, closes connections that have nothing
@@ -17,7 +17,6 @@ import errno
 import logging
 import math
 import os
-import select
 import socket
 import ssl
 import stat
@@ -30,6 +29,7 @@ import trio
 from starlette.types import ASGIApp, Scope
 from trio.lowlevel import wait_readable
 
+from flowserve.http.arrivals import Arrivals
 from flowserve.http.connection import Connection
 from flowserve.http.head import HeadCache
 from flowserve.http.limits import Limits
@@ -42,12 +42,8 @@ from flowserve.values import Array
 _BACKLOG: Final = 2048
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _ACCEPT_PAUSE_S: Final = 0.1
-_LEAVING_GRACE_S: Final = 0.002  # a client that half-closes after a fast request still gets its answer
 _SWEEP_S_MAX: Final = 0.5
 _SWEEP_S_MIN: Final = 0.01
-_EVENTS_MAX: Final = 256  # taken at once
-# Edges only: what is left unread is not told of again.
-_LEAVING: Final = select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
 
 _log = logging.getLogger("flowserve.http")
 
@@ -79,8 +75,6 @@ class Server:
         # without waiting, or returns False. `begin_burst`, `end_burst`: called around all that came at once.
         self.room: Callable[[Scope, int], Array | None] | None = getattr(app, "room", None)
         self.begin: Callable[[Scope, Connection], bool] | None = getattr(app, "begin", None)
-        self._begin_burst: Callable[[int], None] = getattr(app, "begin_burst", _ignore)
-        self._end_burst: Callable[[], None] = getattr(app, "end_burst", _ignore)
         self.limits = limits or Limits()
         self.pool = pool or Pool()
         self.heads = HeadCache(self.limits)
@@ -94,10 +88,10 @@ class Server:
         self._sweep_s = _sweep_interval(self.limits)
         self.running = 0  # connections whose request the app has
         self.outbox = Outbox()
-        # The large requests of what came at once; None where nothing came with them that should go first.
-        self.late: list[Callable[[], None]] | None = None
         self._nursery: trio.Nursery | None = None  # of the connections, while serving
-        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        begin_burst: Callable[[int], None] = getattr(app, "begin_burst", _ignore)
+        end_burst: Callable[[], None] = getattr(app, "end_burst", _ignore)
+        self.arrivals = Arrivals(self._connections, self.outbox, begin_burst, end_burst)
 
     async def serve(
         self, listeners: Sequence[socket.socket], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -108,7 +102,7 @@ class Server:
         try:
             async with trio.open_nursery() as housekeeping:
                 housekeeping.start_soon(self._sweep, name="http sweeper")
-                housekeeping.start_soon(self._watch, housekeeping, name="http watch")
+                housekeeping.start_soon(self.arrivals.run, housekeeping, name="http watch")
                 housekeeping.start_soon(self.outbox.run, name="http outbox")
                 # Connections live outside the accepting scope: ending that one must not end them.
                 async with trio.open_nursery() as connections:
@@ -122,8 +116,7 @@ class Server:
                 housekeeping.cancel_scope.cancel()
         finally:
             _close(listeners)
-            if self._epoll is not None:
-                self._epoll.close()
+            self.arrivals.close()
 
     def part(self) -> None:
         """From now on every connection ends with its next answer; new ones are taken until `drain`."""
@@ -176,8 +169,7 @@ class Server:
 
     async def _run(self, connection: Connection) -> None:
         try:
-            if self._epoll is not None:
-                self._epoll.register(connection.sock, _LEAVING | select.EPOLLIN)
+            self.arrivals.watch(connection)
         except OSError as error:
             _log.warning("cannot serve a connection for the moment: %s", error.strerror)
             connection.sock.close()
@@ -186,13 +178,9 @@ class Server:
         await connection.run()
 
     def forget(self, connection: Connection) -> None:
-        """A connection is about to close its socket. Closing alone is not enough: a process that was forked just now
-        may hold the socket too, and the kernel would go on telling of it under a number that is another connection's.
-        """
+        """A connection is about to close its socket."""
         del self._connections[connection.sock.fileno()]
-        if self._epoll is not None:
-            with suppress(OSError):
-                self._epoll.unregister(connection.sock)
+        self.arrivals.forget(connection)
 
     async def _sweep(self) -> None:
         while True:
@@ -204,72 +192,6 @@ class Server:
                 # Who still takes an answer is not idle; that has a deadline of its own (line.py).
                 if is_over or (is_late and (connection.phase is not Phase.IDLE or connection.is_settled)):
                     connection.scope.cancel()
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether connections are told of what comes (`Connection.readable`), or must wait for it themselves."""
-        return self._epoll is not None
-
-    def watch_input(self, connection: Connection, *, is_wanted: bool) -> None:
-        """Whether a connection is told of bytes that come. Told again, it hears of those that are there already."""
-        if self._epoll is not None:
-            self._epoll.modify(connection.sock, _LEAVING | select.EPOLLIN if is_wanted else _LEAVING)
-
-    async def _watch(self, housekeeping: trio.Nursery) -> None:
-        """Tell connections what the kernel tells: one wait for all of them, so that a request that is there wakes no
-        task of its own. Where there is no epoll each waits for itself, and who left is noticed when the answer is sent.
-        """
-        if self._epoll is None:
-            return
-        while True:
-            await wait_readable(self._epoll)
-            told = self._epoll.poll(0, _EVENTS_MAX)
-            if len(told) > 1:
-                self.late = []
-            self._begin_burst(len(told))
-            try:
-                leaving = self._tell(told)
-            finally:
-                self._end_burst()
-            late, self.late = self.late, None
-            if late:
-                self._begin_late(late)
-            if leaving:
-                housekeeping.start_soon(self._let_leave, leaving)
-
-    def _begin_late(self, late: Sequence[Callable[[], None]]) -> None:
-        """Begin what let the small requests go first, as a burst of its own: receiving it takes as long as many of
-        those.
-        """
-        self.outbox.flush()
-        self._begin_burst(len(late))
-        try:
-            for begin in late:
-                begin()
-        finally:
-            self._end_burst()
-
-    def _tell(self, told: Sequence[tuple[int, int]]) -> list[Connection]:
-        """Tell connections what came. Returns those that hung up."""
-        leaving: list[Connection] = []
-        for descriptor, events in told:
-            connection = self._connections.get(descriptor)
-            if connection is None:
-                continue
-            if events & select.EPOLLIN:
-                connection.readable()
-            if events & ~select.EPOLLIN:
-                leaving.append(connection)
-        return leaving
-
-    async def _let_leave(self, leaving: Sequence[Connection]) -> None:
-        """Cancel the requests of clients that hung up."""
-        await trio.sleep(_LEAVING_GRACE_S)
-        for connection in leaving:
-            if connection.phase is Phase.RUNNING:
-                connection.scope.cancel()
-            else:
-                connection.readable()  # the end, which nothing else will tell of again
 
 
 def _ignore(*_: object) -> None:

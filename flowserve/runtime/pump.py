@@ -30,8 +30,8 @@ _SEEN: Final = -1  # the size of a burst of one request that was looked at
 class Bursts(Protocol):
     """Who wants to know what came together."""
 
-    def begin_burst(self, size: int) -> None:
-        """So many things came at once and are taken in now, without a wait."""
+    def begin_burst(self, most: int) -> None:
+        """At most so many things came at once and are taken in now, without a wait."""
 
     def end_burst(self) -> None:
         """All of it is in."""
@@ -40,7 +40,7 @@ class Bursts(Protocol):
 class NoBursts:
     """Nobody does."""
 
-    def begin_burst(self, size: int) -> None: ...
+    def begin_burst(self, most: int) -> None: ...
 
     def end_burst(self) -> None: ...
 
@@ -58,7 +58,7 @@ class Pump:
         self._unseen = 0  # requests that were started at once since one waited for its turn's end
         self._task: Task | None = None  # the task while it is parked, nobody woke it yet, and waking it is of any use
         self._asleep: Task | None = None  # the task while it is parked and there is a burst
-        self._burst = 0  # how much came together in the burst that there is
+        self._burst = 0  # how much came together at most in the burst that there is
 
     def poke(self) -> None:
         """There is something to do. Costs one comparison when the task is already awake."""
@@ -67,9 +67,9 @@ class Pump:
             self._task = None
             reschedule(task)
 
-    def begin_burst(self, size: int) -> None:
-        """So many things came at once and are taken in now, without a wait. None of it pokes."""
-        self._burst = size
+    def begin_burst(self, most: int) -> None:
+        """At most so many things came at once and are taken in now, without a wait. None of it pokes."""
+        self._burst = most
         self._asleep, self._task = self._task, None
 
     def end_burst(self) -> None:

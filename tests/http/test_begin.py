@@ -200,6 +200,82 @@ async def test_what_is_small_goes_before_the_large_that_came_with_it(start: Star
     assert app.begun_sizes == [5, len(large()), len(large())]
 
 
+class Crowd(App):
+    """Notes what is begun together. A body that begins with "brings" makes another client send something meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bytes] = []
+        self.brings: list[tuple[Any, bytes]] = []
+
+    def begin_burst(self, size: int) -> None:
+        self.seen.append(b"[")
+
+    def end_burst(self) -> None:
+        self.seen.append(b"]")
+
+    def begin(self, scope: Scope, exchange: Connection) -> bool:
+        body = bytes(exchange.body)
+        self.seen.append(body[:6] if len(body) < 100 else b"large")
+        if body.startswith(b"brings"):
+            write(*self.brings.pop(0))
+        return super().begin(scope, exchange)
+
+
+def write(client: Any, data: bytes) -> None:
+    """At once: nothing of the server's runs before all of it is with the kernel."""
+    assert os.write(client.stream.socket.fileno(), data) == len(data)
+
+
+async def test_what_comes_while_a_crowd_is_taken_in_belongs_to_it_and_who_is_alone_waits_for_nobody(
+    start: Start,
+) -> None:
+    app = Crowd()
+    running = await start(app)
+    one, two, three, four = clients = [await running.connect() for _ in range(4)]
+    for client in clients:
+        for _ in range(8):  # the kernel learns how much they send
+            assert (await client.ask(post(large()))).body == large()
+
+    async def seen(*answers: tuple[Any, bytes]) -> bytes:
+        for client, body in answers:
+            assert (await client.answer()).body == body
+        await trio.testing.wait_all_tasks_blocked()
+        shown = b" ".join(app.seen)
+        app.seen.clear()
+        return shown
+
+    await seen()
+    app.brings = [(three, post(b"third")), (four, post(b"fourth"))]
+    write(one, post(b"brings third"))
+    write(two, post(b"brings fourth"))
+    assert (
+        await seen((three, b"third"), (four, b"fourth"), (one, b"brings third"), (two, b"brings fourth"))
+        == b"[ brings brings third fourth ]"
+    )
+    write(one, post(b"alone, and seen to be"))
+    assert await seen((one, b"alone, and seen to be")) == b"[ alone, ]"
+    app.brings = [(two, post(b"second"))]
+    write(one, post(b"brings second"))
+    assert await seen((one, b"brings second"), (two, b"second")) == b"[ brings ] [ second ]"
+
+
+async def test_a_large_request_whose_rest_comes_while_a_crowd_is_taken_in_is_whole(start: Start) -> None:
+    app = Crowd()
+    running = await start(app)
+    first, second = [await running.connect() for _ in range(2)]
+    for client in (first, second):
+        for _ in range(8):
+            assert (await client.ask(post(large()))).body == large()
+    for cut in (RECEIVE_BYTES, RECEIVE_BYTES + 1, 99_000):
+        await trio.testing.wait_all_tasks_blocked()
+        app.brings = [(first, post(large())[cut:])]
+        write(first, post(large())[:cut])
+        write(second, post(b"brings the rest"))
+        assert (await second.answer()).body == b"brings the rest"
+        assert (await first.answer()).body == large()
+
+
 async def test_pipelined_requests_are_answered_in_order_however_they_are_begun(start: Start) -> None:
     app = App()
     client = await (await start(app)).connect()
