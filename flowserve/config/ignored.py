@@ -9,13 +9,13 @@ model's own.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from flowserve.config.environments import ENVIRONMENT
 from flowserve.config.gate import KEYS as GATE_KEYS
 from flowserve.config.types import ModelConfig, SourceMap
-from flowserve.errors import Problem
+from flowserve.errors import Place, Problem
 
 IGNORED: Final = (
     "optimization.priority",
@@ -33,8 +33,10 @@ IGNORED: Final = (
 )
 IGNORED_IN_GROUPS: Final = ("secondary_devices", "host_policy")
 OURS: Final = ("execution", "execution_timeout", *GATE_KEYS)
-# Where Triton loads a library from that chooses which requests are batched together.
+# Where Triton loads a library from that chooses which requests are batched together: from there, or where there is one
+# of this name in the model's folder or a version's.
 BATCH_STRATEGY: Final = "TRITON_BATCH_STRATEGY_PATH"
+BATCH_STRATEGY_FILE: Final = "batchstrategy.so"
 LIKENESS_MIN: Final = 0.85  # of a slip of the finger; most models' own keys are far below
 
 
@@ -56,12 +58,17 @@ def unused_environment(config: ModelConfig, execution: str) -> Iterator[Problem]
         yield Problem(text, place, "R9", hint)
 
 
-def unused_batching(config: ModelConfig) -> Iterator[Problem]:
-    """A warning where a batching strategy of somebody's, or policies for levels that there are not, have no effect."""
+def unused_batching(config: ModelConfig, libraries: Sequence[Place]) -> Iterator[Problem]:
+    """A warning where a batching strategy of somebody's, or policies for levels that there are not, have no effect.
+    `libraries`: every `BATCH_STRATEGY_FILE` in the model's folder.
+    """
+    strategies = [(BATCH_STRATEGY_FILE, place) for place in libraries]
     if BATCH_STRATEGY in config.parameters:
-        text = f"{BATCH_STRATEGY} is not used: which requests are batched together is the server's own decision"
+        strategies.append((BATCH_STRATEGY, config.source.place(f"parameters[{BATCH_STRATEGY}]")))
+    for what, place in strategies:
+        text = f"{what} is not used: which requests are batched together is the server's own decision"
         hint = "preferred_batch_size, max_queue_delay_microseconds and queue policies are what it can be told"
-        yield Problem(text, config.source.place(f"parameters[{BATCH_STRATEGY}]"), "R15", hint)
+        yield Problem(text, place, "R15", hint)
     batching = config.dynamic_batching
     if batching is not None and batching.priority_queue_policies and not batching.priority_levels:
         path = "dynamic_batching.priority_queue_policy"

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flowserve.config.doubt import may_go_on
-from flowserve.config.ignored import misspelt_parameters, unused_batching, unused_environment
+from flowserve.config.ignored import (
+    BATCH_STRATEGY_FILE,
+    misspelt_parameters,
+    unused_batching,
+    unused_environment,
+)
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, draft_of, judge, read_draft
 from flowserve.config.normalise import forget_defaults
@@ -205,4 +210,14 @@ def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int
         if versions  # without any it is not served, which is said
     ]
     own = config.parameters.get("execution", "process")  # what the operator says is told by whoever knows it
-    return [*missing, *unused_environment(config, own), *unused_batching(config), *misspelt_parameters(config)]
+    libraries = [
+        Place("/".join((folder.name, *where, BATCH_STRATEGY_FILE)))
+        for where in ((), *((str(version),) for version in versions))
+        if folder.path.joinpath(*where, BATCH_STRATEGY_FILE).exists()
+    ]
+    return [
+        *missing,
+        *unused_environment(config, own),
+        *unused_batching(config, libraries),
+        *misspelt_parameters(config),
+    ]

@@ -178,6 +178,14 @@ dynamic_batching {{ {policies} }}"""
     levels = text.replace(policies, f"priority_levels: 1 default_priority_level: 1 {policies}")
     (home.path / "config.pbtxt").write_text(levels)
     assert read_model(home, FILES | {"python": "model.py"}, says).warnings == (strategy,)
+    for place in (".", "1", "warmup"):
+        (home.path / place).mkdir(exist_ok=True)
+        (home.path / place / "batchstrategy.so").touch()
+    *libraries, _ = read_model(home, FILES | {"python": "model.py"}, says).warnings
+    assert [str(one).split(" (")[0] for one in libraries] == [
+        f"{path}: batchstrategy.so is not used: which requests are batched together is the server's own decision"
+        for path in ("m/batchstrategy.so", "m/1/batchstrategy.so")
+    ]
 
 
 @pytest.mark.fault("C14")
