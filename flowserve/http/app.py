@@ -92,6 +92,7 @@ class _App:
 
         engine.traces.listen(trace)
         self.begin_burst, self.end_burst = engine.begin_burst, engine.end_burst
+        self.tell_around = engine.tell_around
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = asked(scope)

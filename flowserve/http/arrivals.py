@@ -91,6 +91,10 @@ class Arrivals:
             told = self._epoll.poll(0, _BURST_MAX)
             if have_company or len(told) > 1:
                 have_company = self._take_in(self._epoll, told, leaving)
+                # Those who were answered meanwhile may have asked again: once they need not wait for the next turn.
+                if told := self._epoll.poll(0, _BURST_MAX):
+                    self._take_in(self._epoll, told, leaving)
+                    have_company = True
             else:
                 self._begin_burst(1)
                 try:

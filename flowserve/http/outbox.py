@@ -1,10 +1,11 @@
-"""Small answers leave together: one burst of sends per turn of the loop.
+"""Small answers leave together: one burst of sends for all that are told of at once, or per turn of the loop.
 
 Decided here: when an answer that is ready is handed to the kernel. A batch answers many connections in one turn. Sent
 one by one, between the work for one answer and the work for the next, each send wakes a client that has just gone to
 sleep, again and again, and waking is dear (on virtual machines as dear as all else a small request needs). In one
-burst at the turn's end most clients are woken while others already are; measured with 32 clients that is 9 % of
-everything. An answer that is alone is sent at once. This file knows no HTTP.
+burst most clients are woken while others already are; measured with 32 clients that is 9 % of everything. Who tells
+of all answers of a batch says so, and they leave when that is done: the turn that others wait for costs as much as a
+cheap step. An answer that is alone is sent at once. This file knows no HTTP.
 """
 
 from __future__ import annotations
@@ -18,14 +19,27 @@ if TYPE_CHECKING:
 
 
 class Outbox:
-    """Small answers of this turn, in the order they were ready. Touched from the loop's thread only."""
+    """Small answers, in the order they were ready. Touched from the loop's thread only."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Line, bytes]] = []
         self._task: Task | None = None  # the flushing task while it is parked and nobody woke it
+        self._asleep: Task | None = None  # ... and there is a burst, which needs it not
+
+    def begin_burst(self, most: int) -> None:
+        """So many answers at most are put now, without a wait: they leave at its end."""
+        if self._task is not None:  # one burst may be within another
+            self._asleep, self._task = self._task, None
+
+    def end_burst(self) -> None:
+        """All of them are in."""
+        if self._asleep is not None:
+            self._task, self._asleep = self._asleep, None
+        if self.waiting:
+            self.flush()
 
     def put(self, line: Line, data: bytes) -> None:
-        """Send `data` at the end of this turn."""
+        """Send `data` at the end of this burst, or else of this turn."""
         self.waiting.append((line, data))
         task = self._task
         if task is not None:

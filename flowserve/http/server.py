@@ -73,6 +73,7 @@ class Server:
         # An app may have these besides, called with a scope (without the connection's own part). `room`: where so many
         # bytes of a body are best received, None for anywhere. `begin`: given the exchange, it answers or promises to
         # without waiting, or returns False. `begin_burst`, `end_burst`: called around all that came at once.
+        # `tell_around`: given the outbox, which has the same two, called around all promises that are kept at once.
         self.room: Callable[[Scope, int], Array | None] | None = getattr(app, "room", None)
         self.begin: Callable[[Scope, Connection], bool] | None = getattr(app, "begin", None)
         self.limits = limits or Limits()
@@ -88,6 +89,7 @@ class Server:
         self._sweep_s = _sweep_interval(self.limits)
         self.running = 0  # connections whose request the app has
         self.outbox = Outbox()
+        getattr(app, "tell_around", _ignore)(self.outbox)
         self._nursery: trio.Nursery | None = None  # of the connections, while serving
         begin_burst: Callable[[int], None] = getattr(app, "begin_burst", _ignore)
         end_burst: Callable[[], None] = getattr(app, "end_burst", _ignore)

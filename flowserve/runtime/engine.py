@@ -34,7 +34,7 @@ from flowserve.runtime.instance import Completions, Host, Outcome, log_raised
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
-from flowserve.runtime.pump import Pump
+from flowserve.runtime.pump import Bursts, NoBursts, Pump
 from flowserve.runtime.relay_paths import join
 from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor, WarmUp
@@ -102,8 +102,13 @@ class Engine(Directory):
         self.traces = Traces(options.trace, self.tracing)
         self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
+        self._answers: Bursts = NoBursts()
         self._stamps = count(1)
         self.stopping = trio.Event()  # for whatever would go on for as long as somebody listens
+
+    def tell_around(self, answers: Bursts) -> None:
+        """Who sends answers hears from now on which of them are told of together."""
+        self._answers = answers
 
     def next_stamp(self) -> int:
         """A number that grows; drawn while a request is parsed, it orders requests of one turn of the loop."""
@@ -342,10 +347,14 @@ class Engine(Directory):
 
     def _tell(self) -> None:
         told, self._told = self._told, []
+        if not told:
+            return
+        self._answers.begin_burst(len(told))
         for flow in told:
             waiter, flow.waiter = flow.waiter, None
             if waiter is not None:  # its caller may have left in between
                 waiter(flow)
+        self._answers.end_burst()
 
     # ------------------------------------------------------------------ beginning and ending
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -258,6 +259,51 @@ async def test_what_comes_while_a_crowd_is_taken_in_belongs_to_it_and_who_is_alo
     app.brings = [(two, post(b"second"))]
     write(one, post(b"brings second"))
     assert await seen((one, b"brings second"), (two, b"second")) == b"[ brings ] [ second ]"
+
+
+async def test_answers_that_are_told_of_together_leave_when_all_are_ready_and_others_at_the_end_of_the_turn(
+    start: Start,
+) -> None:
+    class Telling(App):
+        def tell_around(self, answers: Any) -> None:
+            self.answers = answers
+
+    app = Telling()
+    running = await start(app)
+    clients = [await running.connect() for _ in range(3)]
+
+    async def ask() -> None:
+        for client in clients:
+            assert (await client.ask(post(b"first"))).body == b"first"
+        for i, client in enumerate(clients):
+            await client.say(post(b"later"))
+            await until(lambda i=i: len(app.promised) == i + 1)  # type: ignore[misc]
+        await trio.testing.wait_all_tasks_blocked()
+
+    def has_come() -> list[bool]:
+        sockets = [client.stream.socket.fileno() for client in clients]
+        return [bool(select.select([fd], [], [], 0)[0]) for fd in sockets]
+
+    await ask()
+    app.answers.begin_burst(2)
+    app.keep()
+    app.answers.begin_burst(0)  # somebody who was told did what tells others
+    app.answers.end_burst()
+    assert has_come() == [True, False, False]
+    app.keep()
+    assert has_come() == [True, False, False]
+    app.answers.end_burst()
+    assert has_come() == [True, True, False]
+    app.keep()
+    assert [(await client.answer()).body for client in clients] == [b"later"] * 3
+    await ask()
+    app.keep()
+    app.keep()
+    assert has_come() == [False, False, False]
+    await trio.testing.wait_all_tasks_blocked()
+    assert has_come() == [True, True, False]
+    app.keep()
+    assert [(await client.answer()).body for client in clients] == [b"later"] * 3
 
 
 async def test_a_large_request_whose_rest_comes_while_a_crowd_is_taken_in_is_whole(start: Start) -> None:

@@ -382,6 +382,29 @@ async def test_what_came_at_once_is_one_batch_and_is_run_before_the_turn_ends() 
         assert instance.batches == [[1] * 5, [1]]
 
 
+async def test_who_sends_answers_hears_which_are_told_of_together() -> None:
+    class Heard:
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def begin_burst(self, most: int) -> None:
+            self.told.append(f"[ at most {most}")
+
+        def end_burst(self) -> None:
+            self.told.append("]")
+
+    heard = Heard()
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        engine.tell_around(heard)
+        engine.begin_burst(3)
+        for i in range(3):
+            flow = engine.submit(engine.find("double"), request(engine, float(i)))
+            flow.waiter = lambda flow: heard.told.append(str(engine.response(flow).outputs["OUT"][0, 0]))
+        engine.end_burst()
+        assert heard.told == ["[ at most 3", "0.0", "2.0", "4.0", "]"]
+
+
 async def test_who_waits_at_the_gate_is_let_in_by_models_that_run_on_the_loop() -> None:
     async with running() as engine:
         add_function(engine, "double", [double])
