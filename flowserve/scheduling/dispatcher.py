@@ -95,6 +95,7 @@ class Dispatcher(Flows):
             if errors and m in errors:
                 self._fail(flow, errors[m])
                 continue
+            one = ticket
             try:
                 following = flow.finish_step(ticket.node, outputs, m)
                 if following:
@@ -103,8 +104,10 @@ class Dispatcher(Flows):
                     for one in following:
                         self._put(one, now_ns)
             except FlowserveError as error:
-                if not flow.done:
-                    self._fail(flow, error)
+                if not one.flow.done:
+                    self._fail(one.flow, error)
+                if one is not ticket:  # others may be of other requests, where requests share slots
+                    self.streams.put(following[following.index(one) + 1 :], now_ns)
                 continue
             if not flow.open:
                 self._end(flow)

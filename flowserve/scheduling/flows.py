@@ -17,6 +17,7 @@ from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.calls import Calls
 from flowserve.scheduling.credits import Streams
 from flowserve.scheduling.deadlines import Deadlines
+from flowserve.scheduling.iterations import Iteration
 from flowserve.scheduling.lineage import located, steps_under_way
 from flowserve.scheduling.pauses import Pauses
 from flowserve.scheduling.router import Flow, Ticket
@@ -224,8 +225,10 @@ class Flows:
     def _give_up(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
         """A ticket that is in no queue will not run; its flow is about to fail."""
         self._refused(queue, ticket, now_ns)
-        ticket.flow.open -= 1
-        ticket.flow.tensors = []
+        flow = ticket.flow
+        flow.tensors = []
+        if not isinstance(flow, Iteration):  # theirs counts no steps
+            flow.open -= 1
 
     def _next_expiry(self) -> int | None:
         moments = [at for queue in self._expiring if (at := queue.batcher.expiry()) is not None]

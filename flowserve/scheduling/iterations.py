@@ -110,7 +110,7 @@ class Iteration(Flow):
         return self.stream
 
     def is_last_reader(self, slot: int) -> bool:
-        return self.readers[slot] == 1 and not self.stream.nesting.below[slot]
+        return super().is_last_reader(slot) and not self.stream.nesting.below[slot]
 
     def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
         """As `Flow.finish_step`. What became ready may belong to other iterations, and to other requests where slots

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from random import Random
+from typing import Any
 
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.nesting import are_nested, joined
@@ -27,6 +28,7 @@ from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.iterations import Iteration, Source
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter, Needs
+from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
 from flowserve.scheduling.router import Facts, Flow, Ticket
 from flowserve.scheduling.slots import Slots
 from flowserve.scheduling.streams import StreamFlow
@@ -51,7 +53,8 @@ class Model:
     """`answers`: how often a step answers, by what it read; None for a model that answers once. `ns`: how long it takes
     between answers, or for its batch. `keeps_instance`: it answers before execute returns, not from a thread. `needs`:
     what each instance holds while it runs, where there is a limiter. `calls`: what it asks of others and waits for
-    before it answers; not of models that answer many times.
+    before it answers; not of models that answer many times. `waiting_max`: so many wait in its queue, whoever comes
+    then is refused; 0 is no limit.
     """
 
     key: ModelKey
@@ -62,6 +65,7 @@ class Model:
     max_batch_size: int = 8
     needs: Needs = field(default_factory=lambda: Needs({}))
     calls: Graph | None = None
+    waiting_max: int = 0
 
 
 @dataclass
@@ -344,7 +348,7 @@ class StreamSim:
     def _under_way(self, stream: StreamFlow) -> Counter[int]:
         """The steps that wait in queues or run: seen from the queues and batches, not from the stream's own counts."""
         queues = dict.fromkeys(stream.route)
-        tickets = [*self.running, *(ticket for queue in queues for ticket in queue.batcher._waiting)]
+        tickets = [*self.running, *(ticket for queue in queues for ticket in _waiting(queue.batcher))]
         return Counter(
             ticket.node.index
             for ticket in tickets
@@ -435,4 +439,10 @@ class Running:
 
 
 def _batcher(model: Model) -> Batcher:
+    if model.waiting_max:
+        return PolicyBatcher(BatchPolicy.simple(model.max_batch_size), Levels(policy=LevelPolicy(model.waiting_max)))
     return DynamicBatcher(BatchPolicy.simple(model.max_batch_size)) if model.max_batch_size else OneByOne()
+
+
+def _waiting(batcher: Any) -> Iterator[Ticket]:
+    return batcher._tickets() if isinstance(batcher, PolicyBatcher) else iter(batcher._waiting)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flowserve.graph.conversion import Conversion
+from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, ModelKey
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.iterations import Source
 from flowserve.scheduling.limiter import Needs
 from flowserve.scheduling.router import Flow, Ticket
-from flowserve.scheduling.streams import UNREAD_MAX
+from flowserve.scheduling.streams import UNREAD_MAX, StreamFlow
 from flowserve.testing.streams import (
     Content,
     Model,
@@ -36,7 +39,7 @@ def count_of(seed: int, most: int) -> Callable[[Content], int]:
     return answers
 
 
-def draw_world(seed: int) -> StreamSim:
+def draw_world(seed: int, waiting_max: int = 0) -> StreamSim:
     random = Random(seed)
     models = []
     for n in range(6):
@@ -51,6 +54,7 @@ def draw_world(seed: int) -> StreamSim:
                 # A decoupled model that keeps its instance may wait in circles; see the tests of those.
                 keeps_instance=False,
                 max_batch_size=random.choice([1, 8]),
+                waiting_max=waiting_max,
             )
         )
     while True:
@@ -74,6 +78,16 @@ def draw_world(seed: int) -> StreamSim:
 @given(st.integers(0, 2**32))
 def test_every_answer_is_the_right_one_and_in_its_place(seed: int) -> None:
     draw_world(seed).run()
+
+
+@given(st.integers(0, 2**32))
+@example(16)  # another step of the refused request waits, too
+@example(2383)  # refused is a step of another request than the one whose step made room for it
+def test_whoever_finds_a_full_queue_fails_alone_and_leaves_nothing_behind(seed: int) -> None:
+    sim = draw_world(seed, waiting_max=Random(seed).randint(1, 3)).run()
+    for request in sim.requests:
+        ended = sim.ended[request.number]
+        assert ended in ("", "left") or "as it was told" in ended or "Exceeds maximum queue size" in ended
 
 
 def chain(
@@ -264,3 +278,15 @@ def test_nobody_is_the_last_reader_of_what_other_iterations_read_too() -> None:
 
     Sim(graph, models, [StreamRequest(0)]).run()
     assert seen == {"n0": [False], "n1": [False, True], "n2": [True]}
+
+
+def test_nobody_is_the_last_reader_of_a_tensor_that_is_another_one_with_its_batch_dimension() -> None:
+    models = [Model(ModelKey("p", 1), answers=lambda _: 2), Model(ModelKey("m", 1))]
+    drawn = make_graph(models, [(0, [GRAPH]), (1, [0]), (1, [GRAPH])], [1, 2], 0)
+    edges = [replace(edge, conversion=Conversion(batch=1)) for edge in drawn.edges]
+    nodes = [replace(node, max_batch_size=8) for node in drawn.nodes]
+    plan = make_plan(replace(drawn, nodes=tuple(nodes), edges=tuple(edges)))
+    stream = StreamFlow(plan, [], [Content((0,))], 0)
+    converted = [slot for node in plan.nodes for _, slot, _ in node.converts]
+    assert converted
+    assert not any(stream.is_last_reader(slot) for slot in converted)
