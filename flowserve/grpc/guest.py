@@ -110,7 +110,9 @@ class Guest:
         return future.result()
 
     def finish(self, work: Coroutine[Any, Any, object], within_s: float) -> None:
-        """The last turns: until `work` is done, or for so long. Blocks; for when `run` has ended."""
+        """The last turns: until `work` is done, or for so long. Blocks; for when `run` has ended. What is posted
+        afterwards is called no more.
+        """
         task = self.loop.create_task(work)
         end = trio.current_time() + within_s
         with selectors.DefaultSelector() as waiting:
@@ -123,6 +125,8 @@ class Guest:
             left.cancel()
         self._turn()
         self.loop.close()
+        # Where the server ends by a mistake of its own, threads may still answer: the log is to name that mistake.
+        vars(self)["post"] = _call_nobody
 
     def _turn(self) -> None:
         """Everything that is ready, and what becomes ready by it."""
@@ -152,3 +156,7 @@ class Guest:
             with trio.CancelScope(deadline=self._due) as self._nap:
                 await trio.sleep_forever()
             self._turn()
+
+
+def _call_nobody(work: Callable[..., object], *arguments: Any) -> None:
+    """The loop is over."""

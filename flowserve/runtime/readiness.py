@@ -40,8 +40,8 @@ class Readiness:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def forget(self, descriptor: int) -> None:
-        """Before the descriptor is closed. Harmless where it is not watched."""
-        if self._ready.pop(descriptor, None) is not None:
+        """Before the descriptor is closed. Harmless where it is not watched, and when `run` has ended."""
+        if self._ready.pop(descriptor, None) is not None and not self._epoll.closed:
             self._epoll.unregister(descriptor)
 
     async def run(self) -> None:

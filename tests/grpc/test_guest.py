@@ -130,3 +130,11 @@ async def test_the_last_turns_are_bounded() -> None:
     hung.finish(work, 0.1)
     assert trio.current_time() - began < 5
     assert hung.loop.is_closed()
+
+
+async def test_an_answer_that_comes_after_the_end_is_nobodys() -> None:
+    guest = Guest()
+    guest.finish(asyncio.sleep(0), 10)
+    said: list[int] = []
+    guest.post(said.append, 1)
+    assert not said

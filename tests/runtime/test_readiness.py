@@ -79,3 +79,15 @@ async def test_one_that_is_always_ready_leaves_the_others_their_turns(readiness:
                 await trio.lowlevel.checkpoint()
         readiness.forget(never_read.fileno())
     assert before <= calls <= before + 100
+
+
+async def test_what_is_forgotten_after_the_end_does_no_harm() -> None:
+    made = Readiness(NoBursts())
+    child, other = socket.socketpair()
+    with child, other:
+        made.watch(child.fileno(), list)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.run)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        made.forget(child.fileno())
