@@ -252,18 +252,23 @@ def _lacking(graph: Graph, edges: Sequence[Edge]) -> Iterator[tuple[int, str, in
 
 
 def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:
-    """The edges that lead to the wanted outputs."""
-    if outputs is None:
-        return graph.edges
-    wanted = {i for i, spec in enumerate(graph.outputs) if spec.name in outputs}
-    reached = [edge for edge in graph.edges if edge.consumer == GRAPH and edge.input in wanted]
-    nodes = {edge.producer for edge in reached}
+    """The edges that lead to the wanted outputs. Even where those are all, an ensemble within this one may have steps
+    that serve outputs of its own which nobody reads here.
+    """
+    wanted = {i for i, spec in enumerate(graph.outputs) if outputs is None or spec.name in outputs}
+    feeding: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
+    nodes: set[int] = set()
+    for edge in graph.edges:
+        if edge.consumer != GRAPH:
+            feeding[edge.consumer].add(edge.producer)
+        elif edge.input in wanted:
+            nodes.add(edge.producer)
     for node in reversed(graph.nodes):  # in topological order: a node's readers come after it
         if node.index in nodes:
-            feeding = [edge for edge in graph.edges if edge.consumer == node.index]
-            reached += feeding
-            nodes.update(edge.producer for edge in feeding)
-    return [edge for edge in graph.edges if edge in reached]
+            nodes |= feeding[node.index]
+    return [
+        edge for edge in graph.edges if (edge.input in wanted if edge.consumer == GRAPH else edge.consumer in nodes)
+    ]
 
 
 def _names(node: Node, slots: Sequence[int]) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flowserve.graph.plan import NO_SLOT, Plan, make_plan
@@ -66,3 +68,12 @@ def test_a_graph_of_one_step_runs_none_when_only_its_own_input_is_wanted() -> No
     plan = make_plan(through, ("IN",))
     assert plan.first == ()
     assert plan.output_slots == (0, NO_SLOT)
+
+
+def test_steps_whose_outputs_nobody_reads_are_never_ready_though_other_steps_read_them() -> None:
+    # As an ensemble leaves them that is a step of another one, which reads only some of its outputs.
+    edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("IN", GRAPH, 0, 1, 0), Edge("t", 1, 0, 2, 0), Edge("OUT", 0, 0, GRAPH, 0))
+    nodes = (node(0, "a"), replace(node(1, "b"), decoupled=True), node(2, "c"))
+    plan = make_plan(Graph("E", 1, (IN,), (OUT,), 8, nodes, edges, is_ensemble=True))
+    assert runs(plan) == {"a"}
+    assert plan.nesting is None

@@ -179,6 +179,17 @@ async def test_a_step_answers_none_once_and_many_times(repository: Path, executi
         assert engine.dispatcher.in_flight == 0
 
 
+async def test_what_an_ensemble_within_another_makes_for_nobody_is_not_run(repository: Path, execution: str) -> None:
+    many = ensemble(("square", "IN", "OUT"), ("repeat", "IN", "mid"), ("square", "mid", "MANY"))
+    more = 'output { name: "MANY" data_type: TYPE_INT32 dims: [ 1 ] }'
+    write(repository, "once_and_many", f"{many} {PORTS} {more}")
+    write(repository, "once", ensemble(("once_and_many", "IN", "OUT")))
+    async with served(repository, execution) as engine:
+        assert await answers(engine, "once", ask(3)) == [9]
+        assert await answers(engine, "once_and_many", ask(3)) == [9, 9, 9]
+        assert engine.dispatcher.in_flight == 0
+
+
 async def test_an_error_comes_after_the_answers_before_it_and_is_the_last(repository: Path, execution: str) -> None:
     async with served(repository, execution) as engine:
         for how, text in (({"fails_at": 3}, "no more"), ({"raises_at": 3}, "out of numbers")):
