@@ -131,9 +131,9 @@ def _as_it_answers(config: ModelConfig, graph: Graph) -> ModelConfig:
 
 def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:
     nesting = plan.nesting
-    if nesting is None:
+    if nesting is None and not graph.is_decoupled:
         return Flow, Flow
-    shared = Slots(nesting.limits, gauges) if nesting.is_shared else None
+    shared = Slots(nesting.limits, gauges) if nesting is not None and nesting.is_shared else None
 
     def stream(plan: Plan, *arguments: Any) -> Flow:
         if plan.nesting is None:

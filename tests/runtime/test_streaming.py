@@ -187,6 +187,8 @@ async def test_what_an_ensemble_within_another_makes_for_nobody_is_not_run(repos
     async with served(repository, execution) as engine:
         assert await answers(engine, "once", ask(3)) == [9]
         assert await answers(engine, "once_and_many", ask(3)) == [9, 9, 9]
+        with pytest.raises(Unsupported, match="decoupled transaction policy: 'once'"):  # as its configuration says
+            await engine.infer(engine.find("once"), ask(3))
         assert engine.dispatcher.in_flight == 0
 
 
