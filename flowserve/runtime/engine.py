@@ -16,7 +16,7 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import FlowserveError, ModelRaised, Unavailable
+from flowserve.errors import FlowserveError, Internal, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
@@ -278,7 +278,13 @@ class Engine(Directory):
 
     def _start(self, batch: Batch) -> None:
         host: Host = batch.instance
-        outcome = host.start(batch)
+        try:
+            outcome = host.start(batch)
+        except Exception as error:  # no memory, or a mistake of ours: it would end the server, and all that is in it
+            log.exception("instance %s: a batch cannot be started", host.name)
+            key: ModelKey = batch.queue.key
+            what = f"{type(error).__name__}: {error}"
+            outcome = Internal(f"model '{key.name}', instance '{host.name}': a batch cannot be started: {what}")
         if outcome is not None:
             self._finished(batch, outcome)
 

@@ -161,6 +161,9 @@ class ProcessHost:
         except OSError as error:
             self._is_over()
             return Internal(f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}")
+        except Exception:
+            self._is_over()
+            raise
         if is_alone and self._waits and self.pace.is_quick and not self.asks_meanwhile:
             return self._wait(link)
         return None

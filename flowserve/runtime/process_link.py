@@ -123,7 +123,7 @@ class Link:
                 if segment.number not in self._told:
                     self._tell(segment)
             self._socket.send(message)
-        except (FlowserveError, OSError):
+        except Exception:
             self.untold(come_home, ended)
             raise
         return Expected(number, packed, rows, self._reader.usual(rows))

@@ -13,11 +13,12 @@ from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.config.gate import GateOptions
-from flowserve.errors import Invalid, ModelFailed, NotFound, Unavailable
+from flowserve.errors import Internal, Invalid, ModelFailed, NotFound, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.gate import Gate
+from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.opening import open_engine
 from flowserve.runtime.placement import Placement
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
@@ -403,6 +404,24 @@ async def test_who_sends_answers_hears_which_are_told_of_together() -> None:
             flow.waiter = lambda flow: heard.told.append(str(engine.response(flow).outputs["OUT"][0, 0]))
         engine.end_burst()
         assert heard.told == ["[ at most 3", "0.0", "2.0", "4.0", "]"]
+
+
+async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> Work:
+        raise MemoryError("so many bytes")
+
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        deployment = engine.find("double")
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalHost, "_gather", no_memory)
+            engine.begin_burst(3)
+            flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
+            engine.end_burst()
+        for flow in flows:
+            with pytest.raises(Internal, match="'double_0': a batch cannot be started: MemoryError: so many bytes"):
+                engine.response(flow)
+        assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
 
 
 async def test_who_waits_at_the_gate_is_let_in_by_models_that_run_on_the_loop() -> None:

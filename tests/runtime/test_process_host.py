@@ -12,7 +12,7 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.config.types import InstanceGroup
-from flowserve.errors import FlowserveError, InstanceDied, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime import alone, process_host, relay_paths
 from flowserve.runtime.alone import LOOK_EVERY, STREAK
@@ -162,6 +162,40 @@ async def test_a_request_without_rows_is_answered_and_its_process_lives(served: 
     mixed = await served.ask_all("same", [row(1), np.empty((0, 64), np.float32), row(2)])
     assert [getattr(one, "shape", one) for one in mixed] == [(1, 64), (0, 64), (1, 64)]
     assert host.child is child
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+async def test_a_batch_for_which_there_is_no_memory_fails_alone(
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch, requests: int
+) -> None:
+    monkeypatch.setattr(relay_paths, "QUICK_NS", 1 << 60)
+    hosts = [await served.add(name, OUT.format("given * 2")) for name in ("one", "two")]
+    add_chain(served.engine, "chain", ["one", "two"])
+    asked = [row(number) for number in range(requests)]
+    lease = hosts[0]._packer.arena.lease
+    is_full = False
+
+    def no_memory(*arguments: Any) -> Any:
+        if is_full:
+            raise MemoryError("so many bytes")
+        return lease(*arguments)
+
+    monkeypatch.setattr(hosts[0]._packer.arena, "lease", no_memory)
+    for _ in range(3):
+        for is_full in (False, True, False):
+            answers = await served.ask_all("chain", asked)
+            for answer, array in zip(answers, asked, strict=True):
+                if is_full:
+                    assert isinstance(answer, Internal)
+                    assert "model 'one', instance 'one_0': a batch cannot be started: MemoryError: so many" in str(
+                        answer
+                    )
+                else:
+                    assert np.array_equal(answer, array * 4)
+    assert all(host.running is None and host.relay is None for host in hosts)
+    del answers, answer
+    served.results.clear()
+    assert served.lent_bytes() == 0
 
 
 async def test_a_model_that_cannot_be_opened_says_why_and_leaves_no_process(served: ServedInProcesses) -> None:
