@@ -175,7 +175,7 @@ class Connection(Exchange):
     def readable(self) -> None:
         """Bytes came, or the end. Called by the server's watch, and harmless at any time."""
         if self._parked is None or self._is_late:
-            return  # it is awake, or about to be, and reads before it parks
+            return  # it is awake, and reads before it parks; or what it sends is read when its turn comes
         if self.phase is Phase.IDLE and self._rest is None:
             try:
                 data = self.sock.recv(RECEIVE_BYTES)

@@ -15,6 +15,7 @@ how things are said in process_link.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -34,6 +35,8 @@ from flowserve.runtime.process_outputs import Garbled
 from flowserve.runtime.relay_answers import keeps_any, made, ran_through, reached
 from flowserve.runtime.relay_paths import OnItsWay, Path, Runner
 from flowserve.scheduling.relays import Relay, RelayingDispatcher, Way
+
+log = logging.getLogger("flowserve.runtime")
 
 # Of a larger batch each request pays little for a hop, and more is done beside each other if the steps are.
 MEMBERS_MAX: Final = 8
@@ -101,7 +104,9 @@ class Relays:
             for link in links[1:]:
                 sent.news.append(link.news())
             sent.expected = links[0].send_relay(work, sent.number, (path.number, (), (), sent.news[1:]))
-        except Exception:  # whatever it is: what is started by itself fails by itself
+        except Exception as error:  # whatever it is, the batch goes by itself, and is told there what is wrong
+            if not isinstance(error, OSError | FlowserveError):
+                log.exception("a batch cannot be sent from process to process")
             for i in range(len(sent.news)):
                 self._untell(sent, i)
             return None
