@@ -185,6 +185,8 @@ class Sequences:
         """End what is idle, and what has waited too long in the backlog. Those who waited become `orphans`."""
         self._now_ns = now_ns
         for line in self._due.due(now_ns):
+            if line in self._due:  # somebody before it has just left it a slot
+                continue
             if line.slot is None:
                 text = f"timeout of the corresponding sequence has been expired: no slot of model '{self.policy.model}'"
                 self._end(line, "it waited too long for a slot", Unavailable(f"{text} became free in time"))

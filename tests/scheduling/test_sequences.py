@@ -223,6 +223,27 @@ def test_idle_counts_from_the_last_answer_and_the_backlog_moves(server: Recorder
     assert text.endswith("it was idle for 1e-06 s (max_sequence_idle_microseconds) and has ended")
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "ends"])
+def test_a_slot_that_comes_free_in_the_moment_in_which_patience_ends_is_taken_once(
+    server: Recorder, ends: bool
+) -> None:
+    server.serve(MODEL, direct(slots=1))
+    ask(server, 1, 1, start=True)
+    server.turn(0)
+    server.done(server.running[0], at=0)
+    server.turn(0)  # idle from now on
+    ask(server, 2, 1, start=True, end=ends, timeout_ns=IDLE_NS)
+    server.turn(1)
+    server.turn(2 * IDLE_NS)  # both are over, the first one first
+    assert names(server.started[1:]) == [["21"]]
+    server.done(server.running[0], at=2 * IDLE_NS)
+    server.turn(2 * IDLE_NS)
+    assert server.dispatcher.open_sequences == (not ends)
+    server.turn(4 * IDLE_NS)
+    assert server.dispatcher.open_sequences == 0
+    assert errors(server) == []
+
+
 def test_the_smallest_timeout_in_the_backlog_is_that_of_the_whole_sequence(server: Recorder) -> None:
     server.serve(MODEL, direct(slots=1))
     ask(server, 1, 1, start=True, timeout_ns=1)  # in a slot nobody's patience ends
