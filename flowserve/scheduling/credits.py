@@ -175,6 +175,9 @@ class Streams:
         for stream in changed:
             if stream.done:
                 continue
+            if stream.refusal is not None:
+                self._fail(stream, stream.refusal)
+                continue
             if stream.is_over:
                 self._end(stream)
                 continue

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from flowserve.errors import FlowserveError
 from flowserve.graph.plan import Plan, PlanNode
 from flowserve.scheduling.iterations import Iteration, Source
 from flowserve.scheduling.router import Flow, Ticket
@@ -38,10 +39,11 @@ class StreamFlow(Iteration):
     """The request itself, and its one iteration of level 0. `answers`: complete iterations whose turn it is, for
     whoever reads them. `waiter` is called when there are some or it is `done`, whichever is first.
     `live`: the iterations below that are not answered. `late`: steps with a slot that wait for a tensor from above.
-    `is_answered` is the runtime's: whether it has had its first answer.
+    `refusal`: why it cannot go on, found when it was given a slot. `is_answered` is the runtime's: whether it has had
+    its first answer.
     """
 
-    __slots__ = ("answers", "changed", "held", "is_answered", "is_over", "late", "live", "nesting", "slots")
+    __slots__ = ("answers", "changed", "held", "is_answered", "is_over", "late", "live", "nesting", "refusal", "slots")
 
     def __init__(
         self, plan: Plan, *arguments: Any, shared: Slots | None = None, gauges: Sequence[Gauge] = (), **options: Any
@@ -59,6 +61,7 @@ class StreamFlow(Iteration):
         self.late: list[tuple[Iteration, PlanNode]] = []
         self.held = [0] * len(plan.nodes)  # slots that are its own
         self.is_over = False
+        self.refusal: FlowserveError | None = None
         self.is_answered = False
         self.changed: Callable[[Any], None] = _tell_nobody
 
@@ -102,7 +105,11 @@ class StreamFlow(Iteration):
             if slots.parked[n]:
                 iteration, node, hold = slots.parked[n].popleft()
                 iteration.stream.take_slot(n)
-                iteration._enter(node, tickets)
+                try:
+                    iteration._enter(node, tickets)
+                except FlowserveError as error:  # its own, and not of whoever had the slot before
+                    iteration.stream.refusal = error.with_traceback(None)
+                    iteration.stream.changed(iteration.stream)
                 if hold is not None:
                     hold.count -= 1
                     if not hold.count and not hold.stream.done:

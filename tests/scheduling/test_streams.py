@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flowserve.errors import Invalid
 from flowserve.graph.conversion import Conversion
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, ModelKey
@@ -18,7 +19,10 @@ from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.iterations import Source
 from flowserve.scheduling.limiter import Needs
 from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.slots import Slots
 from flowserve.scheduling.streams import UNREAD_MAX, StreamFlow
+from flowserve.testing.recorder import Recorder, rows_of, simple_model
+from flowserve.testing.strategies import chain_graph
 from flowserve.testing.streams import (
     Content,
     Model,
@@ -28,6 +32,7 @@ from flowserve.testing.streams import (
     make_graph,
     right_answers,
 )
+from flowserve.values import DType, TensorSpec
 
 
 def count_of(seed: int, most: int) -> Callable[[Content], int]:
@@ -290,3 +295,38 @@ def test_nobody_is_the_last_reader_of_a_tensor_that_is_another_one_with_its_batc
     converted = [slot for node in plan.nodes for _, slot, _ in node.converts]
     assert converted
     assert not any(stream.is_last_reader(slot) for slot in converted)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["answered", "leaves"])
+def test_what_does_not_fit_a_step_fails_its_own_request_and_not_the_one_that_had_the_slot(
+    server: Recorder, leaves: bool
+) -> None:
+    first, second = simple_model(0), simple_model(1, inputs=(TensorSpec("X", DType.FP32, (2,)),))
+    drawn = chain_graph("g", [first, second])
+    nodes = tuple(replace(node, max_inflight=node.index) for node in drawn.nodes)  # one step of the second
+    plan = make_plan(replace(drawn, shares_limits=True, nodes=nodes))
+    assert plan.nesting is not None
+    shared = Slots(plan.nesting.limits)
+    route = [server.serve(first, instances=2), server.serve(second)]
+
+    def submit(name: str, width: int) -> StreamFlow:
+        flow = StreamFlow(plan, route, [rows_of()], 0, width, name, shared=shared)
+        server.dispatcher.submit(flow)
+        server.turn()
+        batch = server.running.pop()
+        server.dispatcher.batch_done(batch, [[rows_of(1, width)]], {}, 0)
+        server.turn()
+        return flow
+
+    fits, wide = submit("fits", 2), submit("wide", 3)
+    assert len(shared.parked[1]) == 1
+    if leaves:
+        server.dispatcher.cancel(fits)
+        server.turn()
+    server.done(server.running[0])
+    server.turn()
+    assert (fits.done, fits.error) == (True, None)
+    assert isinstance(wide.error, Invalid)
+    assert str(wide.error).startswith("unexpected shape for input 'X' for model 'b'")
+    assert server.dispatcher.in_flight == 0
+    assert not any(shared.taken)
