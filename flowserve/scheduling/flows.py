@@ -240,6 +240,8 @@ class Flows:
         """Refuse whoever has waited too long."""
         if self._due is not None:
             for flow in self._due.due(now_ns):
+                if flow.done:  # called by one before it, and withdrawn with that
+                    continue
                 late = _late(flow, now_ns)
                 if flow.open and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
                     late.is_running = not self._withdraw(flow)

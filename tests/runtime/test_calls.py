@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +312,24 @@ async def test_a_deadline_bounds_what_is_called_meanwhile(served: Served) -> Non
         assert not served.engine.calls, "its call is withdrawn, and does not wait for the one before it"
         await until(lambda: not served.is_busy("caller"))
     assert served.counted("slow")[0] == 1
+
+
+async def test_a_call_whose_deadline_passes_with_that_of_its_caller_is_over_once(served: Served) -> None:
+    await served.add("slow", "time.sleep(0.3)\nreturn given", parameters={"deadline_ms": "100"})
+    await served.add("caller", CALL.format("slow"), parameters={"deadline_ms": "100"})
+
+    async def ask() -> None:
+        with pytest.raises(FlowserveError, match="Request timeout expired: its deadline passed"):
+            await served.ask("caller", 1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await until(lambda: served.is_busy("slow"))
+        time.sleep(0.15)  # nobody looks before both are over
+    assert served.engine.dispatcher.in_flight == 0
+    await until(lambda: not served.is_busy("slow"))
+    await until(lambda: not served.is_busy("caller"))
+    assert served.counted("slow") == (0, 1)
 
 
 async def test_what_is_remembered_answers_models_too(served: Served) -> None:
