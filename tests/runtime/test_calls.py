@@ -325,7 +325,7 @@ async def test_a_call_whose_deadline_passes_with_that_of_its_caller_is_over_once
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)
         await until(lambda: served.is_busy("slow"))
-        time.sleep(0.15)  # nobody looks before both are over
+        time.sleep(0.15)  # noqa: ASYNC251 - nobody looks before both are over
     assert served.engine.dispatcher.in_flight == 0
     await until(lambda: not served.is_busy("slow"))
     await until(lambda: not served.is_busy("caller"))
