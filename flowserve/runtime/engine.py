@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import FlowserveError, Internal, ModelRaised, Unavailable
+from flowserve.errors import FlowserveError, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
@@ -30,7 +31,7 @@ from flowserve.runtime.deployment import Deployment, MakeFlow
 from flowserve.runtime.directory import Directory
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import Processes
-from flowserve.runtime.instance import Completions, Host, Outcome, log_raised
+from flowserve.runtime.instance import Completions, Host, Outcome, cannot_start, log_raised
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
@@ -170,22 +171,24 @@ class Engine(Directory):
         """
         nested = deployment.make_stream if is_stream else deployment.make_flow
         request.stamp = self.next_stamp()
+        made: list[Flow] = []  # where it is traced
 
         def make(plan: Plan, *facts: Any) -> Flow:
             flow: Flow = (CalledFlow if plan.nesting is None else nested)(plan, *facts)
             if batch is not None and self.tracing.is_live:
                 self.tracing.begin_call(batch, flow)
+                made.append(flow)
             return flow
 
-        def take(flow: Called) -> None:
-            try:
-                self.dispatcher.call(batch, flow)
-            except FlowserveError:
-                self.tracing.end(flow)
-                raise
-
-        begun: Called = self.submit(deployment, request, make, take)  # type: ignore[assignment]  # what `make` makes
-        return begun
+        try:
+            flow = self.submit(deployment, request, make, partial(self.dispatcher.call, batch))
+        except FlowserveError:
+            for one in made:
+                self.tracing.end(one)
+            raise
+        if flow.done:  # what is remembered at the gate goes no further
+            self.tracing.end(flow)
+        return flow  # type: ignore[return-value]  # what `make` makes
 
     def submit(
         self,
@@ -280,11 +283,8 @@ class Engine(Directory):
         host: Host = batch.instance
         try:
             outcome = host.start(batch)
-        except Exception as error:  # no memory, or a mistake of ours: it would end the server, and all that is in it
-            log.exception("instance %s: a batch cannot be started", host.name)
-            key: ModelKey = batch.queue.key
-            what = f"{type(error).__name__}: {error}"
-            outcome = Internal(f"model '{key.name}', instance '{host.name}': a batch cannot be started: {what}")
+        except Exception as error:
+            outcome = cannot_start(host, batch, error)
         if outcome is not None:
             self._finished(batch, outcome)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import trio
 
 from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
-from flowserve.errors import FlowserveError, ModelFailed, ModelRaised
+from flowserve.errors import FlowserveError, Internal, ModelFailed, ModelRaised
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.calls import Calls, ThreadCaller
 from flowserve.runtime.clock import ClockNs
@@ -213,6 +213,15 @@ class LocalHost:
 def log_raised(error: ModelRaised, model: str, instance: str) -> None:
     """Nothing of the batch that it came of is run again."""
     log.error("model '%s', instance '%s' failed", model, instance, exc_info=error.__cause__)
+
+
+def cannot_start(host: Host, batch: Batch, error: Exception) -> Internal:
+    """What becomes of a batch for which there is no memory, or in which a mistake of ours was found: raised further it
+    would end the server, and all that is in it. Called where it is handled.
+    """
+    log.exception("instance %s: a batch cannot be started", host.name)
+    what = f"{type(error).__name__}: {error}"
+    return Internal(f"model '{batch.queue.key.name}', instance '{host.name}': a batch cannot be started: {what}")
 
 
 def _raised(text: str, cause: BaseException) -> ModelRaised:

@@ -28,7 +28,7 @@ from flowserve.observe.waits import (
     add,
 )
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.instance import Completions, Outcome, start_within
+from flowserve.runtime.instance import Completions, Host, Outcome, cannot_start, start_within
 from flowserve.runtime.reasons import is_held, passed_on_ns, ready_ns, shares_slots, waits_in_queue
 from flowserve.runtime.seen import seen, seen_of_request
 from flowserve.runtime.streaming import Streaming
@@ -191,7 +191,11 @@ class Tracing:
                 contexts = self._contexts(batch)
             if not queue.free:
                 spells.begin(now_ns)
-        outcome = batch.instance.start(batch) if not contexts else start_within(batch.instance, batch, contexts)
+        host: Host = batch.instance
+        try:
+            outcome = host.start(batch) if not contexts else start_within(host, batch, contexts)
+        except Exception as error:
+            outcome = cannot_start(host, batch, error)
         if outcome is not None:
             self._note(batch, outcome)
             self._finished(batch, outcome)

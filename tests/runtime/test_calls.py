@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,29 @@ async def test_a_call_whose_deadline_passes_with_that_of_its_caller_is_over_once
     await until(lambda: not served.is_busy("slow"))
     await until(lambda: not served.is_busy("caller"))
     assert served.counted("slow") == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("remembers", "parameters"),
+    [(True, NO_PARAMETERS), (False, {"max_request_bytes": "5"})],
+    ids=["remembered", "refused"],
+)
+async def test_a_call_that_is_answered_or_refused_at_the_gate_is_traced_no_longer(
+    served: Served, remembers: bool, parameters: Mapping[str, str]
+) -> None:
+    await served.add("twice", TWICE, remembers=remembers, parameters=parameters)
+    await served.add("caller", CALL.format("twice"))
+    tracing = served.engine.tracing
+    deployment = served.engine.find("caller")
+    for _ in range(2):
+        watch = tracing.watch()
+        request = Request({"IN": np.ones((1, 2), np.float32)}, stamp=served.engine.next_stamp())
+        with suppress(FlowserveError):
+            await served.engine.infer(deployment, request, watch.make(deployment.make_flow))
+        watch.close()
+        assert watch.trace is not None
+        assert len(watch.trace.steps[0].execution.calls) == 1
+        assert not tracing.is_live
 
 
 async def test_what_is_remembered_answers_models_too(served: Served) -> None:

@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from flowserve.backends.base import Work
 from flowserve.config.gate import GateOptions
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import make_plan
@@ -37,6 +38,7 @@ from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.gate import Gate
+from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.opening import open_engine
 from flowserve.runtime.reasons import waits_in_queue
 from flowserve.scheduling.batch import Batch, ModelQueue
@@ -70,10 +72,17 @@ def _stands_between(engine: Engine) -> list[object]:
     return [engine.dispatcher._run, engine.dispatcher._answered, engine.completions.finished]
 
 
-async def ask(engine: Engine, name: str, value: float = 1.0, rows: int = 1, told: list[Trace] | None = None) -> Trace:
+async def ask(
+    engine: Engine,
+    name: str,
+    value: float = 1.0,
+    rows: int = 1,
+    told: list[Trace] | None = None,
+    trace_id: int = 0,
+) -> Trace:
     """The trace of one request; also into `told`."""
     deployment = engine.find(name)
-    watch = engine.tracing.watch(*([] if told is None else [told.append]))
+    watch = engine.tracing.watch(*([] if told is None else [told.append]), trace_id=trace_id)
     request = Request({"IN": np.full((rows, 4), value, np.float32)}, stamp=engine.next_stamp())
     try:
         await engine.infer(deployment, request, watch.make(deployment.make_flow))
@@ -129,6 +138,23 @@ async def test_members_of_one_batch_name_each_other_and_stay_together_through_th
                 assert sorted(step.execution.members) == sorted(numbers)
             assert reasons(trace.steps[1].waits) <= {HANDOVER, TURN}
         assert len({execution for trace in told for execution in trace.executions()}) == 2
+
+
+@pytest.mark.parametrize("has_span", [False, True])
+async def test_a_traced_batch_that_cannot_be_started_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, has_span: bool
+) -> None:
+    def no_memory(*_: object) -> Work:
+        raise MemoryError("so many bytes")
+
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalHost, "_gather", no_memory)
+            trace = await ask(engine, "double", trace_id=int(has_span))
+        assert "a batch cannot be started: MemoryError: so many bytes" in trace.error
+        assert trace.steps[0].error == trace.error
+        await plain(engine, "double")
 
 
 async def test_who_finds_every_instance_busy_waits_for_one() -> None:
