@@ -227,6 +227,10 @@ class Affine:
             if here:
                 gone += here
                 line.costs = deque(one for one in line.costs if one[0].flow is not flow and not one[0].flow.done)
+        for part in self._parts():
+            kept = [ticket for ticket in part if not ticket.flow.done]
+            gone += len(part) - len(kept)
+            part[:] = kept
         return gone
 
     def __len__(self) -> int:
@@ -234,8 +238,7 @@ class Affine:
 
     def _parts(self) -> Iterator[list[Ticket]]:
         for parts in self._again.values():
-            for part in parts:
-                yield [ticket for ticket in part if not ticket.flow.done]
+            yield from parts
 
     def check(self) -> None:
         for line in self._lines.values():

@@ -244,6 +244,7 @@ class Flows:
                     continue
                 late = _late(flow, now_ns)
                 if flow.open and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
+                    flow.done = True  # queues are told of nobody who is not
                     late.is_running = not self._withdraw(flow)
                 self._fail(flow, late)
         for queue in self._expiring:

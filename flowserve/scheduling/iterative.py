@@ -55,8 +55,9 @@ class Iterative(Sequences):
             if left:
                 gone += left
                 self._thin_out(line, left)
-        for line in [ticket.line for ticket in self._tried_again() if ticket.flow is flow]:
-            self._end_where_done(line)
+        for ticket in self._withdrawn_again():
+            gone += 1
+            self._end_where_done(ticket.line)
         return gone
 
     def id_of(self, flow: Flow) -> SequenceId:

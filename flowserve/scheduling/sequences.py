@@ -204,14 +204,22 @@ class Sequences:
         """Drop the tickets of a flow that will not be answered. What comes after them in their sequence would miss
         them, so the sequence is over.
         """
-        gone = 0
-        for line in [*self._lines]:
-            left = [ticket for ticket in line.waiting if ticket.flow.done]
-            if left:
-                gone += len(left)
-                why = "a request of it was cancelled, and with it the sequence"
-                self._end(line, why, Cancelled(f"sequence {line.id}: {why}"))
-        return gone
+        left = self._withdrawn_again()
+        for line in self._lines:
+            left += [ticket for ticket in line.waiting if ticket.flow.done]
+        why = "a request of it was cancelled, and with it the sequence"
+        for line in dict.fromkeys(ticket.line for ticket in left):
+            self._end(line, why, Cancelled(f"sequence {line.id}: {why}"))
+        return len(left)
+
+    def _withdrawn_again(self) -> list[Ticket]:
+        """Take those who will not be answered out of what is to be tried again."""
+        left: list[Ticket] = []
+        for parts in self._again.values():
+            for part in parts:
+                left += [ticket for ticket in part if ticket.flow.done]
+                part[:] = [ticket for ticket in part if not ticket.flow.done]
+        return left
 
     def lost(self, instance: Any) -> None:
         """An instance that runs nothing is not there any more, nor is what it knew of its sequences."""

@@ -140,6 +140,23 @@ def test_halves_of_a_batch_that_raised_run_apart_and_soon() -> None:
     assert placed(server) == {"one": 0, "two": 1}, "the copy was not worth waiting for"
 
 
+def test_who_leaves_before_it_is_tried_again_is_withdrawn() -> None:
+    server = Recorder()
+    queue = serve(server, 0)
+    queue.is_pure = True
+    for name in ("one", "two"):
+        ask(server, name, 0)
+    server.turn()
+    flows = [ticket.flow for ticket in server.running[0].tickets]
+    assert server.raised(server.running[0])
+    server.turn()
+    assert list(server.dispatcher.cancel(flows[1])) == [queue]
+    assert len(queue.batcher) == 0
+    server.done(server.running[0])
+    assert server.turn() == []
+    assert server.dispatcher.in_flight == 0
+
+
 def test_who_leaves_is_gone_from_its_line_and_a_server_that_ends_answers_all() -> None:
     server = Recorder()
     serve(server, 0, 1)

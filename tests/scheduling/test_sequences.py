@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from flowserve.errors import Cancelled, InstanceDied, Invalid, ModelFailed, Unav
 from flowserve.scheduling.batcher import BatchPolicy
 from flowserve.scheduling.direct import Direct, Nobody
 from flowserve.scheduling.endings import ENDINGS_MAX
+from flowserve.scheduling.flows import Late
 from flowserve.scheduling.limiter import Limiter, Needs, Resource
 from flowserve.scheduling.lines import SequencePolicy
 from flowserve.scheduling.oldest import Oldest
@@ -397,6 +399,42 @@ def test_a_batch_that_raises_is_tried_again_on_its_own_instance_before_anything_
         ["A1", "C1"], ["B1", "D1"], ["A1"], ["C1"], ["B2", "D2"], ["A2", "C2"],
     ]  # fmt: skip
     assert [(flow.request.of, type(flow.error)) for flow in server.answers if flow.error] == [("A", ModelFailed)]
+
+
+def test_who_leaves_before_it_is_tried_again_is_withdrawn_and_its_sequence_ends(server: Recorder) -> None:
+    queue = server.serve(MODEL, oldest(candidates=2, size=2), is_pure=True)
+    asked = [ask(server, which, n, start=n == 1) for which in "AB" for n in (1, 2)]
+    server.turn()
+    assert server.raised(server.running[0])
+    server.turn()
+    assert list(server.dispatcher.cancel(asked[2])) == [queue]
+    assert len(queue.batcher) == 1
+    while server.running:
+        server.done(server.running[0])
+        server.turn()
+    assert names(server.started) == [["A1", "B1"], ["A1"], ["A2"]]
+    assert errors(server) == ["sequence B: a request of it was cancelled, and with it the sequence"]
+    assert server.dispatcher.in_flight == 0
+
+
+@pytest.mark.parametrize("make", [direct, oldest])
+@pytest.mark.parametrize("of", [1, 2], ids=["slot", "backlog"])
+def test_a_deadline_takes_a_request_out_of_its_sequence(
+    server: Recorder, make: Callable[..., Sequences], of: int
+) -> None:
+    server.serve(MODEL, make(1))
+    ask(server, 1, 1, start=True)
+    server.turn(0)
+    late = ask(server, of, 2, start=of == 2)
+    server.dispatcher.due_by(late, 100)
+    server.turn(0)
+    server.turn(100)
+    assert isinstance(late.error, Late)
+    assert not late.error.is_running
+    server.done(server.running[0], at=100)
+    assert server.turn(100) == []
+    assert server.answers[0] is late
+    assert server.dispatcher.open_sequences == (of == 2)  # its own has ended with it
 
 
 def test_a_rate_limiter_looks_only_for_instances_that_have_work(server: Recorder) -> None:
