@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flowserve.backends.base import Results, Work
 from flowserve.config.types import ModelConfig
+from flowserve.runtime.accounts import who_stayed
 from flowserve.runtime.instance import Outcome
 from flowserve.runtime.sequence_ports import SequencePorts
 from flowserve.runtime.streaming import Returned
@@ -45,6 +46,7 @@ class IterativePorts(SequencePorts):
         outcome = super().finish(batch, outcome)
         batch.rows = rows
         if again:
+            who_stayed(batch.queue.observer, again)  # who left meanwhile comes into no other batch to be forgotten by
             self._reschedule(batch, again)
         if batch.tickets or not isinstance(outcome, Results):
             return outcome

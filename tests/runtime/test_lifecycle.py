@@ -6,17 +6,20 @@ import gc
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from flowserve import Engine as EngineOfFiles
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.opening import open_engine
+from flowserve.testing.backends import Repository
 from flowserve.testing.engine import Function, FunctionInstance, add_chain, add_function
 from flowserve.values import Array, Request
 
@@ -182,3 +185,35 @@ async def test_an_engine_that_ends_closes_old_generations_too() -> None:
         add_function(engine, "m", [times(3)])
     assert not old.is_open
     assert deployment.version == 1
+
+
+RUNS_FOR_EVER = """
+import time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        time.sleep(0.01)
+        for request in requests:
+            request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        return [None for _ in requests]
+"""
+ITERATIVE = """
+backend: "python"
+max_batch_size: 4
+input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
+parameters { key: "execution" value { string_value: "thread" } }
+sequence_batching { iterative_sequence: true }
+"""
+
+
+async def test_who_left_while_his_request_was_to_run_again_keeps_no_model_from_being_unloaded(tmp_path: Path) -> None:
+    repository = Repository(tmp_path)
+    repository.write("again", "config.pbtxt", ITERATIVE)
+    repository.write("again", "1/model.py", RUNS_FOR_EVER)
+    async with EngineOfFiles(tmp_path) as engine:
+        with trio.move_on_after(0.05):
+            await engine.infer("again", {"IN": np.ones((1, 1), np.float32)})
+        with trio.fail_after(10):
+            await engine.unload("again")
