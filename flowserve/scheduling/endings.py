@@ -35,6 +35,12 @@ class Endings:
         orphans, self._orphans = self._orphans, []
         return orphans
 
+    def withdraw(self) -> int:
+        """Nobody who is done is to be told any more. Returns how many there were."""
+        before = len(self._orphans)
+        self._orphans = [one for one in self._orphans if not one[0].flow.done]
+        return before - len(self._orphans)
+
     def remember(self, sequence_id: SequenceId, why: str) -> None:
         """The last sequence of that id ended, because of this."""
         self._reasons.pop(sequence_id, None)

@@ -58,7 +58,7 @@ class Iterative(Sequences):
         for ticket in self._withdrawn_again():
             gone += 1
             self._end_where_done(ticket.line)
-        return gone
+        return gone + self._endings.withdraw()
 
     def id_of(self, flow: Flow) -> SequenceId:
         return self._says(flow)[0]

@@ -210,7 +210,7 @@ class Sequences:
         why = "a request of it was cancelled, and with it the sequence"
         for line in dict.fromkeys(ticket.line for ticket in left):
             self._end(line, why, Cancelled(f"sequence {line.id}: {why}"))
-        return len(left)
+        return len(left) + self._endings.withdraw()
 
     def _withdrawn_again(self) -> list[Ticket]:
         """Take those who will not be answered out of what is to be tried again."""

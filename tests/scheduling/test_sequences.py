@@ -417,6 +417,17 @@ def test_who_leaves_before_it_is_tried_again_is_withdrawn_and_its_sequence_ends(
     assert server.dispatcher.in_flight == 0
 
 
+def test_whoever_leaves_together_leaves_the_queue(server: Recorder) -> None:
+    """The first of those that wait ends the sequence, and the others wait to be told so."""
+    queue = server.serve(MODEL, oldest())
+    asked = [ask(server, 1, n, start=n == 1) for n in range(1, 5)]
+    server.turn()
+    assert [[*server.dispatcher.cancel(flow)] for flow in asked] == [[], [queue], [queue], [queue]]
+    server.done(server.running[0])
+    server.turn()
+    assert (server.answers, server.dispatcher.in_flight) == ([], 0)
+
+
 @pytest.mark.parametrize("make", [direct, oldest])
 @pytest.mark.parametrize("of", [1, 2], ids=["slot", "backlog"])
 def test_a_deadline_takes_a_request_out_of_its_sequence(
