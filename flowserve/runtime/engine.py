@@ -199,7 +199,8 @@ class Engine(Directory):
     ) -> Flow:
         """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, where it is set,
         is called with the flow when it is. Raises as `infer` does for what is refused at the door; Unsupported for a
-        deployment that may answer any number of times, unless `make` is its `make_stream`. `take` is for `call`.
+        deployment that may answer any number of times, unless `make` is its `make_stream`. `take`: what queues it, for
+        requests of the server's own, which are begun also while it drains.
         """
         if deployment.elder is not None:
             deployment = deployment.place_of(request)

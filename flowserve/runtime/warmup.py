@@ -23,6 +23,7 @@ from flowserve.memory import bytes_codec
 from flowserve.memory.blank import zeros
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
+from flowserve.runtime.answers import Answers
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.engine import Engine
@@ -97,7 +98,9 @@ async def _run_once(
         if config.sequence is not None:
             _place(request, config.sequence, tensors)
         try:
-            async with engine.stream(deployment, request) as answers:  # who leaves is withdrawn
+            # Also while the server drains: who was accepted may wait for an instance that is started again.
+            flow = engine.submit(deployment, request, deployment.make_stream, engine.dispatcher.submit)
+            async with Answers(engine, flow) as answers:  # who leaves is withdrawn
                 async for _ in answers:
                     pass
         except FlowserveError as error:

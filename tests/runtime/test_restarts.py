@@ -95,6 +95,34 @@ async def test_an_instance_that_is_started_again_runs_the_code_it_was_loaded_wit
             assert (await ask(engine))[0] == 200 * 6 + 2
 
 
+@pytest.mark.skipif(not SUPPORTED, reason="processes of their own need Linux 5.3")
+async def test_what_waits_for_an_instance_that_is_started_again_is_answered_while_the_server_drains(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "models" / "m", 1)
+    async with (
+        open_engine(EngineOptions()) as engine,
+        open_control(engine, [tmp_path / "models"], ControlOptions()) as control,
+    ):
+        assert await control.start(lambda _: None) == {}
+        answers: list[tuple[int, int]] = []
+
+        async def wait() -> None:
+            answers.append(await ask(engine))
+
+        _, pid = await ask(engine)
+        with trio.fail_after(20):
+            os.kill(pid, signal.SIGKILL)
+            while not engine.outage(engine.find("m")):  # noqa: ASYNC110 - nobody is told of it
+                await trio.sleep(0.005)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait)
+                while not engine.dispatcher.in_flight:  # noqa: ASYNC110
+                    await trio.sleep(0.001)
+                engine.refuse_new()
+        assert [value for value, _ in answers] == [100 * 3 + 2], "after its warm-up"
+
+
 @pytest.mark.fault("L15")
 @pytest.mark.skipif(not SUPPORTED, reason="processes of their own need Linux 5.3")
 async def test_a_model_that_hangs_while_it_loads_is_loaded_anew_when_its_files_change(tmp_path: Path) -> None:
