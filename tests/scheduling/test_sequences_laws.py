@@ -53,6 +53,8 @@ class SequenceMachine(RuleBasedStateMachine):
         self.now = 0
         self.number = 0
         self.waiting: dict[int, Ticket] = {}
+        self.running: dict[str, list[Ticket]] = {}
+        self.again: set[int] = set()  # of those that wait, whose batch raised
         self.seats: dict[Line, str] = {}
         self.taken: dict[Line, int] = {}
         self.queued: list[Line] = []  # in the backlog, first come first
@@ -88,17 +90,28 @@ class SequenceMachine(RuleBasedStateMachine):
         assert len({ticket.line for ticket in real}) == len(real), "two of one sequence in a batch"
         for ticket in real:
             assert self.waiting.pop(ticket.flow.request.number) is ticket, "it was given out twice"
-            assert self.taken.get(ticket.line, 0) < ticket.flow.request.number, "out of order"
+            if ticket.flow.request.number in self.again:
+                self.again.discard(ticket.flow.request.number)
+            else:
+                assert self.taken.get(ticket.line, 0) < ticket.flow.request.number, "out of order"
             self.taken[ticket.line] = ticket.flow.request.number
             assert self.seats.setdefault(ticket.line, instance) == instance, "it changed its instance"
         self.free.remove(instance)
+        self.running[instance] = real
         self.look()
 
-    @rule(data=st.data())
-    def an_instance_is_back(self, data: st.DataObject) -> None:
-        busy = [instance for instance in INSTANCES if instance not in self.free and instance not in self.away]
-        if busy:
-            self.free.append(data.draw(st.sampled_from(busy)))
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), raises=st.booleans())
+    def an_instance_is_back(self, data: st.DataObject, raises: bool) -> None:
+        instance = data.draw(st.sampled_from([*self.running]))
+        tickets = self.running.pop(instance)
+        self.free.append(instance)
+        if raises:
+            middle = (len(tickets) + 1) // 2
+            self.batcher.again(instance, (tickets[:middle], tickets[middle:]))
+            found = {ticket.flow.request.number: ticket for ticket in tickets}
+            self.waiting.update(found)
+            self.again |= found.keys()
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
@@ -127,7 +140,7 @@ class SequenceMachine(RuleBasedStateMachine):
         assert self.batcher.withdraw(flow) == 0
         self.bury()
 
-    @rule(ns=st.integers(1, 40))
+    @rule(ns=st.integers(1, 80))
     def time_passes(self, ns: int) -> None:
         self.now += ns
         assert self.batcher.expire(self.now) == ()
@@ -155,7 +168,8 @@ class SequenceMachine(RuleBasedStateMachine):
 
     def look(self) -> None:
         """Whoever left the backlog for a slot was the first of those that are still alive."""
-        lines = list(dict.fromkeys(ticket.line for ticket in self.waiting.values()))
+        self.again &= self.waiting.keys()
+        lines = list(dict.fromkeys(ticket.line for n, ticket in self.waiting.items() if n not in self.again))
         alive = set(lines)
         self.queued = [line for line in self.queued if line in alive]
         moved = [line for line in self.queued if line.slot is not None]
