@@ -120,9 +120,11 @@ class Pump:
 
     def _pump_now(self) -> None:
         task, self._task = self._task, None  # whoever pokes meanwhile finds it awake, and is not forgotten
-        self._dispatcher.pump(self._clock())
-        self._pumped()
-        self._task = task
+        try:
+            self._dispatcher.pump(self._clock())
+            self._pumped()
+        finally:  # of a mistake of ours hears who called, and everybody else is served on
+            self._task = task
 
     def _look_later(self) -> None:
         if self._dispatcher.is_due or self._dispatcher.next_deadline() is not None:

@@ -21,6 +21,7 @@ from flowserve.runtime.gate import Gate
 from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.opening import open_engine
 from flowserve.runtime.placement import Placement
+from flowserve.runtime.pump import LONE_TURNS
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
 from flowserve.testing.engine import add_chain, add_function
 from flowserve.values import Array, Request
@@ -404,6 +405,25 @@ async def test_who_sends_answers_hears_which_are_told_of_together() -> None:
             flow.waiter = lambda flow: heard.told.append(str(engine.response(flow).outputs["OUT"][0, 0]))
         engine.end_burst()
         assert heard.told == ["[ at most 3", "0.0", "2.0", "4.0", "]"]
+
+
+async def test_a_mistake_in_the_pump_is_heard_of_where_it_was_called_and_nobody_else_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mistaken(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        for _ in range(LONE_TURNS + 1):
+            await engine.infer(engine.find("double"), request(engine))
+            await wait_all_tasks_blocked()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.dispatcher, "pump", mistaken)
+            with pytest.raises(RuntimeError, match="a mistake"):
+                engine.submit(engine.find("double"), request(engine))
+        with trio.fail_after(5):
+            assert (await engine.infer(engine.find("double"), request(engine))).outputs["OUT"][0, 0] == 2
 
 
 async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
