@@ -181,7 +181,7 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
     """Write one answered request of an ensemble into the ensemble's statistics."""
     statistics: Statistics = flow.owner.statistics
     total_ns = now_ns - flow.arrived_ns
-    if isinstance(flow, StreamFlow) and flow.answers and not flow.is_answered:  # its first answers are its last
+    if isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # its first answers are its last
         statistics.first_answered(total_ns)
     if flow.error is not None:
         statistics.failed(1, total_ns, OTHER)  # the model whose step it was has counted the reason

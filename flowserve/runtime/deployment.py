@@ -25,7 +25,7 @@ from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.router import Flow
 from flowserve.scheduling.sequences import Sequences
 from flowserve.scheduling.slots import Slots
-from flowserve.scheduling.streams import StreamFlow
+from flowserve.scheduling.streams import StreamFlow, WholeFlow
 from flowserve.values import Request, TensorSpec
 
 if TYPE_CHECKING:
@@ -135,16 +135,16 @@ def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tup
         return Flow, Flow
     shared = Slots(nesting.limits, gauges) if nesting is not None and nesting.is_shared else None
 
-    def stream(plan: Plan, *arguments: Any) -> Flow:
+    def make(kind: type[StreamFlow], plan: Plan, *arguments: Any) -> Flow:
         if plan.nesting is None:
             return Flow(plan, *arguments)
-        return StreamFlow(plan, *arguments, shared=shared, gauges=gauges)
+        return kind(plan, *arguments, shared=shared, gauges=gauges)
 
     def refuse(*_: Any) -> Flow:
         how = "generate_stream asks for a stream of answers, as do gRPC's ModelStreamInfer and an engine's stream()"
         raise Unsupported(f"{ONE_ANSWER}: '{graph.name}' may answer any number of times; {how}")
 
-    return (refuse if graph.is_decoupled else stream), stream
+    return (refuse if graph.is_decoupled else partial(make, WholeFlow)), partial(make, StreamFlow)
 
 
 def _look_again(place: ref[Deployment]) -> None:

@@ -169,7 +169,8 @@ class Engine(Directory):
         """Begin a request that a model makes, in the execution of `batch` if in any. As `submit`, but also while the
         server drains, and without waiting at the gate. Raises Unavailable where it could never be answered.
         """
-        nested = deployment.make_stream if is_stream else deployment.make_flow
+        # Where steps share slots, the answer is taken however it is asked for.
+        nested = deployment.make_stream if is_stream or not deployment.is_decoupled else deployment.make_flow
         request.stamp = self.next_stamp()
         made: list[Flow] = []  # where it is traced
 

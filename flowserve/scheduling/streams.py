@@ -66,6 +66,11 @@ class StreamFlow(Iteration):
         self.changed: Callable[[Any], None] = _tell_nobody
 
     @property
+    def has_answers(self) -> bool:
+        """Whether there are some that nobody has taken."""
+        return bool(self.answers)
+
+    @property
     def stream(self) -> StreamFlow:  # type: ignore[override]  # not an attribute: that would be a circle
         return self
 
@@ -206,6 +211,22 @@ class StreamFlow(Iteration):
 
     def __repr__(self) -> str:
         return f"StreamFlow({self.plan.graph.name}, live={len(self.live)}, done={self.done})"
+
+
+class WholeFlow(StreamFlow):
+    """A request whose one answer is itself, read off by whoever asked when it is done: there is nothing to take. It
+    would hold itself in a circle.
+    """
+
+    __slots__ = ()
+
+    @property
+    def has_answers(self) -> bool:
+        return self.is_over
+
+    def advance(self) -> None:
+        super().advance()
+        self.answers.clear()
 
 
 def _tell_nobody(stream: StreamFlow) -> None:

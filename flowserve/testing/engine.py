@@ -7,7 +7,7 @@ and how a chain of them becomes an ensemble. The engine, its pump, its threads a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flowserve.backends.base import ClockNs, Instance, Results, Work
 from flowserve.backends.device import DeviceWork
@@ -173,11 +173,21 @@ def _serve(
     engine.announce(config, Graph(name, 1, (spec_in,), (spec_out,), max_batch_size, (node,), edges))
 
 
-def add_chain(engine: Engine, name: str, models: Sequence[str]) -> None:
-    """Serve an ensemble that sends IN through `models`, which were added before, and answers OUT."""
+def add_chain(engine: Engine, name: str, models: Sequence[str], *, shared_limit: int = 0) -> None:
+    """Serve an ensemble that sends IN through `models`, which were added before, and answers OUT. `shared_limit`: so
+    many steps of each may all requests have under way together.
+    """
     parts = [engine.find(model) for model in models]
     nodes = tuple(
-        Node(i, part.name, ModelKey(part.name, 1), part.graph.inputs, part.graph.outputs, part.graph.max_batch_size)
+        Node(
+            i,
+            part.name,
+            ModelKey(part.name, 1),
+            part.graph.inputs,
+            part.graph.outputs,
+            part.graph.max_batch_size,
+            max_inflight=shared_limit,
+        )
         for i, part in enumerate(parts)
     )
     edges = [Edge("IN", GRAPH, 0, 0, 0)]
@@ -186,7 +196,8 @@ def add_chain(engine: Engine, name: str, models: Sequence[str]) -> None:
     inputs, outputs = parts[0].graph.inputs, parts[-1].graph.outputs
     limit = min(part.graph.max_batch_size for part in parts)
     config = _config(name, "", inputs, outputs, limit)
-    engine.announce(config, Graph(name, 1, inputs, outputs, limit, nodes, tuple(edges), is_ensemble=True))
+    graph = Graph(name, 1, inputs, outputs, limit, nodes, tuple(edges), is_ensemble=True)
+    engine.announce(config, replace(graph, shares_limits=shared_limit > 0))
 
 
 def _config(

@@ -177,6 +177,14 @@ async def test_an_ensemble_can_be_called_and_can_call(served: Served) -> None:
     assert await served.ask("outer", 1) == [8]
 
 
+async def test_an_ensemble_whose_requests_share_slots_can_be_called(served: Served) -> None:
+    for name, what in (("twice", TWICE), ("plus", "return given + 1")):
+        await served.add(name, what)
+    add_chain(served.engine, "inner", ["twice", "plus"], shared_limit=1)
+    await served.add("caller", CALL.format("inner"))
+    assert [await served.ask("caller", 1), await served.ask("inner", 1)] == [[4], [3]]
+
+
 async def test_several_calls_at_the_same_time(served: Served) -> None:
     await served.add("twice", TWICE, instances=2)
     await served.add(

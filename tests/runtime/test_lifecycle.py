@@ -19,6 +19,7 @@ from flowserve.graph.types import ModelKey
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.opening import open_engine
+from flowserve.scheduling.router import Flow
 from flowserve.testing.backends import Repository
 from flowserve.testing.engine import Function, FunctionInstance, add_chain, add_function
 from flowserve.values import Array, Request
@@ -185,6 +186,20 @@ async def test_an_engine_that_ends_closes_old_generations_too() -> None:
         add_function(engine, "m", [times(3)])
     assert not old.is_open
     assert deployment.version == 1
+
+
+async def test_a_request_to_an_ensemble_whose_requests_share_slots_goes_with_its_answer() -> None:
+    async with running() as engine:
+        for name in ("double", "triple"):
+            add_function(engine, name, [times(len(name) - 4)])
+        add_chain(engine, "chain", ["double", "triple"], shared_limit=1)
+        answers: list[float] = []
+        for _ in range(3):
+            await ask(engine, "chain", answers)
+        assert answers == [4, 4, 4]
+        assert [one for one in gc.get_objects() if isinstance(one, Flow)] == []
+        histogram, _ = engine.find("chain").statistics.until_first_response()
+        assert histogram.cumulated()[-1] == 3
 
 
 RUNS_FOR_EVER = """
