@@ -130,10 +130,11 @@ class ProcessHost:
             raise
         finally:
             self._opening = None
-        if self._is_closed:  # meanwhile, and nobody would end it
+        self.child, self._link, self.ended = child, link, ""
+        if self._is_closed:  # meanwhile; looked at last, as `close` says so first and then looks for a process
+            self.child = self._link = None
             self._drop(completions, child, link)
             return
-        self.child, self._link, self.ended = child, link, ""
         completions.token.run_sync_soon(self._begin, child)
 
     def give_up(self, why: str) -> None:

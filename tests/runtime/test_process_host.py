@@ -18,6 +18,7 @@ from flowserve.runtime import alone, process_host, relay_paths
 from flowserve.runtime.alone import LOOK_EVERY, STREAK
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.hosts import PROCESS, host_maker
+from flowserve.runtime.process_host import ProcessHost
 from flowserve.testing.backends import config_of, spec
 from flowserve.testing.engine import add_chain
 from flowserve.testing.processes import MODEL, OUT, ServedInProcesses, row
@@ -304,3 +305,29 @@ async def test_a_process_that_dies_while_the_loop_waits_for_it_fails_its_request
         await served.ask("mortal", row(number))
     with trio.fail_after(5), pytest.raises(InstanceDied, match=r"'mortal_0'.*SIGKILL"):
         await served.ask("mortal", row(-1))
+
+
+async def test_an_instance_that_is_closed_in_the_moment_in_which_it_is_open_again_leaves_no_process(
+    served: ServedInProcesses,
+) -> None:
+    class Closing(ProcessHost):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "child" and value is not None:
+                opened.append(value)
+                self.close()
+            super().__setattr__(name, value)
+
+    opened: list[Any] = []
+    host = await served.add("model", OUT.format("given"))
+    first = host.child
+    assert first is not None
+    host.on_end = None  # nobody else starts another
+    first.kill()
+    with trio.fail_after(30):
+        while not host.ended:  # noqa: ASYNC110 - nobody is told of it
+            await trio.sleep(0.005)
+        host.__class__ = Closing
+        await trio.to_thread.run_sync(host.open, served.engine.completions)
+        (child,) = opened
+        assert await trio.to_thread.run_sync(child.wait, 10)
+    assert host.child is None
