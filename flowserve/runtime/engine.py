@@ -245,16 +245,17 @@ class Engine(Directory):
         """Its caller left: nobody is told, and what is still queued of it leaves its queues."""
         flow.waiter = None
         self.tracing.end(flow, has_left=True)
-        is_over, has_begun = flow.done, flow.open > 0
+        was_over, has_begun = flow.done, flow.open > 0
+        is_counted = was_over
         left = self.dispatcher.cancel(flow)
         if flow.plan.graph.is_ensemble:
             for queue in left:
                 queue.observer.failed(1, 0, CANCELED)
         elif has_begun and not left and not isinstance(flow, StreamFlow):
-            is_over = leave_batch(flow, flow.owner.statistics, self.dispatcher)
-        if not is_over:
+            is_counted = leave_batch(flow, flow.owner.statistics, self.dispatcher)
+        if not is_counted:
             flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
-        if flow.owner.gate is not None:
+        if flow.owner.gate is not None and not was_over:  # it has left when it was
             flow.owner.gate.leave(flow, is_answered=False)
         if self.calls:
             self.calls.sweep()

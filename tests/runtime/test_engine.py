@@ -457,3 +457,27 @@ async def test_who_waits_at_the_gate_is_let_in_by_models_that_run_on_the_loop() 
             async with trio.open_nursery() as nursery:
                 for i in range(5):
                     nursery.start_soon(ask, engine, "double", float(i), {})
+
+
+async def test_who_leaves_when_his_deadline_has_passed_and_nobody_has_told_him_is_counted_once() -> None:
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        deployment = engine.find("double")
+        statistics = deployment.statistics
+        deployment.gate = Gate(
+            GateOptions(deadline_ms=1000, max_requests=1),
+            None,
+            ModelKey("double", deployment.version),
+            deployment.output_slot,
+            statistics,
+            engine.dispatcher,
+            engine.clock,
+        )
+        flow = engine.submit(deployment, request(engine))
+        flow.waiter = lambda _: None
+        engine.dispatcher._expire(engine.clock() + 2_000_000_000)  # as where a queue is full between two turns
+        assert flow.done
+        engine.withdraw(flow)
+        await wait_all_tasks_blocked()
+        assert sum(statistics.failures.values()) == 1
+        assert (deployment.gate.inside, engine.dispatcher.in_flight) == (0, 0)
