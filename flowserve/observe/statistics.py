@@ -219,6 +219,7 @@ class Statistics:
         self.add_up()
         last_ns = self.last_inference_ns
         done = self.success_count
+        computed = done - self.cache_hits  # nothing was computed for the others
         return {
             "name": self.name,
             "version": str(self.version),
@@ -229,9 +230,9 @@ class Statistics:
                 "success": _sum(done, self.success_ns),
                 "fail": _sum(self.fail_count, self.fail_ns),
                 "queue": _sum(done, self.queue_ns),
-                "compute_input": _sum(done, self.compute_input_ns),
-                "compute_infer": _sum(done, self.compute_infer_ns),
-                "compute_output": _sum(done, self.compute_output_ns),
+                "compute_input": _sum(computed, self.compute_input_ns),
+                "compute_infer": _sum(computed, self.compute_infer_ns),
+                "compute_output": _sum(computed, self.compute_output_ns),
                 "cache_hit": _sum(self.cache_hits, self.cache_hit_ns),
                 "cache_miss": _sum(self.cache_misses, self.cache_miss_ns),
             },

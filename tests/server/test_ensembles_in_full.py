@@ -467,6 +467,10 @@ def test_an_answer_is_remembered_and_the_same_question_is_not_run_again(wire: An
     after = counted(wire, "counts")
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 0, 0]
     assert outputs(ask(wire, "counts", IN=[5.0, 5.0, 5.0, 6.0])) != first
+    durations = {name: one["count"] for name, one in wire.statistics("counts")["inference_stats"].items()}
+    assert durations["queue"] == durations["success"]
+    assert durations["compute_infer"] == durations["success"] - durations["cache_hit"], "as on Triton"
+    assert durations["compute_input"] == durations["compute_output"] == durations["compute_infer"]
 
 
 def test_a_graphs_answer_is_remembered_as_a_whole(wire: Any) -> None:
