@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.backends.base import Results
-from flowserve.errors import FlowserveError
+from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
 from flowserve.memory.tensor import Tensor
-from flowserve.observe.statistics import BACKEND, OTHER, Statistics
+from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Stop = tuple[int, int, Sequence[int]]
 # What most batches say of their members. Nobody writes into results.
 _NONE: Final[Mapping[int, Any]] = {}
+# Why a queue gave somebody up: no place or no time, the instance that had begun his sequence died, one before him in it
+# left. Anything else: the request did not fit, as one that begins no sequence.
+_REASONS: Final = ((InstanceDied, BACKEND), (Unavailable, REJECTED), (Cancelled, CANCELED))
 
 
 def record_batch(statistics: Statistics, batch: Batch, outcome: Results | FlowserveError, now_ns: int) -> None:
@@ -197,6 +200,12 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
         flow.compute_output_ns,
         now_ns,
     )
+
+
+def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError, now_ns: int) -> None:
+    """Write one request that its model's queue would not take or keep into the model's statistics."""
+    reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), OTHER)
+    statistics.failed(1, now_ns - ticket.queued_ns, reason)
 
 
 def leave_batch(flow: Flow, statistics: Statistics, dispatcher: Dispatcher) -> bool:

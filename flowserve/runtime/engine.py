@@ -21,7 +21,7 @@ from flowserve.errors import FlowserveError, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
-from flowserve.runtime.accounts import leave_batch, record_batch, record_ensemble, who_stayed
+from flowserve.runtime.accounts import leave_batch, record_batch, record_ensemble, record_refused, who_stayed
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.asks import Asks
 from flowserve.runtime.calls import Calls
@@ -70,14 +70,19 @@ class Engine(Directory):
         self.dispatcher: Dispatcher
         if self.limiter is not None:
             self.dispatcher = LimitedDispatcher(
-                self._start, self._answered, self.limiter, refused=self._refused, told=self._has_answers
+                self._start,
+                self._answered,
+                self.limiter,
+                refused=self._refused,
+                told=self._has_answers,
+                withdrawn=_withdrawn,
             )
         elif SUPPORTED:
             self.dispatcher = RelayingDispatcher(
-                self._start, self._answered, self._refused, self._has_answers, relay=self._relay
+                self._start, self._answered, self._refused, self._has_answers, _withdrawn, relay=self._relay
             )
         else:
-            self.dispatcher = Dispatcher(self._start, self._answered, self._refused, self._has_answers)
+            self.dispatcher = Dispatcher(self._start, self._answered, self._refused, self._has_answers, _withdrawn)
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
         # Around what came at once and is taken in without a wait, by whoever knows that.
         self.begin_burst, self.end_burst = self._pump.begin_burst, self._pump.end_burst
@@ -248,10 +253,7 @@ class Engine(Directory):
         was_over, has_begun = flow.done, flow.open > 0
         is_counted = was_over
         left = self.dispatcher.cancel(flow)
-        if flow.plan.graph.is_ensemble:
-            for queue in left:
-                queue.observer.failed(1, 0, CANCELED)
-        elif has_begun and not left and not isinstance(flow, StreamFlow):
+        if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
             is_counted = leave_batch(flow, flow.owner.statistics, self.dispatcher)
         if not is_counted:
             flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
@@ -321,8 +323,8 @@ class Engine(Directory):
         # What is traced is told step by step.
         return not self.tracing.is_live and self.processes is not None and self.processes.relays.start(relay)
 
-    def _refused(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
-        queue.observer.failed(1, now_ns - ticket.queued_ns, REJECTED)
+    def _refused(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
+        record_refused(queue.observer, ticket, error, self.clock())
 
     def _answered(self, flow: Flow) -> None:
         is_counted = False
@@ -456,6 +458,10 @@ class Engine(Directory):
         self.supervisor.stop()
         self.dispatcher.fail_all(STOPPING)
         return await self.generations.close(deadline)
+
+
+def _withdrawn(queue: ModelQueue) -> None:
+    queue.observer.failed(1, 0, CANCELED)
 
 
 def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:

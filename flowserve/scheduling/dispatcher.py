@@ -4,7 +4,8 @@ Decided here: which free instance takes a batch, what comes of a batch that ran 
 became ready by it is queued. What is in flight, and how it ends, is flows.py's. It is the only class of this room that
 the runtime talks to, and it is touched from one thread only. Its outputs are the callables it is given: `run` starts a
 batch, `answered` is told of every flow that is over; both may call straight back in. `refused` is told, before the flow
-is over, of each ticket that its queue would not take or keep.
+is over, of each ticket that its queue would not take or keep, and why. `withdrawn` is told, when an ensemble's flow is
+over, of each queue that a ticket of it leaves.
 
 Always true between two calls of `pump` (see `check`):
   (1) every flow that was submitted is answered exactly once;
@@ -40,11 +41,12 @@ class Dispatcher(Flows):
         self,
         run: Callable[[Batch], None],
         answered: Callable[[Flow], None],
-        refused: Callable[[ModelQueue, Ticket, int], None] = tell_nobody,
+        refused: Callable[[ModelQueue, Ticket, FlowserveError], None] = tell_nobody,
         told: Callable[[StreamFlow], None] = tell_nobody,
+        withdrawn: Callable[[ModelQueue], None] = tell_nobody,
     ) -> None:
         """`told` is called with a stream that has answers to be taken."""
-        super().__init__(answered, refused, told)
+        super().__init__(answered, refused, told, withdrawn)
         self._run = run
 
     def tell(self, run: Callable[[Batch], None], answered: Callable[[Flow], None]) -> None:
@@ -154,7 +156,7 @@ class Dispatcher(Flows):
             halves, self._halves = self._halves, deque()
             for half in halves:
                 if half[0] is queue:
-                    self._fail_each(half[1], reason)
+                    self._fail_each(queue, half[1], reason)
                 else:
                     self._halves.append(half)
             self._fail_waiting(queue, reason)
@@ -260,7 +262,7 @@ class Dispatcher(Flows):
         for ticket, error in bound.orphans():
             if not ticket.flow.done:
                 own = located(type(error)(str(error)), ticket.flow, ticket.node)
-                self._give_up(queue, ticket, now_ns)
+                self._give_up(queue, ticket, own)
                 self._fail(ticket.flow, own)
 
     def _release(self, order: Order, now_ns: int) -> None:

@@ -43,11 +43,13 @@ class Flows:
     def __init__(
         self,
         answered: Callable[[Flow], None],
-        refused: Callable[[ModelQueue, Ticket, int], None],
+        refused: Callable[[ModelQueue, Ticket, FlowserveError], None],
         told: Callable[[StreamFlow], None],
+        withdrawn: Callable[[ModelQueue], None],
     ) -> None:
         self._answered = answered
         self._refused = refused
+        self._withdrawn = withdrawn
         self.pauses = Pauses(self._can_start)
         self.calls = Calls(self._can_start, self.pauses)
         self.streams = Streams(self._put, self._fail, self._over, told, self.pauses, self.calls.stuck)
@@ -154,19 +156,21 @@ class Flows:
             if not flow.done:
                 self._fail(flow, Unavailable(reason))
         halves, self._halves = self._halves, deque()
-        for _, tickets in halves:
-            self._fail_each(tickets, reason)
+        for queue, tickets in halves:
+            self._fail_each(queue, tickets, reason)
         for queue in self._queues:
             self._fail_waiting(queue, reason)
 
     def _fail_waiting(self, queue: ModelQueue, reason: str) -> None:
         while taken := queue.batcher.take(1 << 62):
-            self._fail_each(taken, reason)
+            self._fail_each(queue, taken, reason)
 
-    def _fail_each(self, tickets: Sequence[Ticket], reason: str) -> None:
+    def _fail_each(self, queue: ModelQueue, tickets: Sequence[Ticket], reason: str) -> None:
         for ticket in tickets:
             if not ticket.flow.done:
-                self._fail(ticket.flow, Unavailable(reason))
+                error = Unavailable(reason)
+                self._give_up(queue, ticket, error)
+                self._fail(ticket.flow, error)
 
     def _queue_arrivals(self, now_ns: int) -> None:
         arrivals = self._arrivals
@@ -198,7 +202,7 @@ class Flows:
             is_full = True
         except Invalid as error:  # it belongs to no sequence
             located(error, ticket.flow, ticket.node)
-            self._give_up(queue, ticket, now_ns)
+            self._give_up(queue, ticket, error)
             raise
         if is_full:  # not in the handler: errors raised in there would hold these frames, and flows, by their context
             self._put_after_all(queue, ticket, now_ns)
@@ -219,12 +223,12 @@ class Flows:
             queue.batcher.put(ticket)
         except Unavailable as error:
             located(error, ticket.flow, ticket.node)
-            self._give_up(queue, ticket, now_ns)
+            self._give_up(queue, ticket, error)
             raise
 
-    def _give_up(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+    def _give_up(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
         """A ticket that is in no queue will not run; its flow is about to fail."""
-        self._refused(queue, ticket, now_ns)
+        self._refused(queue, ticket, error)
         flow = ticket.flow
         flow.tensors = []
         if not isinstance(flow, Iteration):  # theirs counts no steps
@@ -256,7 +260,7 @@ class Flows:
                     waited = f"it waited {(now_ns - ticket.queued_ns) // 1_000_000} ms in the queue of model"
                     text = f"Request timeout expired: {waited} '{queue.key.name}'"
                     error = located(Unavailable(text), ticket.flow, ticket.node)
-                    self._give_up(queue, ticket, now_ns)
+                    self._give_up(queue, ticket, error)
                     self._fail(ticket.flow, error)
             self._mark(queue)
 
@@ -284,7 +288,13 @@ class Flows:
             self._held.pop(flow, None)
         if self._due is not None:
             self._due.discard(flow)
-        return self._withdraw(flow) if flow.open else ()
+        if not flow.open:
+            return ()
+        left = self._withdraw(flow)
+        if flow.plan.graph.is_ensemble:
+            for queue in left:
+                self._withdrawn(queue)
+        return left
 
     def _withdraw(self, flow: Flow) -> list[ModelQueue]:
         left: list[ModelQueue] = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Final
 
+from flowserve.errors import FlowserveError
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.dispatcher import Dispatcher
@@ -53,10 +54,11 @@ class LimitedDispatcher(Dispatcher):
         answered: Callable[[Flow], None],
         limiter: Limiter,
         overtaken_max: int = OVERTAKEN_MAX,
-        refused: Callable[[ModelQueue, Ticket, int], None] = tell_nobody,
+        refused: Callable[[ModelQueue, Ticket, FlowserveError], None] = tell_nobody,
         told: Callable[[StreamFlow], None] = tell_nobody,
+        withdrawn: Callable[[ModelQueue], None] = tell_nobody,
     ) -> None:
-        super().__init__(run, answered, refused, told)
+        super().__init__(run, answered, refused, told, withdrawn)
         self.limiter = limiter
         self._overtaken_max = overtaken_max
         self._contenders: dict[ModelQueue, _Contender] = {}

@@ -88,12 +88,13 @@ class RelayingDispatcher(Dispatcher):
         self,
         run: Callable[[Batch], None],
         answered: Callable[[Flow], None],
-        refused: Callable[[ModelQueue, Ticket, int], None] = tell_nobody,
+        refused: Callable[[ModelQueue, Ticket, FlowserveError], None] = tell_nobody,
         told: Callable[[StreamFlow], None] = tell_nobody,
+        withdrawn: Callable[[ModelQueue], None] = tell_nobody,
         *,
         relay: Callable[[Relay], bool],
     ) -> None:
-        super().__init__(run, answered, refused, told)
+        super().__init__(run, answered, refused, told, withdrawn)
         self._relay = relay
 
     def add(self, queue: ModelQueue) -> None:

@@ -165,10 +165,12 @@ class Sim(Relays):
             patience_ns = model.patience_ns(ticket.flow.request)
             assert patience_ns is None or self.time < ticket.queued_ns + patience_ns, "served after its deadline"
 
-    def _refused(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+    def _refused(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
+        if self._has_ended:
+            return
         model, request = self.world.by_key[queue.key], ticket.flow.request
         patience_ns = model.patience_ns(request)
-        if patience_ns is not None and now_ns >= ticket.queued_ns + patience_ns:
+        if patience_ns is not None and self.time >= ticket.queued_ns + patience_ns:
             self._note("expires", request.number)
         else:
             assert 0 < model.level_policy(request).max_size <= len(queue.batcher), "refused, and there is room"

@@ -188,3 +188,25 @@ async def test_a_step_that_was_withdrawn_is_counted_where_it_waited() -> None:
         assert engine.find("second").statistics.failures["CANCELED"] == 1
         assert engine.find("first").statistics.failures["CANCELED"] == 0
         assert engine.find("pipe").statistics.failures["CANCELED"] == 1
+
+
+async def test_who_waits_for_a_model_of_which_no_instance_is_left_is_counted_where_it_waited() -> None:
+    async with open_engine(EngineOptions()) as engine:
+        waits = DynamicBatcher(BatchPolicy.simple(16, 3600_000_000_000))
+        add_function(engine, "first", [lambda array: array])
+        add_function(engine, "second", [lambda array: array], batcher=waits)
+        add_chain(engine, "pipe", ["first", "second"])
+
+        async def ask(name: str) -> None:
+            with pytest.raises(Unavailable, match="it is down"):
+                await engine.infer(engine.find(name), request(engine, 1.0))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "second")
+            nursery.start_soon(ask, "pipe")
+            await wait_all_tasks_blocked()
+            (queue,) = engine.find("second").route
+            engine.dispatcher.close(queue, "it is down")
+            engine._pump.poke()
+        assert engine.find("second").statistics.failures == {"REJECTED": 2, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+        assert engine.find("pipe").statistics.failures["OTHER"] == 1

@@ -66,6 +66,8 @@ def test_a_closed_queue_refuses_what_waits_and_what_comes_and_opens_with_its_ins
     server.submit(plain_graph(A), 2)
     server.turn()
     died(server, server.running[0])
+    refused: list[tuple[object, str]] = []
+    server.dispatcher._refused = lambda _, ticket, error: refused.append((ticket.flow.request, str(error)))
     server.dispatcher.close(queue, "down")
     server.submit(plain_graph(A), 3)
     server.submit(chain_graph("chain", [B, A]), 4)  # its first step runs, its second has nowhere to go
@@ -73,6 +75,7 @@ def test_a_closed_queue_refuses_what_waits_and_what_comes_and_opens_with_its_ins
     server.done(server.running[0])
     server.turn()
     assert server.answered() == [(1, "died"), (2, "down"), (3, "down"), (4, "down")]
+    assert refused == [(2, "down"), (3, "down"), (4, "down")]
     assert all(isinstance(flow.error, Unavailable) for flow in server.answers[1:])
     assert server.dispatcher.waiting()[A.key] == 0
     server.dispatcher.close(queue, "still down")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flowserve.errors import ModelFailed, Unavailable
+from flowserve.errors import FlowserveError, ModelFailed, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
@@ -99,10 +99,13 @@ def test_a_step_in_the_middle_that_finds_no_room_fails_its_request_and_no_neighb
 def test_a_branch_that_finds_no_room_takes_the_other_out_of_its_queue(server: Recorder) -> None:
     server.serve(A, DynamicBatcher(BatchPolicy.simple(16, 1000)))
     server.serve(B, policed(delay=1000, max_size=1))
+    withdrawn: list[ModelQueue] = []
+    server.dispatcher._withdrawn = withdrawn.append
     server.submit(plain_graph(B), "there")
     server.submit(FORK, "refused")
     server.turn()
     assert [told[0] for told in server.answered()] == ["refused"]
+    assert withdrawn == [server.queues[A.key]]
     assert server.dispatcher.waiting() == {A.key: 0, B.key: 1}
     assert server.dispatcher.in_flight == 1
 
@@ -259,11 +262,11 @@ def test_two_branches_that_expire_together_are_one_failure(server: Recorder) -> 
 
 
 def test_refusals_are_told_with_their_queue(server: Recorder) -> None:
-    told: list[tuple[ModelQueue, object, int]] = []
+    told: list[tuple[ModelQueue, object, str]] = []
 
-    def refused(queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+    def refused(queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
         assert not ticket.flow.done
-        told.append((queue, ticket.flow.request, now_ns - ticket.queued_ns))
+        told.append((queue, ticket.flow.request, str(error).partition(":")[0]))
 
     server.dispatcher._refused = refused
     queue = server.serve(A, policed(max_size=1, timeout_ns=50))
@@ -273,7 +276,7 @@ def test_refusals_are_told_with_their_queue(server: Recorder) -> None:
     server.submit(ALONE, "full")
     server.turn(at=10)
     server.turn(at=60)
-    assert told == [(queue, "full", 0), (queue, "expires", 50)]
+    assert told == [(queue, "full", "Exceeds maximum queue size"), (queue, "expires", "Request timeout expired")]
 
 
 def test_the_end_of_the_server_reaches_every_level(server: Recorder) -> None:

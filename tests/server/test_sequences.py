@@ -301,10 +301,14 @@ def test_a_first_request_without_start_is_refused_and_so_is_one_after_the_end(
 
 
 @pytest.mark.fault("Q2")
-def test_a_request_without_a_correlation_id_is_refused(states: Served) -> None:
+def test_a_request_without_a_correlation_id_is_refused(states: Served, wire_to: Any) -> None:
+    wire = wire_to(states)
+    before = wire.statistics("direct")["flowserve"]["failures"]
     status, text = refused(states, "direct", 1, 0, start=True)
     assert status == "400"
     assert text.startswith("inference request to model 'direct' must specify a non-zero or non-empty correlation ID")
+    after = wire.statistics("direct")["flowserve"]["failures"]
+    assert after == {**before, "OTHER": before["OTHER"] + 1}, "it did not fit the model"
 
 
 @pytest.mark.fault("Q3")
@@ -529,6 +533,8 @@ def test_whoever_leaves_while_its_sequence_waits_ends_it_and_its_slot_is_free_on
     states: Served, gate: Path, wire_to: Any
 ) -> None:
     wire = wire_to(states)
+    nobody = wire.statistics("gated")["flowserve"]["failures"]
+    assert nobody["CANCELED"] == 0
     holds = Later(states, "gated", -1, 1, start=True)
     wire.until(Path(f"{gate}.busy").exists, "a batch runs")
     waits = Later(states, "gated", 5, 1)  # behind it, in the slot
@@ -544,6 +550,7 @@ def test_whoever_leaves_while_its_sequence_waits_ends_it_and_its_slot_is_free_on
         wire.until(lambda: wire.waiting("gated") == 0, "nobody waits")
     with pytest.raises(InferenceServerException, match="a request of it was cancelled"):
         waits.result()
+    assert wire.statistics("gated")["flowserve"]["failures"] == {**nobody, "CANCELED": 3}
     gate.touch()
     assert holds.result() == [-1]
     assert ask(states, "gated", 3, 3, start=True) == [3]
