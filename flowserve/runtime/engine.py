@@ -177,20 +177,21 @@ class Engine(Directory):
         # Where steps share slots, the answer is taken however it is asked for.
         nested = deployment.make_stream if is_stream or not deployment.is_decoupled else deployment.make_flow
         request.stamp = self.next_stamp()
-        made: list[Flow] = []  # where it is traced
+        made: list[Flow] = []
 
         def make(plan: Plan, *facts: Any) -> Flow:
             flow: Flow = (CalledFlow if plan.nesting is None else nested)(plan, *facts)
             if batch is not None and self.tracing.is_live:
                 self.tracing.begin_call(batch, flow)
-                made.append(flow)
+            made.append(flow)
             return flow
 
         try:
             flow = self.submit(deployment, request, make, partial(self.dispatcher.call, batch))
         except FlowserveError:
-            for one in made:
+            for one in made:  # it fits, and is too large for the gate, or could never be answered
                 self.tracing.end(one)
+                one.owner.statistics.failed(1, 0, REJECTED)
             raise
         if flow.done:  # what is remembered at the gate goes no further
             self.tracing.end(flow)

@@ -135,6 +135,12 @@ class Served:
         return stats["success"]["count"], stats["fail"]["count"]
 
 
+def reasons(served: Served, name: str) -> dict[str, int]:
+    """Failures of a model, those of each reason."""
+    (row,) = served.engine.statistics(name)
+    return {reason: count for reason, count in row["flowserve"]["failures"].items() if count}
+
+
 async def until(is_so: Callable[[], bool]) -> None:
     with trio.fail_after(30):
         while not is_so():  # noqa: ASYNC110 - nobody is told of it
@@ -244,6 +250,15 @@ async def test_a_model_that_calls_itself_and_has_one_instance_is_told_so_at_once
     await served.add("a", "return value(request('a', given - 1).exec()) if given[0, 0] > 0 else given")
     await fails(served, "a", "4 model 'a' -> 'a': this call can never be answered")
     assert await served.ask("a", 0) == [0]
+    assert reasons(served, "a") == {"REJECTED": 1, "BACKEND": 1}, "the call, and the caller that says so"
+
+
+async def test_a_call_that_is_too_large_is_counted_where_it_was_refused(served: Served) -> None:
+    await served.add("small", TWICE, parameters={"max_request_bytes": "4"})
+    await served.add("caller", "return value(request('small', np.zeros((1, 2), np.float32)).exec())")
+    await fails(served, "caller", ".* a request of 8 bytes can never be let in: max_request_bytes of 'small' is 4")
+    assert reasons(served, "small") == {"REJECTED": 1}
+    assert await served.ask("small", 1) == [2]
 
 
 async def test_and_is_answered_where_it_has_enough(served: Served) -> None:
