@@ -96,7 +96,7 @@ def _inputs(message: ModelInferRequest, asked: Asked, given_raw: Sequence[raw.Bu
         if shape and min(shape) < 0:
             raise Invalid(f"input '{name}' for model '{model}' has shape {list(shape)}: no dimension is negative")
         count = raw.element_count(name, shape, dtype)
-        if name in given or any(one.name == name for one in asked.shared):
+        if name in given:
             raise Invalid(f"input '{name}' already exists in request")
         has_contents = tensor.HasField("contents")
         portion = _portion(tensor.parameters, f"of input '{name}'") if tensor.parameters else None
@@ -180,12 +180,13 @@ def _portion(parameters: Mapping[str, InferParameter], where: str) -> Portion | 
 
 
 def _outputs(message: ModelInferRequest, asked: Asked) -> None:
-    names = [output.name for output in message.outputs]
-    asked.request.outputs = tuple(names)
+    asked.request.outputs = tuple(output.name for output in message.outputs)
+    listed: set[str] = set()
     for output in message.outputs:
         name, where = output.name, f"of output '{output.name}'"
-        if names.count(name) > 1:
+        if name in listed:
             raise Invalid(f"output '{name}' already exists in request")
+        listed.add(name)
         if not output.parameters:
             continue
         portion = _portion(output.parameters, where)

@@ -189,10 +189,24 @@ def _flattened(data: list[Any]) -> list[Any]:
         kinds = set(map(type, data))
         if list not in kinds:
             return data
-        if kinds == {list}:
-            data = list(chain.from_iterable(data))
+        if kinds != {list}:
+            return _leaves(data)
+        data = list(chain.from_iterable(data))
+
+
+def _leaves(data: list[Any]) -> list[Any]:
+    """The same of lists and others side by side, which are not gone through again for every level of the lists."""
+    flat: list[Any] = []
+    waiting = [iter(data)]
+    while waiting:
+        for one in waiting[-1]:
+            if type(one) is list:
+                waiting.append(iter(one))
+                break
+            flat.append(one)
         else:
-            data = list(chain.from_iterable(one if type(one) is list else (one,) for one in data))
+            waiting.pop()
+    return flat
 
 
 def _string_array(flat: list[str], name: str) -> Array:

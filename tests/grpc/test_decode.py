@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -192,3 +194,23 @@ def test_details_stay_below_what_clients_take() -> None:
         cut = details_of(ModelFailed(character * 20_000))
         assert len(cut.encode()) < 8000
         assert cut.endswith(" ...")
+
+
+@pytest.mark.fault("J10")
+def test_very_many_outputs_or_inputs_are_looked_at_once_each() -> None:
+    made = message()
+    for number in range(20_000):
+        made.outputs.add(name=f"OUT{number}")
+    shared = ModelInferRequest(model_name="m")
+    for number in range(10_000):
+        tensor = shared.inputs.add(name=f"IN{number}", datatype="FP32", shape=[1])
+        tensor.parameters["shared_memory_region"].string_param = "region"
+        tensor.parameters["shared_memory_byte_size"].int64_param = 4
+    began = time.thread_time()
+    assert len(decode(made).request.outputs or ()) == 20_000
+    assert len(decode(shared).shared) == 10_000
+    assert time.thread_time() - began < 1
+    made.outputs.add(name="OUT7")
+    assert refusal(made) == "output 'OUT7' already exists in request"
+    shared.inputs.add().CopyFrom(shared.inputs[7])
+    assert refusal(shared) == "input 'IN7' already exists in request"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 from typing import Any
 
@@ -420,3 +421,22 @@ def test_a_result_that_is_no_tensor_is_the_models_fault() -> None:
 
 def test_every_type_has_its_samples() -> None:
     assert {BY_NUMPY[sample(dtype, (1,)).dtype] for dtype in NUMERIC} == set(NUMERIC)
+
+
+def test_data_that_lies_beside_deep_lists_is_not_gone_through_for_each_of_their_levels() -> None:
+    deep: list[Any] = [0.5]
+    for _ in range(90):
+        deep = [deep]
+    data = [*[1.0] * 200_000, deep, 2.0]
+    text = json.dumps({"inputs": [{"name": "A", "datatype": "FP32", "shape": [len(data)], "data": data}]}).encode()
+    began = time.thread_time()
+    array = decoded(text)["A"]
+    assert time.thread_time() - began < 1
+    assert array[-3:].tolist() == [1.0, 0.5, 2.0]
+
+
+@given(st.recursive(st.integers(0, 9), lambda inner: st.lists(inner, max_size=4), max_leaves=30))
+def test_however_data_is_nested_its_elements_keep_their_order(nested: Any) -> None:
+    nested = nested if isinstance(nested, list) else [nested]
+    flat = [int(digit) for digit in json.dumps(nested) if digit.isdigit()]
+    assert from_json("INT32", [len(flat)], nested).tolist() == flat
