@@ -7,6 +7,7 @@ its scope.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -22,6 +23,7 @@ SUFFIX: Final = "/infer"
 TIMING: Final = b"flowserve-timing"  # a request with this header wants to know what became of it
 _ELSEWHERE: Final = CODINGS | {TIMING}  # headers that may send a request another way than the common one
 _FOUND: Final = "flowserve.asked"
+_LENGTH: Final = re.compile(rb"-?[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,6 @@ def _matters(name: bytes, value: bytes) -> bool:
 
 
 def _length(value: bytes) -> int:
-    try:
-        if len(value) < 20:  # int() has its own limit, far beyond any body
-            return int(value)
-    except ValueError:
-        pass
+    if _LENGTH.fullmatch(value):  # int() itself takes 1_0, too
+        return int(value)
     raise Invalid(f"Unable to parse inference header size, got: {value[:40].decode('latin-1')}")

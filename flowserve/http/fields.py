@@ -13,6 +13,7 @@ from typing import Any, Final
 from flowserve.errors import Invalid
 
 _ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, far fewer than hurt
+_INT64_MIN: Final = -(2**63)
 _UINT64_MAX: Final = 2**64 - 1
 _NOTHING: Final[dict[str, Any]] = {}
 
@@ -67,6 +68,13 @@ def bool_of(entry: Mapping[str, Any], key: str, where: str = "") -> bool:
     if type(value) is not bool:
         raise Invalid(f"Unable to parse '{key}': attempt to access JSON non-boolean as boolean{where}")
     return value
+
+
+def is_parameter(value: object) -> bool:
+    """Whether a request's parameter may be this. Python reads integers of any size, and answers cannot repeat them."""
+    if type(value) is int:
+        return _INT64_MIN <= value <= _UINT64_MAX
+    return isinstance(value, str | bool | float)
 
 
 def missing(key: str, where: str) -> Invalid:

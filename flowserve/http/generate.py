@@ -27,6 +27,7 @@ from flowserve.http.documents import ReadBody
 from flowserve.http.encode import json_data
 from flowserve.http.errors import error_body
 from flowserve.http.events import Say, send_events
+from flowserve.http.fields import is_parameter
 from flowserve.http.forwarding import forward
 from flowserve.http.infer_header import InputHeader, load_json
 from flowserve.http.traced import context_of
@@ -141,10 +142,10 @@ def _asked(body: bytes, deployment: Deployment) -> Request:
     for name, value in _members(body):
         spec = deployment.inputs.get(name)
         if spec is None:
-            if not isinstance(value, str | bool | int | float):
+            if not is_parameter(value):
                 raise Invalid(
                     f"parameter '{name}' has invalid type: it is neither an input of model '{deployment.name}' nor a "
-                    "string, a number or a boolean"
+                    "string, a number of at most 64 bits or a boolean"
                 )
             parameters[name] = value
         elif name in inputs:

@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from flowserve.errors import Invalid
-from flowserve.http.fields import array_of, bool_of, missing, object_of, string_of, uint_of
+from flowserve.http.fields import array_of, bool_of, is_parameter, missing, object_of, string_of, uint_of
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion, Window
 from flowserve.runtime.request_parameters import BINARY_OUTPUT, KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
@@ -141,7 +141,10 @@ def load_json(text: bytes | bytearray | memoryview) -> Any:
 
 def _load_lenient_json(text: bytes) -> Any:
     try:
-        return json.loads(text)
+        found = json.loads(text.decode())
+        if b"\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        return found
     except ValueError as error:
         raise Invalid(f"failed to parse the request JSON buffer: {error}") from None
 
@@ -282,8 +285,10 @@ def _custom_parameters(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]
             continue
         if key.startswith(RESERVED_PREFIX):
             raise reserved(key)
-        if not isinstance(value, str | bool | int | float):
-            raise Invalid(f"parameter '{key}' has invalid type; it should be a string, a number or a boolean")
+        if not is_parameter(value):
+            raise Invalid(
+                f"parameter '{key}' has invalid type; it should be a string, a number of at most 64 bits or a boolean"
+            )
         custom[key] = value
     return custom
 

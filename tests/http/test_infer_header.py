@@ -312,3 +312,27 @@ def test_a_huge_shape_costs_nothing() -> None:
     began = time.thread_time()
     parse_header(one_input(shape=[1, 2**31]), "m")
     assert time.thread_time() - began < 0.5
+
+
+HALF_A_PAIR = b'"\\ud800"'
+
+
+@pytest.mark.fault("J12")
+@pytest.mark.parametrize(
+    "where",
+    [b'"id": %b', b'"parameters": {"mine": %b}', b'"parameters": {%b: 1}', b'"parameters": {"sequence_id": %b}'],
+)
+@pytest.mark.parametrize("half", [HALF_A_PAIR, b'"\xed\xa0\x80"'])
+def test_half_of_a_surrogate_pair_is_refused_beside_numbers_that_json_has_not(where: bytes, half: bytes) -> None:
+    """NaN is read by another parser, which takes them; no answer could repeat such text."""
+    text = b'{"inputs": [{"name": "A", "datatype": "FP32", "shape": [1], "data": [NaN]}], %b}' % (where % half)
+    assert "failed to parse the request JSON buffer" in refusal(text)
+    whole = where % b'"\\ud83d\\ude00"'
+    assert parse_header(text.replace(where % half, whole), "m").inputs[0].data is not None
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
+def test_a_parameter_of_more_than_64_bits_is_refused_beside_numbers_that_json_has_not(value: int) -> None:
+    text = b'{"inputs": [{"name": "A", "datatype": "FP32", "shape": [1], "data": [NaN]}], "parameters": {"mine": %d}}'
+    assert "parameter 'mine' has invalid type" in refusal(text % value)
+    assert parse_header(text % (2**64 - 1), "m").parameters == {"mine": 2**64 - 1}
