@@ -102,6 +102,8 @@ class FunctionAnswers:
         """The answer as an array that nobody writes to any more."""
         if not isinstance(made[number], np.ndarray):
             raise self.broken(f"returned {type(made[number]).__name__} where an array was expected", spec)
+        if type(made[number]) is not np.ndarray:
+            made[number] = np.asarray(made[number])  # its elements, whatever a masked array makes of them
         if spec.dtype is DType.BYTES:
             return self._as_bytes(made[number], spec)
         if self._is_pure or (made[number].flags.owndata and _holders(made, number) == _ALONE):

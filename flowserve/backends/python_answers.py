@@ -221,7 +221,10 @@ class AnswerReader:
         """What the model promised otherwise, "" for nothing. Strings become `bytes` on the way."""
         array = tensor.as_numpy()
         if output.spec.dtype is DType.BYTES and array.dtype.kind in "OSU":
-            array = tensor._array = as_bytes(array)
+            try:
+                array = tensor._array = as_bytes(array)
+            except UnicodeEncodeError as error:
+                return f"a string is no Unicode text: {error}"
         if array.dtype != output.numpy:
             return f"the configuration promises {output.spec.dtype}, the model answered {array.dtype}"
         shape = array.shape

@@ -56,8 +56,10 @@ class Tensor:
     __slots__ = ("_array", "_name")
 
     def __init__(self, name: str, numpy_array: Array) -> None:
-        if not isinstance(numpy_array, np.ndarray):
-            raise TypeError(f"Tensor '{name}' wants a numpy array, got {type(numpy_array).__name__}")
+        if type(numpy_array) is not np.ndarray:
+            if not isinstance(numpy_array, np.ndarray):
+                raise TypeError(f"Tensor '{name}' wants a numpy array, got {type(numpy_array).__name__}")
+            numpy_array = np.asarray(numpy_array)  # its elements, whatever a masked array makes of them
         self._name = name
         self._array: Array | None = numpy_array
 

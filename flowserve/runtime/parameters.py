@@ -21,6 +21,8 @@ from flowserve.values import Parameter, Request
 # Of an ensemble whose request belongs to no sequence; always this object, so that whoever writes answers knows it.
 STATELESS: Final[Mapping[str, Parameter]] = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 NONE: Final[Mapping[str, Parameter]] = {}
+_INT64_MIN: Final = -(2**63)
+_UINT64_MAX: Final = 2**64 - 1
 
 Said = Mapping[int, Mapping[str, Any]]
 
@@ -50,8 +52,14 @@ def request_after(flow: Flow, model: str, parameters: Mapping[str, Any]) -> Requ
     """The request of an ensemble as the steps after one that said this are told it; None where the flow is one model's,
     whose parameters are the answer's own. Raises ModelFailed, Invalid for what cannot be said.
     """
-    if not all(isinstance(value, (str, int, float)) for value in parameters.values()):
-        raise ModelFailed(f"model '{model}': response parameters are strings, numbers, booleans")
+    for key, value in parameters.items():
+        if not isinstance(value, (str, int, float)):
+            raise ModelFailed(f"model '{model}': response parameters are strings, numbers, booleans")
+        if not _can_travel(key) or not _can_travel(value):
+            raise ModelFailed(
+                f"model '{model}': response parameter {key!r} is {value!r:.100}, which no answer can say; numbers have "
+                "at most 64 bits, and strings are Unicode text"
+            )
     request: Request = flow.request
     if not flow.plan.graph.is_ensemble:
         return None
@@ -65,6 +73,17 @@ def request_after(flow: Flow, model: str, parameters: Mapping[str, Any]) -> Requ
         if not isinstance(flag, bool):
             raise Invalid(f"expected parameter '{key}' to be true or false, got {flag!r}")
     return replace(request, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
+
+
+def _can_travel(value: Parameter) -> bool:
+    """Whether both protocols have a way to write it."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            return False
+        return True
+    return not isinstance(value, int) or _INT64_MIN <= value <= _UINT64_MAX
 
 
 def of_ensemble(request: Request) -> Mapping[str, Parameter]:

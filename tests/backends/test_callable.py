@@ -15,6 +15,7 @@ from flowserve.backends.callable import CallableBackend, LoadedFunction, offer
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.functions import FunctionModel, model
+from flowserve.memory import raw
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, Request
 
@@ -74,6 +75,11 @@ def test_a_whole_batch_is_one_array_that_nobody_copied() -> None:
     assert [x.shape for x in seen] == [(3, 2)]
     assert arrays(results) == [[[2, 4]], [[2, 2], [2, 2]]]
     assert list(results.copied) == [0]
+
+
+def test_a_masked_array_is_its_elements() -> None:
+    results = run(function(lambda x: np.ma.masked_array(x * 2, mask=x > 1)), [row(1, 2)])
+    assert np.frombuffer(raw.block(results.outputs[0][0].array), np.float32).tolist() == [2, 4]
 
 
 def test_inputs_are_read_only() -> None:

@@ -32,6 +32,7 @@ from flowserve.errors import (
     Unavailable,
     Unsupported,
 )
+from flowserve.memory import raw
 from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
 from flowserve.values import DType, Request
 
@@ -104,6 +105,22 @@ def test_each_request_gets_its_own_answer(python: Open) -> None:
     assert values(results) == [rows(2).tolist(), rows(4, 6).tolist()]
     assert results.errors == {}
     assert not results.copied
+
+
+@pytest.mark.parametrize("size", [4, 4000])
+def test_an_array_of_another_class_is_answered_as_its_elements(python: Open, size: int) -> None:
+    source = executing(answer("np.ma.masked_array(x, mask=x > 1)"))
+    model = python(source, inputs=[spec("x", dims=(size,))], outputs=[spec("y", dims=(size,))])
+    (column,) = model.run({"x": np.full((1, size), 2, np.float32)}).outputs
+    assert raw.block(column[0].array) == np.full((1, size), 2, np.float32).tobytes()
+
+
+def test_a_string_that_is_no_text_fails_its_request_only(python: Open) -> None:
+    source = executing(answer("np.array([['\\ud800' if x[0, 0] else 'text']], np.object_)"))
+    results = python(source, outputs=[spec("y", (1,), DType.BYTES)]).run({"x": rows(0)}, {"x": rows(1)})
+    assert values(results)[0] == [[b"text"]]
+    assert [*results.errors] == [1]
+    assert "output 'y': a string is no Unicode text" in str(results.errors[1])
 
 
 @pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"# -*- coding: latin-1 -*-\n# f\xfcr\n"])

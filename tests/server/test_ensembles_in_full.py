@@ -60,6 +60,11 @@ TELLS = """
         return answer(**{name: np.array([[text.encode()]], np.object_)
                          for name, text in zip(("ID", "PARAMETERS", "SEQUENCE"), told)})
 """
+SAYS_TOO_MUCH = r"""
+        said = [{"n": 2**64}, {"n": -(2**63) - 1}, {"n": "\ud800"}, {"\ud800": 1}, {"n": 2**64 - 1}]
+        chosen = said[int(given("IN")[0, 0])]
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", given("IN"))], parameters=chosen)
+"""
 REFUSES = 'return refuse("not mine") if given("IN")[0, 0] < 0 else answer(OUT=given("IN") + 1)'
 SHAPES = 'return answer(OUT=np.array(given("IN").shape, np.int64)[None] if {batched} else np.array(given("IN").shape))'
 
@@ -175,6 +180,7 @@ def served(
             {"note": "three", "share": 0.5, "sure": True})
 """
     model("says", says, more="dynamic_batching { }\n")
+    model("says_too_much", SAYS_TOO_MUCH)
     ensemble("around_says", graph(BOTH, step("says", IN, OUT)))
     speaks = """
         said = '{"sequence_id": "seven", "sequence_end": true}' if given("IN")[0, 0] > 0 else '{"sequence_end": "yes"}'
@@ -418,6 +424,14 @@ def test_what_a_models_answer_says_besides_its_tensors_reaches_its_client(wire: 
     assert "parameters" not in ask(wire, "says", IN=[0.0, 0.0, 0.0, 0.0]).json
     pair = wire.together([wire.infer_request("says", [row]) for row in (ROW, [0.0] * 4)])
     assert ["parameters" in answer.json for answer in pair] == [True, False]
+
+
+def test_a_response_parameter_that_no_answer_can_say_is_its_models_mistake(wire: Any) -> None:
+    for which in range(4):
+        answer = wire.infer("says_too_much", [[which, 0, 0, 0]])
+        assert answer.status == 500
+        assert answer.error.startswith("model 'says_too_much': response parameter ")
+    assert wire.infer("says_too_much", [[4, 0, 0, 0]]).json["parameters"] == {"n": 2**64 - 1}
 
 
 def test_of_a_step_only_what_it_says_of_the_sequence_reaches_the_client_of_the_ensemble(wire: Any) -> None:
