@@ -118,9 +118,8 @@ class _Scope:
 
 
 class _Folding:
-    """
-
-    alks a well-formed ensemble and the ones inside it, collecting model calls; each call's sources stand before it.
+    """Walks a well-formed ensemble and the ones inside it, collecting model calls; each call's sources stand before
+    it.
     """
 
     def __init__(self, config: ModelConfig, available: Available) -> None:

@@ -194,9 +194,8 @@ def feeds_required_input(w: Wiring, ensemble: ModelConfig, tensor: str) -> bool:
 
 
 def circles_below(w: Wiring) -> dict[str, str]:
-    """
-
-    nsembles below this one that cannot be because of a circle this one is not part of, each with the circle's text.
+    """Ensembles below this one that cannot be because of a circle this one is not part of, each with the circle's
+    text.
     """
     below = ensembles_below(w.config, w.available)
     found: dict[str, str] = {}

@@ -43,10 +43,8 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """
-
-    writers[T]` and `readers[T]` in the order of the file, the ensemble itself first among the writers and last among
-    the readers.
+    """`writers[T]` and `readers[T]` in the order of the file, the ensemble itself first among the writers and last
+    among the readers.
     """
 
     config: ModelConfig
