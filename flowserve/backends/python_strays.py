@@ -32,8 +32,9 @@ class Strays:
         self._missed: set[str] = set()
         self._unlike: set[str] = set()
 
-    def tell(self, name: str) -> None:
-        """Once for each name."""
+    def tell(self, name: object) -> None:
+        """Once for each name, which a model's author may have made of anything."""
+        name = str(name)
         if name in self._told or len(self._told) >= NAMES_MAX:
             return
         self._told.add(name)

@@ -47,7 +47,9 @@ def _ask(failed: str, what: str, arguments: Sequence[Any], files: Mapping[str, b
         raise TritonModelException(f"{failed}: {error}") from None
 
 
-def _bytes(model: str, name: str, content: Any) -> bytes:
+def _bytes(model: str, name: Any, content: Any) -> bytes:
+    if not isinstance(name, str):
+        raise TritonModelException(f"failed to load model '{model}', the path of a file should be a string: {name!r}")
     if not isinstance(content, bytes | bytearray | memoryview):
         raise TritonModelException(f"failed to load model '{model}', the content of {name!r} should be bytes")
     return bytes(content)

@@ -153,7 +153,9 @@ def check_first(
 
 
 def _is_id(given: object) -> bool:
-    return isinstance(given, str) or (isinstance(given, Integral) and 0 < int(given) <= ID_MAX)
+    if isinstance(given, str):
+        return not any("\ud800" <= one <= "\udfff" for one in given)  # half of a surrogate pair is no text
+    return isinstance(given, Integral) and 0 < int(given) <= ID_MAX
 
 
 def without_start(policy: SequencePolicy, sequence_id: SequenceId, why: str = "") -> Invalid:

@@ -310,6 +310,19 @@ def test_an_output_that_the_configuration_does_not_have_is_told_once(
     assert caplog.messages == [told, LEFT_OUT]
 
 
+def test_an_output_whose_name_is_no_string_is_one_that_nobody_configured(
+    python: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = executing("x = pb_utils.InferenceResponse([pb_utils.Tensor(n, x) for n in (b'y', 5, 'y')])", "").replace(
+        "        return responses", "            responses.append(x)\n        return responses"
+    )
+    assert values(python(source).run({"x": rows(1)})) == [rows(1).tolist()]
+    assert [message.split(",")[0] for message in caplog.messages] == [
+        "model 'm' answered output 'b'y''",
+        "model 'm' answered output '5'",
+    ]
+
+
 def test_an_output_of_another_type_or_shape_is_told_once_besides_failing_its_requests(
     python: Open, caplog: pytest.LogCaptureFixture
 ) -> None:

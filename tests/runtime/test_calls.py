@@ -246,6 +246,18 @@ async def test_what_goes_wrong_is_a_response_with_an_error(served: Served) -> No
     assert served.counted("bad") == (0, 2)
 
 
+@pytest.mark.parametrize(
+    "given", ["inputs=[pb_utils.Tensor(5, given)]", "inputs=[], requested_output_names=['OUT', None]"]
+)
+async def test_a_name_that_is_none_is_told_its_author_and_disturbs_nobody(served: Served, given: str) -> None:
+    """In a process it was taken for a process that says what cannot be; on a thread it ended the whole server."""
+    await served.add("callee", "return given")
+    body = f"if given[0, 0]:\n    pb_utils.InferenceRequest(model_name='callee', {given}).exec()\nreturn given"
+    await served.add("caller", body)
+    await fails(served, "caller", "model 'caller': names of tensors are strings, got (5|None)")
+    assert await served.ask("caller", 0) == [0]
+
+
 async def test_a_model_that_calls_itself_and_has_one_instance_is_told_so_at_once(served: Served) -> None:
     await served.add("a", "return value(request('a', given - 1).exec()) if given[0, 0] > 0 else given")
     await fails(served, "a", "4 model 'a' -> 'a': this call can never be answered")

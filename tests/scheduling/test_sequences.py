@@ -154,6 +154,7 @@ def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Re
         ),
         (Ask(2**64, start=True), "is neither a text nor a whole number from 1 to 18446744073709551615"),
         (Ask(1.5, start=True), "correlation ID 1.5 of an inference request to model 'a' is neither a text nor"),  # type: ignore[arg-type]
+        (Ask("half of a pair: \ud800", start=True), "is neither a text nor"),
         (Ask("x" * 129, start=True), "string correlation ID cannot be longer than 128 characters"),
         (Ask("x", start=True), "control 'ID' data-type is 'BYTES', but model 'a' expects 'UINT64'"),
     ],

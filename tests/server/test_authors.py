@@ -137,6 +137,8 @@ LOADS = """
             return raised(pb_utils.is_model_ready, "nobody", "one")
         if given == 3:
             return raised(pb_utils.load_model, "nobody", "", {"file:1/model.py": "text"})
+        if given == 9:
+            return raised(pb_utils.load_model, "nobody", "", {5: b"text"})
         if given == 4:
             pb_utils.unload_model(self.plain)
             gone = pb_utils.is_model_ready(self.plain)
@@ -295,6 +297,7 @@ def test_a_model_loads_and_unloads_others(client: triton.InferenceServerClient, 
     assert asked(client, plain, 7.0) == 7.0
     assert "failed to get model version from specified version string 'one'" in told(client, name, 2)
     assert told(client, name, 3) == "failed to load model 'nobody', the content of 'file:1/model.py' should be bytes"
+    assert told(client, name, 9) == "failed to load model 'nobody', the path of a file should be a string: 5"
     if place == "inline":
         reason = "while it runs on the event loop, which does that; use --python-execution process or thread"
         assert reason in told(client, name, 1)
