@@ -20,12 +20,18 @@ from flowserve.values import BY_NUMPY, Array, DType
 
 Buffer = bytes | bytearray | memoryview
 
+DIMENSIONS_MAX: Final = 64  # numpy's
 _INT64_MAX: Final = 2**63 - 1
 _COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
 
 
 def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
     """How many elements `shape` holds. Raises `Invalid` where no machine could hold them."""
+    if len(shape) > DIMENSIONS_MAX:  # before they are multiplied: the product of very many is work for minutes
+        raise Invalid(
+            f"the shape of input '{name}' cannot be used: it has {len(shape)} dimensions, and {DIMENSIONS_MAX} are the "
+            "most"
+        )
     count = math.prod(shape)
     if count > _INT64_MAX or max(shape, default=0) > _INT64_MAX:
         raise Invalid(

@@ -214,3 +214,13 @@ def test_very_many_outputs_or_inputs_are_looked_at_once_each() -> None:
     assert refusal(made) == "output 'OUT7' already exists in request"
     shared.inputs.add().CopyFrom(shared.inputs[7])
     assert refusal(shared) == "input 'IN7' already exists in request"
+
+
+@pytest.mark.fault("S8")
+def test_dimensions_without_number_are_not_multiplied() -> None:
+    made = message(shape=(2**62,) * 60_000 + (0,))
+    began = time.thread_time()
+    assert refusal(made) == "the shape of input 'IN' cannot be used: it has 60001 dimensions, and 64 are the most"
+    assert time.thread_time() - began < 1
+    assert decode(message(shape=(1,) * 64, raw=bytes(4))).request.inputs["IN"].ndim == 64
+    assert "cannot be used" in refusal(message(shape=(1,) * 65, raw=bytes(4)))
