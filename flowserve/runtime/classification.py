@@ -16,7 +16,7 @@ from flowserve.errors import Invalid
 from flowserve.runtime.deployment import Deployment
 from flowserve.values import BY_NUMPY, Array, DType, Response
 
-ELEMENTS_MAX: Final = 1_000_000  # of one row: ranking is work for the loop
+ELEMENTS_MAX: Final = 1_000_000  # of one row, and classes of all: ranking is work for the loop
 _UNRANKED: Final = frozenset({DType.BOOL, DType.BYTES, DType.FP16, DType.BF16})
 
 
@@ -54,10 +54,16 @@ def classify(name: str, array: Array, count: int, labels: Sequence[str], *, batc
             "ranked; ask for the tensor itself"
         )
     depth = min(count, width)
+    if rows * depth > ELEMENTS_MAX:
+        raise Invalid(
+            f"class result not available for output '{name}': {rows} rows of {depth} classes, at most {ELEMENTS_MAX} "
+            "classes are made; ask for fewer, or for the tensor itself"
+        )
     classes = np.empty((rows, depth), np.object_)
     for row, values in enumerate(array.reshape(rows, width)):
-        for place, index in enumerate(_largest(values, depth)):
-            classes[row, place] = _class(values[index], int(index), labels)
+        largest = _largest(values, depth)
+        pairs = zip(values[largest].tolist(), largest.tolist(), strict=True)
+        classes[row] = [_class(value, index, labels) for value, index in pairs]
     return classes if batching else classes.reshape(depth)
 
 
@@ -69,8 +75,8 @@ def _largest(values: Array, depth: int) -> Array:
     return np.argsort(keys, kind="stable")[:depth]
 
 
-def _class(value: np.generic, index: int, labels: Sequence[str]) -> bytes:
+def _class(value: object, index: int, labels: Sequence[str]) -> bytes:
     # As C++ prints it: six decimals for fractions, none for integers.
-    number = f"{value:f}" if value.dtype.kind == "f" else str(value)
+    number = f"{value:f}" if isinstance(value, float) else str(value)
     label = f":{labels[index]}" if index < len(labels) and labels[index] else ""
     return f"{number}:{index}{label}".encode()

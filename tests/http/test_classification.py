@@ -65,6 +65,13 @@ def test_rows_that_take_long_to_rank_are_refused() -> None:
         classify("OUT", np.zeros((1, ELEMENTS_MAX + 1), np.int8), 1, [], batching=True)
 
 
+def test_more_classes_than_the_loop_has_time_for_are_refused_however_many_rows_they_are_of() -> None:
+    scores = np.zeros((8, ELEMENTS_MAX // 4), np.int8)
+    with pytest.raises(Invalid, match="8 rows of 250000 classes"):
+        classify("OUT", scores, ELEMENTS_MAX, [], batching=True)
+    assert classify("OUT", scores, 2, [], batching=True).shape == (8, 2)
+
+
 async def test_a_client_gets_classes_as_json_and_binary(engine: Engine, api: Any) -> None:
     add_function(engine, "score", [lambda array: array], dims=(3,))
     one = {"name": "IN", "datatype": "FP32", "shape": [2, 3], "data": [0.5, 3, 1, -1, -2, -3]}
