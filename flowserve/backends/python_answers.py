@@ -91,7 +91,10 @@ class AnswerReader:
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
         """What one response for each member, in a list that nobody else holds, come to."""
         try:
-            alike = self._take_alike(responses, work)
+            try:
+                alike = self._take_alike(responses, work)
+            except AttributeError:  # of something that is no tensor, which is told below
+                alike = None
             if alike is not None:
                 return alike
             outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
@@ -172,18 +175,24 @@ class AnswerReader:
                 placed.append(0)
         return Results(outputs, _NONE, placed=placed, parameters=_NONE)
 
-    def _sort(self, responses: list[InferenceResponse], work: Work, errors: Errors) -> list[list[Place]]:
+    def _sort(self, responses: list[Any], work: Work, errors: Errors) -> list[list[Place]]:
         """Where the answers for each output stand. Tensors that nobody asked for are ignored, and so are those that
         nobody configured, which the log tells.
         """
         columns: list[list[Place]] = [[] for _ in self._specs]
         for m, response in enumerate(responses):
-            if type(response) is not InferenceResponse or response._error is not None:
+            if not isinstance(response, InferenceResponse) or response._error is not None:
                 errors[m] = self._refusal(response)
                 continue
             wanted = work.wanted[m]
             rows = work.rows[m]
             for k, tensor in enumerate(response._outputs):
+                if not isinstance(tensor, Answer):
+                    found = type(tensor).__name__
+                    errors[m] = ModelFailed(
+                        f"model '{self._model}' answered {found} where pb_utils.Tensor was expected"
+                    )
+                    break
                 output = self._outputs.get(tensor._name)
                 if output is None:
                     self._strays.tell(tensor._name)

@@ -310,6 +310,21 @@ def test_an_output_that_the_configuration_does_not_have_is_told_once(
     assert caplog.messages == [told, LEFT_OUT]
 
 
+@pytest.mark.parametrize("given", ["x", "None", "('y', x)"])
+def test_an_output_that_is_no_tensor_fails_its_request_only(python: Open, given: str) -> None:
+    body = f"y = {given} if x[0, 0] else pb_utils.Tensor('y', x)\nresponses.append(pb_utils.InferenceResponse([y]))"
+    results = python(executing(body)).run({"x": rows(0)}, {"x": rows(1)})
+    assert values(results)[0] == rows(0).tolist()
+    assert [*results.errors] == [1]
+    assert "where pb_utils.Tensor was expected" in str(results.errors[1])
+
+
+def test_a_response_may_be_of_a_class_of_the_models_own(python: Open) -> None:
+    source = executing("responses.append(Own([pb_utils.Tensor('y', x)]))")
+    source = source.replace("class Tri", "class Own(pb_utils.InferenceResponse):\n    pass\nclass Tri")
+    assert values(python(source).run({"x": rows(1)}, {"x": rows(2)})) == [rows(1).tolist(), rows(2).tolist()]
+
+
 def test_an_output_whose_name_is_no_string_is_one_that_nobody_configured(
     python: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
