@@ -7,7 +7,7 @@ caller's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from flowserve.backends import triton_python_backend_utils as pb_utils
@@ -15,7 +15,7 @@ from flowserve.backends.base import ModelFiles
 from flowserve.backends.python_import import forget_model
 from flowserve.backends.python_source import Source
 from flowserve.config.types import Completion, ModelConfig
-from flowserve.errors import Invalid
+from flowserve.errors import Invalid, Problem, Problems
 from flowserve.values import DType, TensorSpec
 
 ENTRY: Final = f"{__name__}:completed_here"
@@ -45,15 +45,32 @@ def completed_here(config: ModelConfig, files: ModelFiles) -> dict[str, Any] | N
 
 
 def completion(config: ModelConfig, written: Mapping[str, Any]) -> Completion:
-    """What the model added to its configuration. Tensors are given whole: the user's own are among them, unchanged."""
+    """What the model added to its configuration. Tensors are given whole: the user's own are among them, unchanged.
+    Raises Invalid where what it says cannot be one.
+    """
+    _check(config, written)
     policy = written.get("model_transaction_policy")
     return Completion(
         inputs=tuple(_spec(config, entry) for entry in written.get("input", ())) or None,
         outputs=tuple(_spec(config, entry) for entry in written.get("output", ())) or None,
-        max_batch_size=None if config.max_batch_size else written.get("max_batch_size") or None,
+        max_batch_size=None if config.max_batch_size else int(written.get("max_batch_size") or 0) or None,
         dynamic_batching="dynamic_batching" in written and config.dynamic_batching is None,
         decoupled=None if policy is None else bool(policy.get("decoupled", False)),
     )
+
+
+def _check(config: ModelConfig, written: object) -> None:
+    """Whether all of it is of the types that a configuration has: models are free to write anything into it."""
+    from flowserve.config.parse import parse  # with protobuf, which the process that asks the model does without
+
+    try:
+        problems: Sequence[Problem] = parse(json.dumps(written), "", "json").problems
+    except Problems as found:
+        problems = found.problems
+    if problems:
+        place = problems[0].place
+        where = f"{place.path}: " if place and place.path else ""
+        raise Invalid(f"auto_complete_config function in model '{config.name}': {where}{problems[0].message}")
 
 
 def _spec(config: ModelConfig, entry: Mapping[str, Any]) -> TensorSpec:

@@ -870,6 +870,27 @@ def test_a_completion_that_contradicts_the_user_is_refused(repository: Repositor
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("config.add_input({'name': 5, 'data_type': 'TYPE_INT8', 'dims': [4]})", 'input[0].name: field "name": Exp'),
+        ("config.add_input({'name': 'x', 'data_type': [], 'dims': [4]})", "input[0].data_type: field"),
+        ("config.add_input({'name': 'x', 'data_type': 'TYPE_INT8', 'dims': [2**70]})", "Integer out of range"),
+        ("config.add_input({'name': 'x', 'data_type': 'TYPE_INT8', 'dims': [1.5]})", "Expected integer, found 1.5"),
+        ("config.add_input({'name': 'x', 'data_type': 'TYPE_INT8', 'dims': [1], 'reshape': []})", "input[0].reshape"),
+        ("config.set_max_batch_size(2**40)", 'max_batch_size: field "max_batch_size": Integer out of range'),
+        ("config.set_model_transaction_policy({'decoupled': 'false'})", 'Expected true or false, found "false"'),
+        ("config._model_config = []", "a configuration in JSON is an object"),
+    ],
+)
+def test_a_completion_of_other_types_is_refused_by_its_field(repository: Repository, body: str, text: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        complete(repository, f"{body}\nreturn config")
+    assert str(caught.value).startswith("auto_complete_config function in model 'm': ")
+    assert text in str(caught.value)
+    assert complete(repository, "config.set_max_batch_size(4.0)\nreturn config").max_batch_size == 4
+
+
 def test_models_on_threads_are_forgotten_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     class Meanwhile(str):
         """A name that is looked at while another thread forgets its own module."""
