@@ -8,6 +8,7 @@ that say what a body is.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -106,11 +107,10 @@ def json_data(name: str, array: Array, dtype: DType) -> Any:
 
 
 def _with_bare_tokens(flat: Array) -> orjson.Fragment:
-    tokens = orjson.dumps(flat, option=_NUMPY)[1:-1].split(b",")  # orjson writes null for what is not finite
-    for index in np.flatnonzero(~np.isfinite(flat)):
-        value = flat[index]
-        tokens[index] = b"NaN" if np.isnan(value) else b"Infinity" if value > 0 else b"-Infinity"
-    return orjson.Fragment(b"[" + b",".join(tokens) + b"]")
+    between = orjson.dumps(flat, option=_NUMPY).split(b"null")  # which orjson writes for what is not finite
+    strange = flat[~np.isfinite(flat)]
+    tokens = np.where(np.isnan(strange), b"NaN", np.where(strange > 0, b"Infinity", b"-Infinity")).tolist()
+    return orjson.Fragment(b"".join(chain.from_iterable(zip(between, [*tokens, b""], strict=True))))
 
 
 def _strings(name: str, array: Array) -> list[str]:

@@ -334,6 +334,13 @@ def test_what_is_not_a_finite_number_travels_both_ways() -> None:
     assert json.loads(answer)["outputs"][0]["data"][1:] == [float("inf"), float("-inf"), 0.1]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@given(values=st.lists(st.floats(width=32), max_size=8))
+def test_wherever_they_stand_among_the_others(dtype: Any, values: list[float]) -> None:
+    (answer,), _ = encode(Response("m", 1, {"A": np.array(values, dtype)}), AnswerForm())
+    np.testing.assert_array_equal(np.array(json.loads(answer)["outputs"][0]["data"], dtype), np.array(values, dtype))
+
+
 @pytest.mark.fault("J13")
 def test_a_number_beyond_fp32_is_infinite_and_one_beyond_fp64_refused() -> None:
     assert from_json("FP32", [1], [1e300]).tolist() == [float("inf")]
