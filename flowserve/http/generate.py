@@ -29,7 +29,7 @@ from flowserve.http.errors import error_body
 from flowserve.http.events import Say, send_events
 from flowserve.http.fields import is_parameter
 from flowserve.http.forwarding import forward
-from flowserve.http.infer_header import InputHeader, load_json
+from flowserve.http.infer_header import InputHeader, check_json, load_json
 from flowserve.http.traced import context_of
 from flowserve.observe.server_timing import server_timing
 from flowserve.runtime.answers import Answers
@@ -174,6 +174,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _tensor(spec: TensorSpec, value: Any, *, batches: bool) -> Array:
+    check_json(spec.name, spec.dtype)
     data = value if isinstance(value, list) else [value]
     if any(isinstance(one, list | tuple) for one in data):
         raise Invalid(f"Unable to parse '{spec.name}': a scalar or a flat array is expected")

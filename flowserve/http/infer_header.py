@@ -204,11 +204,17 @@ def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
         raw.check_size(name, model, dtype, count, nbytes)
     elif not isinstance(data, list):
         raise Invalid(f"Unable to parse 'data': attempt to access JSON non-array as array{where}")
-    elif dtype in (DType.FP16, DType.BF16):
+    else:
+        check_json(name, dtype)
+    return InputHeader(name, dtype, shape, count, size, data, portion)
+
+
+def check_json(name: str, dtype: DType) -> None:
+    """Raises Invalid where an input of this type cannot travel as JSON."""
+    if dtype in (DType.FP16, DType.BF16):
         raise Invalid(
             f"receiving {dtype} data via JSON is not supported. Please use the binary data format for input {name}"
         )
-    return InputHeader(name, dtype, shape, count, size, data, portion)
 
 
 def _extents(inputs: Iterable[InputHeader]) -> tuple[tuple[raw.Extent, ...], int]:

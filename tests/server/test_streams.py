@@ -72,6 +72,7 @@ input { name: "FLAG" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
 output { name: "TEXT_OUT" data_type: TYPE_STRING dims: [ 1 ] }
 output { name: "NUMBERS_OUT" data_type: TYPE_FP32 dims: [ -1, 2 ] }
 output { name: "FLAG_OUT" data_type: TYPE_BOOL dims: [ 1 ] }
+input { name: "SHORT" data_type: TYPE_BF16 dims: [ 1 ] optional: true }
 """
 
 
@@ -227,6 +228,8 @@ def test_members_become_tensors_and_tensors_members(server: Served, asked: Any, 
         ({"FLAG": True}, "missing required input(s) ['TEXT']"),
         ('{"TEXT": "a", "TEXT": "b"}', "input 'TEXT' already exists in request"),
         ({"TEXT": "a", "parameters": {"TEXT": "b"}}, "input 'TEXT' already exists in request"),
+        ({"TEXT": "a", "SHORT": 1}, "receiving BF16 data via JSON is not supported"),
+        ({"TEXT": "a", "SHORT": 2**63}, "receiving BF16 data via JSON is not supported"),
         ({"TEXT": "a", "other": {}}, "parameter 'other' has invalid type"),
         ({"TEXT": "a", "other": 2**64}, "parameter 'other' has invalid type"),
         ('{"TEXT": "a", "other": "\\ud800", "third": NaN}', "failed to parse the request JSON buffer"),
