@@ -25,7 +25,9 @@ def read_labels(folder: Path, config: ModelConfig) -> Labels:
         if not spec.labels:
             continue
         try:
-            labels[spec.name] = tuple((folder / spec.labels).read_text("utf-8").splitlines())
+            text = (folder / spec.labels).read_text("utf-8")
+            # Not splitlines, which ends lines at characters that a label may have, and moves all that follow.
+            labels[spec.name] = tuple(text.removesuffix("\n").split("\n")) if text else ()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             place = config.source.place(f"output[{index}].label_filename")

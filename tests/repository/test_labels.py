@@ -47,6 +47,7 @@ def read(tmp_path: Path) -> Callable[[bytes], ReadModel]:
     ("content", "labels"),
     [
         (b"cat\ndog\n", ("cat", "dog")),
+        ("cat\u2028or kitten\n\x0cdog\x85\n\n".encode(), ("cat\u2028or kitten", "\x0cdog\x85", "")),
         (b"cat\r\ndog: small\r\n\r\nb\xc3\xa4r", ("cat", "dog: small", "", "bär")),
         (b"", ()),
     ],
