@@ -268,7 +268,7 @@ class Call:
                         post(many, response)
             end = None
         except FlowserveError as error:
-            end = error
+            end = error.with_traceback(None)  # or this frame would hold it, and it the frame
         except Exception as error:
             end = broken(error)
         finally:

@@ -61,6 +61,7 @@ class Stream:
         self._outbox: asyncio.Queue[tuple[Answer | None, Callable[[], None]]] = asyncio.Queue()
         self._is_read = False
         self._is_cut = False
+        self._is_over = False
 
     async def run(self, context: Any, stopping: asyncio.Event) -> None:
         """Until the client has said everything and was answered, or the server is `stopping` and those who asked
@@ -73,12 +74,24 @@ class Stream:
         except* FlowserveError as errors:
             raise errors.exceptions[0] from None
         finally:
-            for member in self._members:
-                if member.call is not None:
-                    member.call.leave()
-                    member.call.close()
+            self._let_go()
         if self._is_cut:
             raise Unavailable(STOPPING)
+
+    def _let_go(self) -> None:
+        """Nobody is written to any more. Errors that ended the stream, and what is still on its way to it, may hold the
+        stream for long; with its requests they would hold the models that these are for.
+        """
+        self._is_over = True
+        for member in self._members:
+            if member.call is not None:
+                member.call.leave()
+                member.call.close()
+                member.call = None
+        self._members.clear()
+        self._order.clear()
+        self._sequences.clear()
+        self._outbox = asyncio.Queue()
 
     # ------------------------------------------------------------------ in
 
@@ -125,6 +138,8 @@ class Stream:
 
     def _settle(self, member: _Member, outcome: Outcome) -> None:
         """The only outcome is there, or it is known that there are many. Those before it in the order go first."""
+        if self._is_over:
+            return
         member.is_settled = True
         if outcome is not STREAMED:
             member.answer = self._answer(member, outcome, is_final=True)
@@ -135,6 +150,8 @@ class Stream:
 
     def _one(self, member: _Member, outcome: Outcome) -> None:
         """One of many answers, or what ended them: None, or an error."""
+        if self._is_over:
+            return
         assert member.call is not None  # it told us
         if outcome is None and not member.call.asked.wants_final:
             self._outbox.put_nowait((None, partial(self._over, member)))
@@ -144,7 +161,7 @@ class Stream:
         elif isinstance(outcome, FlowserveError):
             self._outbox.put_nowait((self._answer(member, outcome), partial(self._over, member)))
         else:
-            self._outbox.put_nowait((self._answer(member, outcome), member.call.taken))
+            self._outbox.put_nowait((self._answer(member, outcome), partial(self._taken, member)))
 
     def _answer(self, member: _Member, outcome: Outcome, *, is_final: bool = False) -> Answer:
         if not isinstance(outcome, FlowserveError):
@@ -155,13 +172,22 @@ class Stream:
                 outcome = refusal
             except Exception as mistake:
                 outcome = broken(mistake)
-        return outcome if self._ends_on_error else stream_error(outcome, member.id)
+        if self._ends_on_error:
+            alone: FlowserveError = outcome.with_traceback(None)  # its frames hold the request
+            return alone
+        return stream_error(outcome, member.id)
+
+    @staticmethod
+    def _taken(member: _Member) -> None:
+        assert member.call is not None  # its end comes later
+        member.call.taken()
 
     def _over(self, member: _Member) -> None:
         if member.call is not None:
             member.call.close()
         if member.sequence is not None and self._sequences.get(member.sequence) is member.call:
             del self._sequences[member.sequence]
+        member.call = None
         self._members.discard(member)
         self._room.release()
         self._end_if_done()

@@ -75,6 +75,22 @@ def test_leaving_a_stream_withdraws_all_its_requests(served: Served, client: tri
     until(lambda: (canceled(served, "sleeps"), canceled(served, "repeats")) == (before[0] + 3, before[1] + 1))
 
 
+def test_a_stream_that_broke_off_keeps_no_model(served: Served, client: triton.InferenceServerClient) -> None:
+    """What an unload waits for is gone with the stream, however it ended, and not when the collector comes by."""
+    client.start_stream(lambda result, error: None)
+    for _ in range(3):
+        client.async_stream_infer("sleeps", sleep_for(0.2))
+    client.async_stream_infer("repeats", sleep_for(1e9))
+    until(lambda: _pending(served, "sleeps") == 2)
+    client.stop_stream(cancel_requests=True)
+    client.start_stream(lambda result, error: None, headers={"triton_grpc_error": "true"})
+    client.async_stream_infer("fails", sleep_for(1))
+    client.stop_stream()
+    for model in ("sleeps", "repeats", "fails"):
+        client.unload_model(model, client_timeout=10)
+        client.load_model(model)
+
+
 def _pending(served: Served, model: str) -> float:
     for line in metrics(served):
         if line.startswith(f'nv_inference_pending_request_count{{model="{model}"'):
