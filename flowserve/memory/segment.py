@@ -62,15 +62,20 @@ class Segment:
 
     @classmethod
     def create(cls, size: int) -> Segment:
-        """New memory of `size` bytes (whole pages), zero, which takes room only where it is written to."""
-        fd = memfd_create("flowserve", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+        """New memory of `size` bytes (whole pages), zero, which takes room only where it is written to. Raises
+        MemoryError where there is none to be had.
+        """
         try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
+            fd = memfd_create("flowserve", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, size)
+                fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+                memory = mmap.mmap(fd, size)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:  # which whoever talks over a socket would take for the end of that
+            raise MemoryError(f"shared memory of {size} bytes cannot be had: {error.strerror}") from error
         return cls(fd, size, next(_numbers), memory, is_writable=True)
 
     @classmethod

@@ -199,6 +199,27 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
     assert served.lent_bytes() == 0
 
 
+async def test_a_batch_for_whose_answer_there_is_no_memory_fails_and_its_process_lives(
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_paths, "QUICK_NS", 1 << 60)
+    body = """        import resource
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3 if given[0, 0] == 2 else most, most))
+"""
+    await served.add("one", OUT.format("given + 1"), width=1_000_000)
+    child = (await served.add("two", body + OUT.format("np.tile(given, (1, 1))"), width=1_000_000)).child
+    add_chain(served.engine, "chain", ["one", "two"])
+    for name, number in (("two", 2), ("two", 5), ("chain", 1), ("chain", 5)):
+        rows = np.full((3, 1_000_000), number, np.float32)
+        if number < 5:
+            with pytest.raises(FlowserveError, match=r"'two_0' failed: shared memory of .*: Too many open files"):
+                await served.ask(name, rows)
+        else:
+            assert (await served.ask(name, rows)).shape == rows.shape
+    assert served.hosts["two"].child is child
+
+
 async def test_a_model_that_cannot_be_opened_says_why_and_leaves_no_process(served: ServedInProcesses) -> None:
     for body, why in (
         ("raise RuntimeError('no weights')", "initialize failed: RuntimeError: no weights"),

@@ -26,7 +26,7 @@ from flowserve.values import Request
 
 # Answers IN times with IN, IN+1, ...; what is special about it is in its parameters.
 REPEAT = """
-import json, os, threading, time
+import json, os, resource, threading, time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -77,7 +77,10 @@ class TritonPythonModel:
                 os._exit(3)
             if n == how.get("raises_at", -1):
                 raise ValueError("out of numbers")
-            log(f"sends {n}")
+            if how.get("no_files"):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            else:
+                log(f"sends {n}")
             answer = pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[count + n]], np.int32))])
             if how.get("with_last") and n == count - 1:
                 sender.send(answer, flags=FINAL)
@@ -444,6 +447,13 @@ async def test_a_process_that_ends_in_the_middle_of_a_stream_fails_it(repository
         assert [(await anext(some)).outputs["OUT"].item() for _ in range(2)] == [9, 10]
         with pytest.raises(FlowserveError, match="repeat_0"):
             await anext(some)
+        assert engine.dispatcher.in_flight == 0
+
+
+async def test_an_answer_for_which_there_is_no_memory_is_an_error_and_none_that_is_left_out(repository: Path) -> None:
+    async with served(repository, "process") as engine:
+        with pytest.raises(FlowserveError, match=r"shared memory of .* cannot be had: Too many open files"):
+            await answers(engine, "repeat", ask(2, no_files=True))
         assert engine.dispatcher.in_flight == 0
 
 

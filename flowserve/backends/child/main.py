@@ -308,8 +308,9 @@ class Server:
         results = self._instance.run(work, self._clock)
         if os.getpid() != self._pid:
             os._exit(0)  # the model forked and both went on: only one answers, and the memory for answers is shared
+        placed = self._outputs.place(results.outputs)  # which may fail: then nothing of it is said
         words += (results.gathered_ns, results.computed_ns)
-        words += self._outputs.place(results.outputs)
+        words += placed
         if not (results.errors or results.parameters or results.rescheduled):
             return None
         failed = {m: said(error) for m, error in results.errors.items()}
