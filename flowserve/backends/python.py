@@ -28,6 +28,8 @@ from flowserve.backends.python_completion import ENTRY, completed_here, completi
 from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model
 from flowserve.backends.python_requests import Executing, GivenRequest, ModelFacts, hand_out
 from flowserve.backends.python_sender import (
+    Executed,
+    Remains,
     ResponseSender,
     SentRequest,
     SingleResponseSender,
@@ -210,20 +212,21 @@ class PythonInstance:
                     raise failed from error
                 finally:
                     del failed  # or this frame would hold it, and it this frame: tensors would wait for the collector
+        if None in responses and work.senders is None:
+            requests = [*map(Remains, requests)]
+            collect(requests, responses, about.name)
         return self._results(requests, responses, work, gathered_ns, clock())
 
     def _request_class(self, work: Work) -> type[GivenRequest]:
         return self._given if work.senders is None else SentRequest
 
     def _results(
-        self, requests: Sequence[GivenRequest], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
+        self, requests: Sequence[Executed], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
     ) -> Results:
         about = self._about
         if work.senders is not None:
             refuse_returned(responses, work.senders, about.name)
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns)
-        if None in responses:
-            collect(requests, responses, about.name)
         if len(responses) != len(requests):
             raise ModelFailed(
                 f"Number of InferenceResponse objects do not match the number of InferenceRequest objects. "

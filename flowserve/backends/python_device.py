@@ -16,6 +16,7 @@ from flowserve.backends.device import DeviceWork
 from flowserve.backends.python import PythonInstance
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_requests import GivenRequest
+from flowserve.backends.python_sender import Executed
 from flowserve.backends.python_source import Source
 from flowserve.backends.shapes import fits, shown
 from flowserve.backends.triton_objects import InferenceResponse
@@ -151,7 +152,7 @@ class DevicePythonInstance(PythonInstance):
                 raise
 
     def _results(
-        self, requests: Sequence[GivenRequest], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
+        self, requests: Sequence[Executed], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
     ) -> Results:
         self._memory.device.settle()
         return super()._results(requests, responses, work, gathered_ns, computed_ns)

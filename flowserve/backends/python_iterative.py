@@ -13,7 +13,7 @@ from typing import Any
 from flowserve.backends.base import Results, Work
 from flowserve.backends.python import PythonInstance
 from flowserve.backends.python_requests import GivenRequest
-from flowserve.backends.python_sender import answer_the_forgotten, refuse_returned
+from flowserve.backends.python_sender import Executed, answer_the_forgotten, refuse_returned
 from flowserve.backends.triton_objects import InferenceResponse, TritonError
 
 
@@ -26,7 +26,7 @@ class IterativeInstance(PythonInstance):
         self._states = frozenset(state.output for state in sequence.states) if sequence is not None else frozenset()
 
     def _results(
-        self, requests: Sequence[GivenRequest], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
+        self, requests: Sequence[Executed], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
     ) -> Results:
         again = [m for m, request in enumerate(requests) if request._is_rescheduled]
         if work.senders is not None:
@@ -46,7 +46,7 @@ class IterativeInstance(PythonInstance):
         kept = None if work.senders is None else work.senders[member].kept
         return super()._make_sender(work, member) if kept is None else kept
 
-    def _keep_senders(self, requests: Sequence[GivenRequest], work: Work, again: Sequence[int]) -> None:
+    def _keep_senders(self, requests: Sequence[Any], work: Work, again: Sequence[int]) -> None:
         """Whoever runs again keeps its sender, asked for or not; of the others, only the model does."""
         assert work.senders is not None
         for m, (request, sender) in enumerate(zip(requests, work.senders, strict=True)):

@@ -1,7 +1,7 @@
 """How a Python model answers through a response sender: any number of times, or once in its own time.
 
 Decided here: what a model may do with a sender (Triton's rules and texts), and what it means when it lets go of one
-without the final flag. Which answers are right is decided in python_answers.py, when there is room for one by whoever
+before it has answered. Which answers are right is decided in python_answers.py, when there is room for one by whoever
 is behind `Sender` (backends/base.py). A sender may be used on any thread, also after `execute` has returned.
 """
 
@@ -20,6 +20,7 @@ from flowserve.backends.triton_objects import (
     InferenceRequest,
     InferenceResponse,
     InferenceResponseSender,
+    TritonError,
 )
 from flowserve.backends.triton_tensors import TritonModelException
 from flowserve.errors import FlowserveError, ModelFailed
@@ -115,57 +116,89 @@ class SentRequest(GivenRequest):
             answer_the_forgotten([self], [self._work.senders[self._member]], self._model.name)
 
 
+class Promise:
+    """The one response of a model that is not decoupled, while it waits for it; it outlives the sender."""
+
+    __slots__ = ("is_over", "response")
+
+    def __init__(self) -> None:
+        self.response: InferenceResponse | None = None
+        self.is_over = threading.Event()
+
+
 class SingleResponseSender(InferenceResponseSender):
-    """The same for a model that is not decoupled: exactly one response, which its batch waits for."""
+    """The same for a model that is not decoupled: exactly one response, which its batch waits for. Nothing may follow
+    it, so it is the answer whether or not the final flag comes with it.
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._response: InferenceResponse | None = None
-        self._is_closed = threading.Event()
+        self._has_sent = False
+        self._is_closed = False
         self._one_by_one = threading.Lock()
+        self.promise = Promise()
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         _check(response, flags)
         with self._one_by_one:
-            if self._is_closed.is_set():
+            if self._is_closed:
                 raise TritonModelException(_CLOSED)
             if response is not None:
-                if self._response is not None:
+                if self._has_sent:
                     raise TritonModelException(
                         f"Unable to send response. Non-decoupled model '{self._model}' cannot send more than one."
                     )
-                self._response = response
+                self._has_sent = True
+                self.promise.response = response
+                self.promise.is_over.set()
             if flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL:
-                if self._response is None:
+                if not self._has_sent:
                     raise TritonModelException(
                         f"Unable to send response. Non-decoupled model '{self._model}' sent the final flag before any "
                         "response."
                     )
-                self._is_closed.set()
+                self._is_closed = True
 
     def is_cancelled(self) -> bool:
         return False
 
-    def wait(self) -> InferenceResponse:
-        """The response, when it is there."""
-        self._is_closed.wait()
-        assert self._response is not None, "it is closed with a response only"
-        return self._response
+    def __del__(self) -> None:
+        self.promise.is_over.set()
 
 
-def collect(requests: Sequence[InferenceRequest], responses: list[Any], model: str) -> None:
+class Remains:
+    """What a batch needs of a request when `execute` has returned. The request itself is the model's alone then, and
+    with it the sender: where nobody has either any more, nobody can answer.
+    """
+
+    __slots__ = ("_is_rescheduled", "promise")
+
+    def __init__(self, request: GivenRequest) -> None:
+        self._is_rescheduled = request._is_rescheduled
+        sender = request._sender
+        self.promise: Promise | None = None if sender is None else sender.promise
+
+
+Executed = GivenRequest | Remains
+
+
+def collect(requests: Sequence[Remains], responses: list[Any], model: str) -> None:
     """Put what a model that is not decoupled answered through senders into `responses`, where it has None. Waits for
     it. Raises ModelFailed where there is nothing at all.
     """
-    used = [request._sender if isinstance(request, GivenRequest) else None for request in requests]
-    if not any(used) and not any(responses):
+    if not any(responses) and not any(request.promise or request._is_rescheduled for request in requests):
         raise ModelFailed(
             f"model '{model}' returned no InferenceResponse: its execute returned None or a list of None, and answered "
             "through no response sender either (does each branch of it return its responses?)"
         )
-    for m, sender in enumerate(used[: len(responses)]):
-        if responses[m] is None and sender is not None:
-            responses[m] = sender.wait()
+    for m, request in enumerate(requests[: len(responses)]):
+        promise = request.promise
+        if responses[m] is None and promise is not None and not request._is_rescheduled:
+            promise.is_over.wait()
+            responses[m], promise.response = promise.response, None  # who else holds it is told from its references
+            if responses[m] is None:
+                text = f"model '{model}' let go of a response sender without having sent a response"
+                responses[m] = InferenceResponse(error=TritonError(text))
 
 
 def answer_the_forgotten(requests: Sequence[InferenceRequest], senders: Sequence[Sender], model: str) -> None:

@@ -633,6 +633,44 @@ def test_a_model_that_answers_once_may_do_it_through_senders(python: Open, retur
     assert values(python(source).whole(rows(1, 2))) == [rows(1).tolist(), rows(2).tolist()]
 
 
+def test_the_one_response_is_the_answer_whether_or_not_the_final_flag_comes_with_it(python: Open) -> None:
+    sends = "request.get_response_sender().send(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]))"
+    source = executing(sends).replace("return responses", "return None")
+    assert values(python(source).whole(rows(1, 2))) == [rows(1).tolist(), rows(2).tolist()]
+
+
+@pytest.mark.parametrize("returned", ["None", "[None] * len(requests)"])
+def test_whoever_lets_go_of_a_sender_without_a_response_fails_that_request_and_keeps_nobody_waiting(
+    python: Open, returned: str
+) -> None:
+    """A thread that dies lets go of what it was to answer."""
+    given = "request.get_response_sender(), x"
+    body = f"import threading\nthreading.Thread(target=self.answer, args=({given})).start()"
+    method = """
+    def answer(self, sender, x):
+        if x[0, 0] != 2:
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]), 1)
+    """
+    source = executing(body, method).replace("return responses", f"return {returned}")
+    results = python(source).whole(rows(1, 2, 3))
+    assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
+    assert {m: str(error) for m, error in results.errors.items()} == {
+        1: "model 'm' let go of a response sender without having sent a response"
+    }
+
+
+def test_a_request_that_a_thread_keeps_may_be_asked_for_its_sender_again(python: Open) -> None:
+    body = "import threading\nrequest.get_response_sender()\nthreading.Timer(0.05, self.answer, (request, x)).start()"
+    method = """
+    def answer(self, request, x):
+        request.get_response_sender().send(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]), 1)
+    """
+    assert values(python(executing(body, method).replace("return responses", "return None")).whole(rows(1, 2))) == [
+        rows(1).tolist(),
+        rows(2).tolist(),
+    ]
+
+
 @pytest.mark.parametrize(
     ("sends", "text"),
     [
