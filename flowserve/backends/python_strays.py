@@ -1,19 +1,21 @@
 """Outputs in which a model and its configuration differ: told, so that a slip of the pen is found.
 
 Decided here: what the log says of outputs that a model answers and its configuration does not have, of those that
-it has and a model leaves out, and of those whose type or shape is another; and how often. That the first go no further,
-that a request is answered without the second, as on Triton, and that it fails for the third is decided where answers
-are read.
+it has and a model leaves out, of those whose type or shape is another, and of what is no tensor at all; and how often.
+That the first go no further, that a request is answered without the second, as on Triton, and that it fails for the
+others is decided where answers are read.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from typing import Final
+from typing import Any, Final
 
+from flowserve.backends.triton_objects import InferenceResponse, TritonError
+from flowserve.backends.triton_tensors import Tensor
 from flowserve.config.suggest import meant
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, ModelFailed
 
 log = logging.getLogger("flowserve.python")
 
@@ -39,7 +41,7 @@ class Strays:
             return
         self._told.add(name)
         text = "model '%s' answered output '%s', which its configuration does not have; it is left out%s"
-        log.warning(text, self._model, name, meant(name, self._known))
+        log.warning(text, self._model, name, meant(str(name), self._known))
 
     def left_out(self, name: str, wanted: Iterable[Collection[str]]) -> None:
         """Somebody was answered without an output that is configured. `wanted` are the names that each of them asked
@@ -60,3 +62,16 @@ class Strays:
         if name not in self._unlike:
             self._unlike.add(name)
             log.error("%s", error)
+
+    def refuse_what_is_no_tensor(self, responses: list[Any]) -> bool:
+        """Whether a response held something that is no tensor: an error takes its place."""
+        found = False
+        for m, response in enumerate(responses):
+            held: list[Any] = response._outputs if isinstance(response, InferenceResponse) else []
+            wrong = next((type(one).__name__ for one in held if not isinstance(one, Tensor)), "")
+            if wrong:
+                found = True
+                error = f"model '{self._model}' answered {wrong} where a Tensor was expected"
+                self.unlike(wrong, ModelFailed(error))
+                responses[m] = InferenceResponse(error=TritonError(error))
+        return found

@@ -11,11 +11,12 @@ from typing import Any
 
 from flowserve.backends.base import IS_READY, LOAD, NO_FILES, UNLOAD
 from flowserve.backends.triton_metrics import caller_of
+from flowserve.backends.triton_objects import text_of
 from flowserve.backends.triton_tensors import TritonModelException
 from flowserve.errors import FlowserveError
 
 
-def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+def load_model(model_name: str | bytes, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Load a model, or load it again, and wait until it serves. `config`: its configuration as JSON, in place of its
     own. `files`: "file:1/model.py" -> contents, in place of its folder; `config` must be there, too.
     """
@@ -23,20 +24,22 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
         )
-    contents = {name: _bytes(model_name, name, content) for name, content in (files or NO_FILES).items()}
-    _ask("Failed to load model", LOAD, (model_name, config), contents)
+    contents = {name: _bytes(str(model_name), name, content) for name, content in (files or NO_FILES).items()}
+    _ask("Failed to load model", LOAD, (text_of("model_name", model_name), config), contents)
 
 
-def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> None:
     """Serve a model no longer; it is closed after its last request, which is not waited for. `unload_dependents`: an
     ensemble's steps go with it, but for those that were loaded by name.
     """
-    _ask("Failed to unload model", UNLOAD, (model_name, bool(unload_dependents)))
+    _ask("Failed to unload model", UNLOAD, (text_of("model_name", model_name), bool(unload_dependents)))
 
 
-def is_model_ready(model_name: str, model_version: str = "") -> bool:
+def is_model_ready(model_name: str | bytes, model_version: str = "") -> bool:
     """Whether a request for it would be taken: for this version, or for any. False where nobody knows the name."""
-    return bool(_ask("Failed to check model readiness", IS_READY, (model_name, str(model_version))))
+    return bool(
+        _ask("Failed to check model readiness", IS_READY, (text_of("model_name", model_name), str(model_version)))
+    )
 
 
 def _ask(failed: str, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:

@@ -82,8 +82,8 @@ class InferenceRequest:
         self,
         request_id: str = "",
         correlation_id: int | str = 0,
-        requested_output_names: Sequence[str] = (),
-        model_name: str = "",
+        requested_output_names: Sequence[str | bytes] = (),
+        model_name: str | bytes = "",
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -93,12 +93,13 @@ class InferenceRequest:
         parameters: Mapping[str, Any] | str | None = None,
         priority: int = 0,
     ) -> None:
-        self._inputs: list[Tensor] | None = list(inputs)
+        name = text_of("model_name", model_name)
+        self._inputs: list[Tensor] | None = _tensors(name, inputs)
         self._about: dict[str, Any] = {
             "request_id": request_id,
             "correlation_id": correlation_id,
-            "requested_output_names": list(requested_output_names),
-            "model_name": model_name,
+            "requested_output_names": _names(requested_output_names),
+            "model_name": name,
             "model_version": model_version,
             "flags": flags,
             "timeout": timeout,
@@ -226,6 +227,30 @@ class InferenceResponse:
     def parameters(self) -> str:
         """What it says besides its tensors, as a JSON object."""
         return json.dumps(self._parameters)
+
+
+def text_of(what: str, given: object) -> str:
+    """A name that a model wrote. It may be `bytes`, as on Triton: one that comes out of a tensor of strings is."""
+    if isinstance(given, bytes | bytearray):
+        return given.decode()
+    if not isinstance(given, str):
+        raise TypeError(f"{what} wants a text, got {type(given).__name__} {given!r}")
+    return given
+
+
+def _names(given: object) -> list[str]:
+    if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
+        raise TypeError(f"requested_output_names wants a list of names, got {given!r}")
+    return [text_of("requested_output_names", one) for one in given]
+
+
+def _tensors(model: str, given: Iterable[Tensor]) -> list[Tensor]:
+    for one in (tensors := list(given)):
+        if not isinstance(one, Tensor):
+            text = f"inputs of a request for model '{model}' are Tensors, got {type(one).__name__}"
+            hint = " (a tensor was looked up by a name that is not there)" if one is None else ""
+            raise TritonModelException(f"model '{scope.model}': {text}{hint}")
+    return tensors
 
 
 async def _now(answers: ResponseIterator) -> ResponseIterator:

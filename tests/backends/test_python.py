@@ -616,6 +616,27 @@ def test_an_answer_of_another_type_or_shape_fails_its_request_only(python: Open,
     }
 
 
+@pytest.mark.parametrize(
+    ("answered", "found"),
+    [
+        ("[None]", "NoneType"),
+        ("[x]", "ndarray"),
+        ("[pb_utils.Tensor('y', x), x]", "ndarray"),
+    ],
+)
+def test_what_is_no_tensor_fails_its_request_only_and_the_log_tells_once(
+    python: Open, caplog: pytest.LogCaptureFixture, answered: str, found: str
+) -> None:
+    body = f"responses.append(pb_utils.InferenceResponse({answered} if x[0, 0] == 2 else [pb_utils.Tensor('y', x)]))"
+    model = python(executing(body))
+    text = f"model 'm' answered {found} where a Tensor was expected"
+    for _ in range(2):
+        results = model.whole(rows(1, 2, 3))
+        assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
+        assert {m: (type(error), str(error)) for m, error in results.errors.items()} == {1: (ModelFailed, text)}
+    assert [record.getMessage() for record in caplog.records] == [text]
+
+
 def test_an_output_that_is_answered_twice_fails_its_request_only(python: Open) -> None:
     twice = "responses.append(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)] * (2 if x[0, 0] == 2 else 1)))"
     results = python(executing(twice)).whole(rows(1, 2, 3))

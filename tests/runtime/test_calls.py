@@ -167,6 +167,18 @@ async def test_a_model_answers_with_what_another_answered(served: Served) -> Non
     assert served.counted("twice") == (2, 0)
 
 
+async def test_names_in_a_call_may_be_bytes_as_they_come_out_of_a_tensor_of_strings(served: Served) -> None:
+    await served.add("twice", TWICE)
+    call = (
+        "name, output = np.array([b'twice', b'OUT'], dtype=object)\n"
+        "tensor = pb_utils.Tensor('IN', given)\n"
+        "asked = pb_utils.InferenceRequest(model_name=name, requested_output_names=[output], inputs=[tensor])\n"
+        "return value(asked.exec()) + pb_utils.is_model_ready(name)"
+    )
+    await served.add("caller", call)
+    assert await served.ask("caller", 1) == [3]
+
+
 async def test_a_chain_of_calls(served: Served) -> None:
     await served.add("a", TWICE)
     await served.add("b", CALL.format("a"))
@@ -636,6 +648,10 @@ async def test_a_request_that_cannot_be_one_is_raised(served: Served) -> None:
         "request('twice', given, parameters={'x': [1]})": "parameters of a request are a JSON object of strings",
         "request('twice', given.astype(complex))": "has data type complex128, which no model takes",
         "pb_utils.InferenceRequest(model_name='twice', inputs=[pb_utils.Tensor('IN', given)] * 2)": "an input twice",
+        "pb_utils.InferenceRequest(model_name='twice', inputs=[None])": r"are Tensors, got NoneType \(a tensor was",
+        "pb_utils.InferenceRequest(model_name='twice', inputs=[given])": "'twice' are Tensors, got ndarray",
+        "pb_utils.InferenceRequest(model_name=['twice'])": r"model_name wants a text, got list \['twice'\]",
+        "pb_utils.InferenceRequest(model_name='twice', requested_output_names='OUT')": "a list of names, got 'OUT'",
     }
     for number, (made, text) in enumerate(mistakes.items()):
         await served.add(f"caller_{number}", f"return value({made}.exec())")
