@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from hashlib import blake2b
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -66,8 +66,14 @@ class Lru(Generic[K, V]):
         return len(self._entries)
 
 
-Answers = Mapping[str, Tensor]
-Cache = Lru[bytes, Answers]
+class Kept(NamedTuple):
+    """An answer: its tensors by output, and what a plain model's response says besides them."""
+
+    tensors: Mapping[str, Tensor]
+    parameters: Mapping[str, Any] | None
+
+
+Cache = Lru[bytes, Kept]
 
 
 def key_of(served: tuple[str, int, int], request: Request, outputs: tuple[str, ...]) -> bytes:
@@ -86,16 +92,16 @@ def key_of(served: tuple[str, int, int], request: Request, outputs: tuple[str, .
     return digest.digest()
 
 
-def kept(answers: Answers) -> tuple[Answers, int]:
+def kept(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any] | None = None) -> tuple[Kept, int]:
     """Copies that own their memory and cannot be written to, and what they weigh in bytes."""
     copies = {}
-    total = ENTRY_BYTES
-    for name, tensor in answers.items():
+    total = ENTRY_BYTES + sum([len(key) + len(str(value)) for key, value in (parameters or {}).items()])
+    for name, tensor in tensors.items():
         copy = np.array(tensor.array, order="C")
         copy.flags.writeable = False
         copies[name] = Tensor(copy) if tensor.stop == WHOLE else Tensor(copy, 0, len(copy))
         total += weight(copy)
-    return copies, total
+    return Kept(copies, parameters), total
 
 
 def weight(array: Array) -> int:

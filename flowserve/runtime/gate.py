@@ -22,7 +22,7 @@ from flowserve.errors import FlowserveError, TooLarge, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import REJECTED, Statistics
 from flowserve.runtime.accounts import leave_batch
-from flowserve.runtime.cache import Cache, kept, key_of, weight
+from flowserve.runtime.cache import Cache, Kept, kept, key_of, weight
 from flowserve.scheduling.calls import Called
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.flows import Late
@@ -194,9 +194,9 @@ class Gate:
         """Whether the request need not be run: its answer is there, or will be, where it `may_follow` another."""
         began_ns = self._clock()
         key = key_of(self._served, flow.request, flow.wanted)
-        answers = cache.get(key)
-        if answers is not None:
-            self._hit(flow, answers, began_ns)
+        answer = cache.get(key)
+        if answer is not None:
+            self._hit(flow, answer, began_ns)
             return True
         leader = self._leaders.get(key)
         if leader is not None and not may_follow:
@@ -212,25 +212,26 @@ class Gate:
         self._leading[flow] = _Leader(key, self._clock() - began_ns)
         return False
 
-    def _hit(self, flow: Flow, answers: Any, began_ns: int) -> None:
+    def _hit(self, flow: Flow, answer: Kept, began_ns: int) -> None:
         """What it asks is remembered."""
-        self._answer(flow, answers)
+        self._answer(flow, answer)
         flow.done = True
         now_ns = self._clock()
         self._statistics.hit(now_ns - flow.arrived_ns, now_ns - began_ns)
 
-    def _share(self, follower: Flow, answers: Any) -> None:
+    def _share(self, follower: Flow, answer: Kept) -> None:
         """Who was held for it gets it now."""
-        self._answer(follower, answers)
+        self._answer(follower, answer)
         total_ns = self._clock() - follower.arrived_ns
         self._statistics.hit(total_ns, total_ns)
         self._dispatcher.answer(follower)
 
-    def _answer(self, flow: Flow, answers: Any) -> None:
+    def _answer(self, flow: Flow, answer: Kept) -> None:
         tensors: list[Any] = [None] * len(flow.tensors)
-        for name, tensor in answers.items():
+        for name, tensor in answer.tensors.items():
             tensors[self._output_slot[name]] = tensor
         flow.tensors = tensors
+        flow.parameters = answer.parameters
 
     def _answer_followers(self, flow: Flow, leader: _Leader) -> None:
         """An answer is remembered and shared."""
@@ -239,13 +240,13 @@ class Gate:
         began_ns = self._clock()
         slots = {name: self._output_slot[name] for name in flow.wanted}
         made = {name: flow.tensors[slot] for name, slot in slots.items() if flow.tensors[slot] is not None}
-        answers, nbytes = kept(made)
-        cache.put(leader.key, answers, nbytes)
+        answer, nbytes = kept(made, flow.parameters)
+        cache.put(leader.key, answer, nbytes)
         self._statistics.missed(leader.lookup_ns + self._clock() - began_ns)
         self._lead_no_more(flow, passing_on=False)
         for follower in leader.followers:
             if not follower.done:
-                self._share(follower, answers)
+                self._share(follower, answer)
 
     def _lead_no_more(self, flow: Flow, *, passing_on: bool) -> None:
         """A failure is neither remembered nor shared: whoever waited for it runs alone. Where only the caller left, the

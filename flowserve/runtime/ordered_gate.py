@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any
 
 from flowserve.errors import FlowserveError
+from flowserve.runtime.cache import Kept
 from flowserve.runtime.gate import Gate
 from flowserve.scheduling.router import Flow
 
@@ -25,7 +26,7 @@ class OrderedGate(Gate):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._line: deque[Flow] = deque()  # who came in at the door, and may not be answered yet
-        self._known: dict[Flow, Any] = {}  # the answers of those of them that need not run
+        self._known: dict[Flow, Kept] = {}  # the answers of those of them that need not run
         self._is_going_on = False
 
     def enter(self, flow: Flow) -> None:
@@ -44,13 +45,13 @@ class OrderedGate(Gate):
         self._go_on()
         return is_counted
 
-    def _hit(self, flow: Flow, answers: Any, began_ns: int) -> None:
+    def _hit(self, flow: Flow, answer: Kept, began_ns: int) -> None:
         stands_in_line = bool(self._line) and self._line[-1] is flow
         if not stands_in_line or len(self._line) == 1:
-            super()._hit(flow, answers, began_ns)
+            super()._hit(flow, answer, began_ns)
             return
         self._following.add(flow)
-        self._known[flow] = answers
+        self._known[flow] = answer
         self._dispatcher.hold(flow)
         self._limit_time(flow)
 

@@ -91,7 +91,7 @@ def test_what_is_kept_owns_its_memory_and_nobody_writes_to_it() -> None:
     block = np.arange(12, dtype=np.float32).reshape(6, 2)
     answers, nbytes = kept({"Y": Tensor(block, 2, 4)})
     block[:] = 0
-    array = answers["Y"].array
+    array = answers.tensors["Y"].array
     assert array.tolist() == [[4, 5], [6, 7]]
     assert array.base is None
     assert not array.flags.writeable
@@ -102,3 +102,5 @@ def test_strings_weigh_what_they_hold() -> None:
     _, small = kept({"Y": Tensor(np.array([b"x"], np.object_))})
     _, large = kept({"Y": Tensor(np.array([b"x" * 1001], np.object_))})
     assert large - small == 1000
+    _, talking = kept({"Y": Tensor(np.array([b"x"], np.object_))}, {"said": "y" * 96})
+    assert talking - small == 100

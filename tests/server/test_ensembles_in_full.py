@@ -128,7 +128,8 @@ def served(
     model("counts", counts, more=CACHE)
     any_width = tensor("input", "IN", "-1") + tensor("output", "OUT", "-1")
     model("wide", echo, any_width, more=CACHE)
-    model("slow_cached", 'time.sleep(0.4); return answer(OUT=given("IN"))', more=CACHE)
+    says = 'pb_utils.InferenceResponse(answer(OUT=given("IN")).output_tensors(), parameters={"said": 1})'
+    model("slow_cached", f"time.sleep(0.4); return {says}", more=CACHE)
 
     def ensemble(name: str, text: str) -> None:
         add_model(folder, name, text)
@@ -498,9 +499,11 @@ def test_a_graphs_answer_is_remembered_as_a_whole(wire: Any) -> None:
 def test_the_same_question_asked_sixteen_times_at_once_is_run_once(wire: Any) -> None:
     before = counted(wire, "slow_cached")
     answers = wire.together([wire.infer_request("slow_cached", [ROW]) for _ in range(16)])
-    assert [answer.data for answer in answers] == [ROW] * 16
+    answers.append(wire.infer("slow_cached", [ROW]))
+    assert [answer.data for answer in answers] == [ROW] * 17
+    assert [answer.json["parameters"] for answer in answers] == [{"said": 1}] * 17
     after = counted(wire, "slow_cached")
-    assert [now - then for now, then in zip(after, before, strict=True)] == [15, 1, 1]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [16, 1, 1]
 
 
 def test_whoever_waits_for_the_answer_of_one_who_leaves_gets_it_all_the_same(wire: Any) -> None:
