@@ -22,6 +22,7 @@ from flowserve.backends.base import ModelFiles
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_code import NO_CODE, Code
 from flowserve.backends.python_import import Owner, WorkingFor, import_model, raised_at
+from flowserve.config.environments import ENVIRONMENT
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, ModelFailed, Place, Problem, Problems
 
@@ -47,15 +48,18 @@ class Source:
 
     def text(self) -> str:
         """The file, in whichever encoding it says that it has. Raises Problems where it is not Python, or cannot be
-        read.
+        read. What a model brings an environment for is Python where that says so, whose version may be another.
         """
         try:
             known = self.owner.code.get(str(self.path))
             raw = self.path.read_bytes() if known is None else known
             compile(raw, self.shown, "exec", dont_inherit=True)
         except SyntaxError as error:
+            if self.config.parameters.get(ENVIRONMENT):
+                return raw.decode(errors="replace")
             place = Place(self.shown, max(error.lineno or 1, 1), max(error.offset or 1, 1))
-            text = f"model '{self.config.name}' is not valid Python: {error.msg}"
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            text = f"model '{self.config.name}' is not valid Python {version}: {error.msg}"
             raise Problems([Problem(text, place)]) from error
         except (OSError, ValueError) as error:
             why = (isinstance(error, OSError) and error.strerror) or error

@@ -130,9 +130,20 @@ def test_a_file_may_have_any_encoding_that_python_reads(python: Open, before: by
 
 def test_a_file_in_no_encoding_at_all_is_told_with_its_line(python: Open) -> None:
     with pytest.raises(
-        Problems, match=r"m/1/model\.py:2:\d+: model 'm' is not valid Python: \(unicode error\) 'utf-8'"
+        Problems, match=r"m/1/model\.py:2:\d+: model 'm' is not valid Python 3\.\d+: \(unicode error\) 'utf-8'"
     ):
         python(b"x = 1\ny = '\xe4'\n")
+
+
+def test_what_brings_an_environment_may_be_written_for_another_python(repository: Repository) -> None:
+    repository.write("m", FILE, "class TritonPythonModel: ...\ndef of a newer Python")
+    config = config_of(name="m", inputs=[spec("x")], outputs=[spec("y")])
+    backend = registry.find("python")
+    with pytest.raises(Problems, match=r"m/1/model\.py:2:8: model 'm' is not valid Python 3\.\d+: "):
+        backend.verify(config, repository.files("m"))
+    own = replace(config, parameters={"EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/env"})
+    backend.verify(own, repository.files("m"))
+    assert backend.complete(own, repository.files("m")) == Completion()
 
 
 def test_small_answers_of_a_batch_lie_side_by_side(python: Open) -> None:

@@ -290,7 +290,8 @@ def test_every_version_and_every_file_beside_it_is_looked_at_and_nothing_is_run(
     status, _, err = checked()
     assert status == 1
     assert "own/config.pbtxt:4:1: error: warmup sample 'one' of model 'own': input 'X' needs 16 bytes" in err
-    assert "own/1/model.py:1:12: error: model 'own' is not valid Python: invalid syntax [M92]\n" in err
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"own/1/model.py:1:12: error: model 'own' is not valid Python {version}: invalid syntax [M92]\n" in err
     assert "own/3/model.py: error: model 'own' has no class TritonPythonModel [M92]\n" in err
     assert "\n3 problems" in err
 

@@ -77,11 +77,11 @@ def test_a_pipe_is_not_read(home: Path) -> None:
 
 def test_a_check_says_what_is_not_there_beside_what_else_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "m/1").mkdir(parents=True)
-    (tmp_path / "m/1/model.py").write_text("class TritonPythonModel:")
+    (tmp_path / "m/1/model.py").write_text("class TritonPythonMode: ...")
     (tmp_path / "m/config.pbtxt").write_text(
         'backend: "python"\nmax_batch_size: -1\n'
         'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env" } }\n'
     )
     failed = read_apart([tmp_path]).resolution.failed["m"]
     assert isinstance(failed, Problems)
-    assert [(one.place and one.place.line, one.rule) for one in failed.problems] == [(1, "M92"), (2, "M8"), (3, "R14")]
+    assert [(one.place and one.place.line, one.rule) for one in failed.problems] == [(0, "M92"), (2, "M8"), (3, "R14")]
