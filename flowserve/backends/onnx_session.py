@@ -66,7 +66,7 @@ def open_session(
         session = ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:
         text = cleaned(str(error)).replace(f"{files.repository}/", "")
-        reason = f"{text}{_what_to_do(text)}"
+        reason = f"{text}{_what_to_do(text, path)}"
         raise Invalid(f"{where} is not an ONNX model that onnxruntime {ort.__version__} can run: {reason}") from error
     missing = [name for name, _ in providers if name not in session.get_providers()]
     if missing:  # onnxruntime runs it on what is left, and says so on nobody's log but its own
@@ -74,8 +74,15 @@ def open_session(
     return session
 
 
-def _what_to_do(text: str) -> str:
+def _what_to_do(text: str, path: Path) -> str:
     """About a refusal that onnxruntime leaves its reader alone with, "" for the others."""
+    if "Protobuf parsing failed" in text:
+        with path.open("rb") as file:
+            begins = file.read(20)
+        if begins == b"version https://git-":
+            return " It is a pointer of Git LFS: `git lfs pull` fetches the file itself"
+        size = path.stat().st_size
+        return f" It is another kind of file, or not the whole of one: {size} bytes, which begin with {begins!r}"
     newest = re.search(r"max supported IR version: ([0-9]+)", text)
     if newest is None:
         return ""

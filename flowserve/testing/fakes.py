@@ -81,10 +81,11 @@ class Faked:
     def write_private(self) -> PrivateFolder:
         """The repository with its fakes. Blocks. Raises NotFound for a fake of nothing, Problems."""
         folders = find_models([self._folder]).folders
+        names = sorted(folder.name for folder in folders)
         for name in self._fakes:
-            if name not in {folder.name for folder in folders}:
-                hint = did_you_mean(name, [folder.name for folder in folders])
-                raise NotFound(f"a fake for '{name}', and there is no such model{f' ({hint})' if hint else ''}")
+            if name not in names:
+                hint = did_you_mean(name, names) or f"there are {', '.join(names)}"
+                raise NotFound(f"a fake for '{name}', and there is no such model ({hint})")
         private = PrivateFolder()
         for folder in folders:
             if folder.name in self._fakes:

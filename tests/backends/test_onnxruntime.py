@@ -300,6 +300,20 @@ def test_a_broken_file_is_refused_by_its_relative_path_in_one_line(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"<!DOCTYPE html><html>", "not the whole of one: 21 bytes, which begin with b'<!DOCTYPE html><html'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "Git LFS: `git lfs pull` fetches the file"),
+    ],
+)
+def test_what_was_saved_in_place_of_a_model_is_told_by_how_it_begins(
+    repository: Repository, content: bytes, what: str
+) -> None:
+    repository.write("m", FILE, content)
+    assert what in load_error(repository, onnx_config())
+
+
 def test_a_file_of_a_format_too_new_is_refused_with_how_to_write_another(repository: Repository) -> None:
     model = onnx.load_from_string(onnx_identity())
     model.ir_version = 999

@@ -255,6 +255,8 @@ def test_a_fake_for_nothing_is_a_mistake(tmp_path: Path) -> None:
     one_model(tmp_path, "")
     with pytest.raises(NotFound, match=r"a fake for 'onyl'.*did you mean \"only\""):
         Faked(tmp_path, {"onyl": FakeModel()}).write_private()
+    with pytest.raises(NotFound, match=r"a fake for 'rings', and there is no such model \(there are only\)"):
+        Faked(tmp_path, {"rings": FakeModel()}).write_private()
 
 
 def test_an_unknown_model_in_durations_is_not_looked_for() -> None:
