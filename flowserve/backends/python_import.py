@@ -6,8 +6,10 @@ that it imports from beside itself: two models that both `import helper` get the
 Triton; installed packages come first, as there. `sys.path` is left alone.
 
 Files beside a model are found while the model is imported, initialised, or run, by a finder that asks which model
-this thread works for. They leave `sys.modules` again afterwards: whoever imported them holds them. This file does not
-know what a model's class looks like.
+this thread works for. They leave `sys.modules` again afterwards, since another model's may have the same name: whoever
+imported them holds them. In a process that is one model's they stay, as on Triton: what is imported again, or looked up
+by its module's name (pickles, types written as text), is the same thing. This file does not know what a model's class
+looks like.
 """
 
 from __future__ import annotations
@@ -69,9 +71,10 @@ class _Scope(threading.local):
     """
 
     owner: Owner | None = None
+    keeps = False  # whether there is nobody else whose modules might have the same names (`adopt`)
 
     def __init__(self) -> None:
-        self.found: list[str] = []  # modules that were found beside the owner
+        self.found: list[str] = []  # modules that were found beside the owner, to be forgotten
 
     @property
     def model(self) -> str:
@@ -83,8 +86,9 @@ scope = _Scope()
 
 
 def adopt(owner: Owner) -> None:
-    """This process is one model's: all its threads work for it."""
+    """This process is one model's: all its threads work for it, and what it has imported stays so."""
     _Scope.owner = owner
+    _Scope.keeps = True
 
 
 class WorkingFor:
@@ -143,7 +147,7 @@ class _SiblingFinder:
         if path is not None or owner is None:
             return None
         spec = _known(name, owner.folders, owner) or _fresh(PathFinder.find_spec(name, owner.folders, target), owner)
-        if spec is not None:
+        if spec is not None and not scope.keeps:
             scope.found.append(name)
         return spec
 

@@ -106,6 +106,22 @@ async def test_an_input_dropped_by_a_thread_of_the_models_comes_home_while_it_id
     assert served.lent_bytes() == 0
 
 
+async def test_what_a_model_imports_from_beside_itself_stays_what_it_is(served: ServedInProcesses) -> None:
+    """Imported inside of execute, by a thread, and by what a pickle names: one module, whose state is kept."""
+    served.repository.write("lazy", "1/helper.py", "class Counted:\n    runs = 0\n")
+    body = """
+        import concurrent.futures, helper, importlib, pickle
+        helper.Counted.runs += 1
+        assert pickle.loads(pickle.dumps(self.kept)) == self.kept
+        self.kept = [helper.Counted]
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            found = threads.submit(importlib.import_module, "helper").result()
+        assert found is helper
+""" + OUT.format("given * 0 + helper.Counted.runs")
+    await served.add("lazy", body, width=1)
+    assert [(await served.ask("lazy", row(0, 1))).item() for _ in range(3)] == [1, 2, 3]
+
+
 async def test_a_request_is_seen_whole_and_answers_may_fail_one_by_one(served: ServedInProcesses) -> None:
     body = """
         facts = [request.request_id(), request.correlation_id(), request.flags(), request.timeout(),
