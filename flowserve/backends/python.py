@@ -214,7 +214,7 @@ class PythonInstance:
                     del failed  # or this frame would hold it, and it this frame: tensors would wait for the collector
         if None in responses and work.senders is None:
             requests = [*map(Remains, requests)]
-            collect(requests, responses, about.name)
+            collect(requests, responses, about.name, self._loop)
         return self._results(requests, responses, work, gathered_ns, clock())
 
     def _request_class(self, work: Work) -> type[GivenRequest]:

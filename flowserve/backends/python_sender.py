@@ -7,6 +7,7 @@ is behind `Sender` (backends/base.py). A sender may be used on any thread, also 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Sequence
@@ -182,9 +183,12 @@ class Remains:
 Executed = GivenRequest | Remains
 
 
-def collect(requests: Sequence[Remains], responses: list[Any], model: str) -> None:
+def collect(
+    requests: Sequence[Remains], responses: list[Any], model: str, loop: asyncio.AbstractEventLoop | None
+) -> None:
     """Put what a model that is not decoupled answered through senders into `responses`, where it has None. Waits for
-    it. Raises ModelFailed where there is nothing at all.
+    it; meanwhile the `loop` that its coroutines run on goes on, where there is one: a task of it may be who answers.
+    Raises ModelFailed where there is nothing at all.
     """
     if not any(responses) and not any(request.promise or request._is_rescheduled for request in requests):
         raise ModelFailed(
@@ -194,7 +198,10 @@ def collect(requests: Sequence[Remains], responses: list[Any], model: str) -> No
     for m, request in enumerate(requests[: len(responses)]):
         promise = request.promise
         if responses[m] is None and promise is not None and not request._is_rescheduled:
-            promise.is_over.wait()
+            if loop is None:
+                promise.is_over.wait()
+            elif not promise.is_over.is_set():
+                loop.run_until_complete(asyncio.to_thread(promise.is_over.wait))
             responses[m], promise.response = promise.response, None  # who else holds it is told from its references
             if responses[m] is None:
                 text = f"model '{model}' let go of a response sender without having sent a response"

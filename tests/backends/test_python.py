@@ -691,6 +691,23 @@ def test_whoever_lets_go_of_a_sender_without_a_response_fails_that_request_and_k
     }
 
 
+def test_a_task_of_execute_may_answer_when_execute_has_returned_and_may_die(python: Open) -> None:
+    body = "import asyncio\nself.task = asyncio.create_task(self.answer(request.get_response_sender(), x))"
+    method = """
+    async def answer(self, sender, x):
+        import asyncio
+        self.task = await asyncio.sleep(0.01)
+        if x[0, 0] != 2:
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]), 1)
+    """
+    source = (
+        executing(body, method).replace("return responses", "return None").replace("def execute", "async def execute")
+    )
+    model = python(source)
+    assert values(model.whole(rows(1))) == [rows(1).tolist()]
+    assert "let go of a response sender" in str(model.whole(rows(2)).errors[0])
+
+
 def test_a_request_that_a_thread_keeps_may_be_asked_for_its_sender_again(python: Open) -> None:
     body = "import threading\nrequest.get_response_sender()\nthreading.Timer(0.05, self.answer, (request, x)).start()"
     method = """
