@@ -20,11 +20,13 @@ def model_file(config: ModelConfig, files: ModelFiles, default_filename: str) ->
         message = f"default_model_filename '{name}' leads out of the version's folder"
         raise Problems([Problem(message, config.source.place("default_model_filename"))])
     path = files.version_folder / name
-    if not path.exists():
-        raise Invalid(
-            f"failed to load '{config.name}' version {files.version}: file {relative(path, files)} does not exist; "
-            f"{_neighbours(files)}"
-        )
+    failed = f"failed to load '{config.name}' version {files.version}: "
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise Invalid(f"{failed}{relative(path, files)} cannot be read: {error.strerror}") from error
+    if not is_there:
+        raise Invalid(f"{failed}file {relative(path, files)} does not exist; {_neighbours(files)}")
     return path
 
 

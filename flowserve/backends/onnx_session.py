@@ -65,6 +65,8 @@ def open_session(
     try:
         session = ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:
+        if not os.access(path, os.R_OK):  # for which onnxruntime has a number
+            raise Invalid(f"{where} cannot be read by the user that flowserve runs as") from error
         text = cleaned(str(error)).replace(f"{files.repository}/", "")
         reason = f"{text}{_what_to_do(text, path)}"
         raise Invalid(f"{where} is not an ONNX model that onnxruntime {ort.__version__} can run: {reason}") from error

@@ -77,6 +77,9 @@ def why_missing(repositories: Sequence[Path], name: str) -> str:
         except FlowserveError:
             continue
     if name in names and not _is_hidden(name):
+        unread = [text for one in repositories for text in _unread(model_folder_at(one / name))]
+        if unread:
+            return f"its folder {unread[0]}"
         return f"its folder holds neither {CONFIG_FILE} nor a version folder"
     known = (one for one in sorted(names) if not _is_hidden(one))
     return f"there is no folder '{name}' in it{meant(name, known)}"
@@ -133,6 +136,8 @@ def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[M
         folder = _model_folder(repository, repository / entry.name)
         if folder.versions or os.path.exists(os.path.join(entry, CONFIG_FILE)):
             folders.append(folder)
+        elif _unread(folder):
+            warnings += folder.warnings
         else:
             text = f"neither {CONFIG_FILE} nor a version folder in it; not a model, skipped"
             warnings.append(Problem(text, Place(entry.name), "R4"))
@@ -171,7 +176,8 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
             warnings += _misplaced(path, folders)
     except OSError as error:
         inside = []
-        warnings.append(Problem(f"cannot be read: {error.strerror}", Place(path.name), "R6"))
+        hint = "it is skipped; the user that flowserve runs as must be allowed to read it and what is in it"
+        warnings.append(Problem(f"cannot be read: {error.strerror}", Place(path.name), "R6", hint))
     for name in inside:
         if _is_hidden(name) or name in SET_ASIDE:
             continue
@@ -181,6 +187,11 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
             text = "not a version (a positive number without leading zeros); ignored"
             warnings.append(Problem(text, Place(f"{path.name}/{_legible(name)}"), "R7"))
     return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))
+
+
+def _unread(folder: ModelFolder) -> list[str]:
+    """What keeps a folder from being read, where anything does."""
+    return [warning.message for warning in folder.warnings if warning.rule == "R6"]
 
 
 def _misplaced(path: Path, folders: Mapping[str, bool]) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -312,6 +313,14 @@ def test_what_was_saved_in_place_of_a_model_is_told_by_how_it_begins(
 ) -> None:
     repository.write("m", FILE, content)
     assert what in load_error(repository, onnx_config())
+
+
+def test_a_file_that_may_not_be_read_is_told_as_such(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository.write("m", FILE, b"")  # which is no model either, wherever root runs the tests
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert load_error(repository, onnx_config()) == (
+        "failed to load 'm' version 1: m/1/model.onnx cannot be read by the user that flowserve runs as"
+    )
 
 
 def test_a_file_of_a_format_too_new_is_refused_with_how_to_write_another(repository: Repository) -> None:

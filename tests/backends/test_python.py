@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
 from typing import Any
@@ -796,6 +797,20 @@ def test_a_model_that_cannot_be_loaded_says_what_is_wrong_with_its_file(
 def test_a_missing_file_is_named(repository: Repository, opened: Open) -> None:
     with pytest.raises(Invalid, match=r"failed to load 'm' version 1: file m/1/model\.py does not exist"):
         opened(config_of(inputs=[spec("x")], outputs=[spec("y")]))
+
+
+def test_a_file_that_may_not_be_looked_at_is_named_as_such(
+    python: Open, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, **_: Any) -> Any:  # as for another user than root, who may not enter the folder
+        raise PermissionError(13, "Permission denied", str(path))
+
+    repository.write("m", FILE, HEAD + DOUBLE)
+    config, files = config_of(inputs=[spec("x")], outputs=[spec("y")]), repository.files("m")
+    monkeypatch.setattr(Path, "stat", refused)
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(Invalid, match=r"failed to load 'm' version 1: m/1/model\.py cannot be read: Permission denied"):
+        registry.find("python").verify(config, files)
 
 
 def test_two_models_with_a_file_of_the_same_name_each_get_their_own(python: Open, repository: Repository) -> None:

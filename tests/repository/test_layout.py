@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowserve.config.types import VersionPolicy
 from flowserve.errors import NotFound, Problems
-from flowserve.repository.layout import ModelFolder, find_models, missing_versions, scan, versions_to_serve
+from flowserve.repository.layout import (
+    ModelFolder,
+    find_models,
+    missing_versions,
+    scan,
+    versions_to_serve,
+    why_missing,
+)
 
 Make = Callable[..., Path]
 
@@ -70,6 +79,23 @@ def test_what_belongs_beside_versions_is_skipped_in_silence(make: Make) -> None:
 def test_hidden_folders_and_files_of_the_repository_are_no_models(make: Make) -> None:
     root = make("m/1", ".git/1", "__pycache__/1", "README.md")
     assert [found.name for found in scan(root)] == ["m"]
+
+
+def test_a_folder_that_cannot_be_read_is_skipped_with_the_reason(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = make("m/1", "locked/1")
+    scandir = os.scandir
+
+    def refusing(path: Path) -> Any:  # as for another user than root
+        if Path(path).name == "locked":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    found = find_models([root])
+    assert [folder.name for folder in found.folders] == ["m"]
+    (warning,) = found.warnings
+    assert str(warning).startswith("locked: cannot be read: Permission denied (it is skipped; the user that flowserve")
+    assert why_missing([root], "locked") == "its folder cannot be read: Permission denied"
 
 
 def test_a_folder_without_configuration_and_versions_is_skipped_with_a_warning(make: Make) -> None:
