@@ -72,6 +72,10 @@ class Assembling(Sim):
         """Relays are of models in processes, whose memory is not this pool's."""
         return False
 
+    def _goes_alone(self, flow: Flow) -> bool:
+        """As relays do."""
+        return False
+
     def _handle(self, content: int, width: int, start: int, stop: int, block: object, device: int = NOWHERE) -> Handle:
         handle = RowsHandle(content, width, start, stop, block, device)
         if not isinstance(block, int):  # not of a run: it came with a request, in memory of its own
