@@ -39,9 +39,7 @@ class BlockStatistics:
     budget_bytes: int
     lent_bytes: int
     kept_bytes: int
-    peak_bytes: int
     adopted: int
-    taken: int
     reused: int
     refused: int
 
@@ -98,8 +96,8 @@ class BlockPool:
         # A block can end inside the garbage collector, even while this thread holds the lock: it only lands here.
         self._ended: deque[tuple[object, list[Event]]] = deque()
         self._adopted = 0
-        self._lent_bytes = self._kept_bytes = self._peak_bytes = 0
-        self._taken = self._reused = self._refused = 0
+        self._lent_bytes = self._kept_bytes = 0
+        self._reused = self._refused = 0
 
     def take(self, nbytes: int, stream: Stream | None) -> Block | None:
         """A block of at least `nbytes` for work on `stream`, or for the host's own hands where that is None. None
@@ -115,8 +113,6 @@ class BlockPool:
                 return None
             self._lent[memory.address] = size
             self._lent_bytes += size
-            self._peak_bytes = max(self._peak_bytes, self._lent_bytes + self._kept_bytes)
-            self._taken += 1
             if kept is not None:
                 self._reused += 1
                 self._order(kept.uses, stream)
@@ -150,9 +146,7 @@ class BlockPool:
                 self._budget,
                 self._lent_bytes,
                 self._kept_bytes,
-                self._peak_bytes,
                 self._adopted,
-                self._taken,
                 self._reused,
                 self._refused,
             )

@@ -13,7 +13,7 @@ from typing import Final
 from flowserve.memory.blocks import Block, BlockPool
 from flowserve.memory.device import Device, Stream
 from flowserve.memory.ledger import Ledger
-from flowserve.memory.pool import HOST, Pool
+from flowserve.memory.pool import HOST
 from flowserve.values import HOST_MEMORY, gpu_memory
 
 log = logging.getLogger("flowserve.memory")
@@ -26,14 +26,13 @@ class DeviceMemory:
     tensor here that others want too.
     """
 
-    def __init__(self, device: Device, budget_bytes: int, pinned: BlockPool, ledger: Ledger, host: Pool = HOST) -> None:
+    def __init__(self, device: Device, budget_bytes: int, pinned: BlockPool, ledger: Ledger) -> None:
         self.device = device
         self.place = gpu_memory(device.number)
         self.pool = BlockPool(device, self.place, budget_bytes)
         self.pinned = pinned
         self.ledger = ledger
         self.sharing = threading.Lock()
-        self._host = host
         self._adopted_host = BlockPool(device, HOST_MEMORY, _UNBOUNDED)
         self._has_warned = False
 
@@ -57,5 +56,5 @@ class DeviceMemory:
         return self.pinned.take(nbytes, stream) or self._pageable(nbytes)
 
     def _pageable(self, nbytes: int) -> Block:
-        array = self._host.take(nbytes)
+        array = HOST.take(nbytes)
         return self._adopted_host.adopt(array, array.ctypes.data, nbytes)

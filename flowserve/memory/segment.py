@@ -48,13 +48,12 @@ class Segment:
     told. `fd` stays open as long as the segment, for handing it to others.
     """
 
-    __slots__ = ("address", "fd", "is_writable", "map", "memory", "number", "on_end", "size")
+    __slots__ = ("address", "fd", "map", "memory", "number", "on_end", "size")
 
-    def __init__(self, fd: int, size: int, number: int, memory: mmap.mmap, *, is_writable: bool) -> None:
+    def __init__(self, fd: int, size: int, number: int, memory: mmap.mmap) -> None:
         self.fd = fd
         self.size = size
         self.number = number
-        self.is_writable = is_writable
         self.on_end: list[Callable[[int], object]] = []  # told the number, on whatever thread it ends
         self.map = memory
         self.memory: Array = np.frombuffer(memory, np.uint8)
@@ -76,7 +75,7 @@ class Segment:
                 raise
         except OSError as error:  # which whoever talks over a socket would take for the end of that
             raise MemoryError(f"shared memory of {size} bytes cannot be had: {error.strerror}") from error
-        return cls(fd, size, next(_numbers), memory, is_writable=True)
+        return cls(fd, size, next(_numbers), memory)
 
     @classmethod
     def read_shared(cls, fd: int) -> Segment:
@@ -89,13 +88,13 @@ class Segment:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise Internal(f"shared memory of a child process cannot be used: {error}") from error
-        return cls(fd, size, next(_numbers), memory, is_writable=False)
+        return cls(fd, size, next(_numbers), memory)
 
     @classmethod
     def read_private(cls, fd: int, number: int) -> Segment:
         """What another process writes; writes into it stay here. Takes `fd`, which may be open for reading only."""
         size = os.fstat(fd).st_size
-        return cls(fd, size, number, mmap.mmap(fd, size, access=mmap.ACCESS_COPY), is_writable=True)
+        return cls(fd, size, number, mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
 
     def open_for_reading(self) -> int:
         """A new descriptor of the same memory that cannot be written through; the caller closes it."""

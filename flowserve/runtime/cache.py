@@ -31,12 +31,11 @@ class Lru(Generic[K, V]):
     Always true: `nbytes` is the sum of what is held, and at most `capacity`.
     """
 
-    __slots__ = ("_entries", "capacity", "evictions", "nbytes")
+    __slots__ = ("_entries", "capacity", "nbytes")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.nbytes = 0
-        self.evictions = 0
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
 
     def get(self, key: K) -> V | None:
@@ -57,7 +56,6 @@ class Lru(Generic[K, V]):
         while self.nbytes + nbytes > self.capacity:
             _, (_, freed) = self._entries.popitem(last=False)
             self.nbytes -= freed
-            self.evictions += 1
         self._entries[key] = value, nbytes
         self.nbytes += nbytes
         return True

@@ -71,8 +71,8 @@ class Repository:
 
     path: Path
 
-    def files(self, name: str = "m", version: int = 1) -> ModelFiles:
-        return ModelFiles(self.path, self.path / name, version)
+    def files(self, name: str = "m") -> ModelFiles:
+        return ModelFiles(self.path, self.path / name, 1)
 
     def write(self, name: str, file: str, content: str | bytes) -> Path:
         path = self.path / name / file

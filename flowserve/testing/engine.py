@@ -136,11 +136,10 @@ def add_kernel(
     name: str,
     kernels: Sequence[tuple[Kernel, DeviceMemory]],
     *,
-    dims: tuple[int, ...] = (4,),
-    max_batch_size: int = 32,
     is_pure: bool = False,
 ) -> list[KernelInstance]:
     """The same of kernels, each on a fake device."""
+    dims, max_batch_size = (4,), 32
     instances = [KernelInstance(kernel, memory) for kernel, memory in kernels]
     hosts = [
         DeviceHost(f"{name}_{i}", name, one, 1, 1, None, engine.clock, always_inline=False, may_write=False)

@@ -111,25 +111,24 @@ class Recorder:
         batch: Batch,
         *,
         errors: Mapping[int, FlowserveError] | None = None,
-        omits: Sequence[int] = (),
         at: int = 0,
     ) -> None:
-        """The batch ran: each output is one block with as many rows as went in. `omits`: outputs that are left out."""
+        """The batch ran: each output is one block with as many rows as went in."""
         self.running.remove(batch)
         outputs: list[list[Handle | None]] = []
-        for j in range(len(batch.tickets[0].node.outputs)):
+        for _ in batch.tickets[0].node.outputs:
             block, start = object(), 0
             column: list[Handle | None] = []
             for ticket in batch.tickets:
-                column.append(None if j in omits else Handle(0, 2, start, start + ticket.rows, block))
+                column.append(Handle(0, 2, start, start + ticket.rows, block))
                 start += ticket.rows
             outputs.append(column)
         self.dispatcher.batch_done(batch, outputs, errors or {}, at)
 
-    def raised(self, batch: Batch, text: str = "boom") -> bool:
+    def raised(self, batch: Batch) -> bool:
         """The batch raised; returns whether it is tried again."""
         self.running.remove(batch)
-        return self.dispatcher.batch_failed(batch, ModelFailed(text))
+        return self.dispatcher.batch_failed(batch, ModelFailed("boom"))
 
     def answered(self) -> list[object]:
         """The requests that are over, in order; those that failed with the text of their error."""

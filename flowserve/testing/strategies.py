@@ -263,8 +263,6 @@ def quick_worlds() -> st.SearchStrategy[World]:
     return st.randoms(use_true_random=False).map(draw_quick_world)
 
 
-def policies(max_batch_size: int = 8) -> st.SearchStrategy[BatchPolicy]:
-    """Any policy the configuration rules allow, with maxima up to `max_batch_size`."""
-    return st.tuples(st.randoms(use_true_random=False), st.integers(1, max_batch_size)).map(
-        lambda drawn: draw_policy(*drawn)
-    )
+def policies() -> st.SearchStrategy[BatchPolicy]:
+    """Any policy the configuration rules allow, with maxima up to 8."""
+    return st.tuples(st.randoms(use_true_random=False), st.integers(1, 8)).map(lambda drawn: draw_policy(*drawn))

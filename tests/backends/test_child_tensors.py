@@ -35,10 +35,10 @@ from flowserve.values import Array, DType, Request
 class Server:
     """The server's side of one child's inputs: an arena, and columns that say where arrays lie in it."""
 
-    def __init__(self, *, batches: bool = True) -> None:
+    def __init__(self) -> None:
         self.arena = Arena()
         self.said: list[int] = []
-        self.inputs = Inputs("m", [spec("IN", (4,), DType.FP32)], batches=batches, let_go=self._let_go)
+        self.inputs = Inputs("m", [spec("IN", (4,), DType.FP32)], batches=True, let_go=self._let_go)
         self._runs = 0
         self._attached: set[int] = set()
 

@@ -450,8 +450,8 @@ def test_an_input_at_an_odd_address_arrives_aligned(python: Open) -> None:
 WIDE = 40_000  # FP32 elements: more than the 64 KiB from which arrays are taken without copying
 
 
-def wide(python: Open, source: str, max_batch_size: int = 8) -> Opened:
-    return python(source, inputs=[spec("x", [WIDE])], outputs=[spec("y", [WIDE])], max_batch_size=max_batch_size)
+def wide(python: Open, source: str) -> Opened:
+    return python(source, inputs=[spec("x", [WIDE])], outputs=[spec("y", [WIDE])], max_batch_size=8)
 
 
 def ones(*marks: float) -> np.ndarray:

@@ -20,8 +20,6 @@ from bench.runs import Best, Limit, Plan, Run, best_limits, summarise
 from bench.servers import BenchFailed, serving
 from bench.targets import Target
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def run(
     server: str,

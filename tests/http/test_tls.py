@@ -30,10 +30,10 @@ def client_context(papers: Path, *, shows: bool = False) -> ssl.SSLContext:
     return context
 
 
-async def secure(server_task: Any, engine: Engine, context: ssl.SSLContext, limits: Limits | None = None) -> int:
+async def secure(server_task: Any, engine: Engine, context: ssl.SSLContext) -> int:
     listeners = open_listeners("127.0.0.1", 0)
     port: int = listeners[0].getsockname()[1]
-    await server_task.start(Server(make_app(engine), limits, tls=context).serve, listeners)
+    await server_task.start(Server(make_app(engine), tls=context).serve, listeners)
     return port
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from flowserve.errors import Unavailable
@@ -18,7 +16,6 @@ from flowserve.testing.strategies import plain_graph
 MS = 1_000_000
 SECOND = 1000 * MS
 PLAN = make_plan(plain_graph(simple_model(0)))
-Put = Callable[..., Ticket]
 
 
 def ticket(rows: int = 1, at: int = 0, priority: int = 0, timeout: int = 0, key: str = "") -> Ticket:
@@ -28,9 +25,9 @@ def ticket(rows: int = 1, at: int = 0, priority: int = 0, timeout: int = 0, key:
     return made
 
 
-def queue_of(policy: LevelPolicy, limit: int = 8, preferred: tuple[int, ...] = (4, 8), delay: int = 0) -> PolicyBatcher:
+def queue_of(policy: LevelPolicy, preferred: tuple[int, ...] = (4, 8), delay: int = 0) -> PolicyBatcher:
     """One line with `policy`."""
-    return PolicyBatcher(BatchPolicy(limit, preferred, delay), Levels(policy=policy))
+    return PolicyBatcher(BatchPolicy(8, preferred, delay), Levels(policy=policy))
 
 
 def put(batcher: PolicyBatcher, *tickets: Ticket) -> list[Ticket]:

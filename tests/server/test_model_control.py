@@ -26,7 +26,6 @@ from tritonclient.utils import InferenceServerException
 from flowserve.testing.serve import Served, serving
 
 Client = triton.InferenceServerClient
-AddModel = Callable[..., Path]
 Serve = Callable[..., Served]
 MakeFile = Callable[[str, float], bytes]
 Text = Callable[..., str]
