@@ -1,14 +1,13 @@
-"""Child processes, as the server sees them: how one is ordered, what it prints, how its end is noticed.
+"""Child processes, as the server sees them: how one is ordered, how its end is noticed and called.
 
-Decided here: how much of what a model prints reaches the log, and the words for how a process ended. Its end is the end
-of the process, told by its pidfd, and nothing else: a process that it has forked may hold its socket open, and a slow
-answer is not a death. What starts the processes that fork and reap is forkservers.py; what runs in a child, and what
-its end means for requests, is decided elsewhere. Linux only.
+Decided here: the words for how a process ended. Its end is the end of the process, told by its pidfd, and nothing else:
+a process that it has forked may hold its socket open, and a slow answer is not a death. What starts the processes that
+fork and reap is forkservers.py, what a child prints child_log.py's; what runs in it, and what its end means for
+requests, is decided elsewhere. Linux only.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
@@ -18,18 +17,15 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 import trio
 
 from flowserve.backends.child.forkserver import REPORT
 from flowserve.errors import Unavailable
+from flowserve.runtime.child_log import ChildLog
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.forkservers import ForkServer, Interpreter, own_interpreter
-from flowserve.runtime.printed import Printed
-from flowserve.runtime.tracebacks import OF_LINES, Record
-
-log = logging.getLogger("flowserve.runtime")
 
 
 def _is_supported() -> bool:
@@ -47,10 +43,6 @@ SUPPORTED: Final = _is_supported()
 
 # How long the forkserver may take to say how a child ended that has ended.
 REPORT_S_MAX: Final = 0.5
-
-_READ_BYTES: Final = 65536
-# How much of what a process printed at its end is still read; others that it started may hold its pipe and print on.
-_LAST_WORDS_BYTES_MAX: Final = 1 << 20
 
 OnEnd = Callable[["Child"], None]
 
@@ -242,7 +234,7 @@ class Children:
         self._reported = trio.Event()
 
     async def _watch(self, child: Child) -> None:
-        with _Log(child, self._clock) as printed:
+        with ChildLog(child.log_fd, child.model, self._clock) as printed:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(printed.read, name=f"log of {child.name}")
                 await trio.lowlevel.wait_readable(child.pidfd)
@@ -254,49 +246,6 @@ class Children:
         self._alive.discard(child)
         child.over(_how(self._statuses.pop(child.pid, None)))
         self._wake()
-
-
-class _Log:
-    """What one child prints, read until the block ends."""
-
-    def __init__(self, child: Child, clock: ClockNs) -> None:
-        self._fd = child.log_fd
-        self._log = logging.getLogger(f"flowserve.model.{child.model}")
-        self._printed = Printed()
-        self._clock = clock
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-        self._write(self._printed.rest())
-
-    async def read(self) -> None:
-        """Until its end, or for ever."""
-        while True:
-            with trio.move_on_after(self._printed.patience_s) as patience:
-                await trio.lowlevel.wait_readable(self._fd)
-            if patience.cancelled_caught:
-                self._write(self._printed.nothing_more())
-            elif not self._read_piece():
-                return
-
-    def read_last_words(self) -> None:
-        """What lies in the pipe once the process has ended."""
-        with suppress(BlockingIOError):
-            for _ in range(0, _LAST_WORDS_BYTES_MAX, _READ_BYTES):
-                if not self._read_piece():
-                    return
-
-    def _read_piece(self) -> int:
-        piece = os.read(self._fd, _READ_BYTES)
-        self._write(self._printed.take(piece, self._clock()))
-        return len(piece)
-
-    def _write(self, records: list[Record]) -> None:
-        for level, text in records:
-            self._log.log(level, "%s", text, extra={OF_LINES: "\n" in text})
 
 
 def _how(status: int | None) -> str:
