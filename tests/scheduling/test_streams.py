@@ -23,15 +23,8 @@ from flowserve.scheduling.slots import Slots
 from flowserve.scheduling.streams import UNREAD_MAX, StreamFlow
 from flowserve.testing.recorder import Recorder, rows_of, simple_model
 from flowserve.testing.strategies import chain_graph
-from flowserve.testing.streams import (
-    Content,
-    Model,
-    StreamRequest,
-    StreamSim,
-    draw_wires,
-    make_graph,
-    right_answers,
-)
+from flowserve.testing.streams import StreamSim
+from flowserve.testing.streams_world import Content, Model, StreamRequest, draw_wires, make_graph, right_answers
 from flowserve.values import DType, TensorSpec
 
 
