@@ -1,102 +1,29 @@
 """Where everything stands in a drawn graph: layers from left to right, nested ensembles as frames or as folded boxes.
 
-Decided here: all coordinates, in px, for every format that draws by itself. A box stands one layer right of the last
-box it waits for. A wire that passes a layer gets a lane there of its own, so none runs through a box; a tensor is
-labelled where it leaves a box, in a gap wide enough for it. An open ensemble is laid out by itself first and is then
-one box of the layout around it, so nothing foreign can lie inside its frame. Colours, fonts and notation are the
-renderers'.
+Decided here: all coordinates of a drawing (drawing.py). A box stands one layer right of the last box it waits for. A
+wire that passes a layer gets a lane there of its own, so none runs through a box; a tensor is labelled where it leaves
+a box, in a gap wide enough for it. An open ensemble is laid out by itself first and is then one box of the layout
+around it, so nothing foreign can lie inside its frame.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
 from flowserve.graph.types import Graph
+from flowserve.render.drawing import BEND, LINE, MARGIN, PAD, TITLE_CHAR, Box, Drawing, Wire, text_width
 from flowserve.render.facts import Facts
 from flowserve.render.labels import ensemble_title, kind, node_lines, written
 from flowserve.render.scopes import End, Joint, Scope, scopes_of
 
-CHAR: Final = 6.7  # width of a character of the label font, in px: generous, since the viewer's font is unknown
-TITLE_CHAR: Final = 8.2
-LINE: Final = 16  # height of a line of text
 ROW: Final = 34  # height of one port
 LANE: Final = 12
-PAD: Final = 12
 GAP: Final = 26  # between two boxes of a layer
-BEND: Final = 56  # room for edges to change height between two layers
 FRAME_HEAD: Final = 34  # an open ensemble's title
-MARGIN: Final = 24
 SWEEPS: Final = 4
-
-
-@dataclass(slots=True, eq=False)
-class Box:
-    """One rectangle of one layer.
-
-    "end" is an input or output of the graph, "folded" an ensemble drawn as one box, "frame" one drawn open, "port" the
-    spot where a tensor crosses a frame, and "lane" the way of a wire past a layer, as wide as the layer. `node` and
-    `scope` say what it stands for. Ports are heights below `top`.
-    """
-
-    kind: Literal["end", "node", "folded", "frame", "port", "lane"]
-    lines: tuple[str, ...] = ()
-    width: float = 0.0
-    height: float = 0.0
-    inputs: tuple[float, ...] = ()
-    outputs: tuple[float, ...] = ()
-    node: int = -1
-    scope: str = ""
-    layer: int = 0
-    left: float = 0.0
-    top: float = 0.0
-    layer_left: float = 0.0
-    inside: Drawing | None = None
-
-    @property
-    def is_drawn(self) -> bool:
-        return self.kind not in ("port", "lane")
-
-
-@dataclass(slots=True, eq=False)
-class Wire:
-    """One piece of an edge, from a port to a port of the next layer.
-
-    `label` stands at its left end, on the first wire of a tensor that leaves a box. `edges` are those it is a piece of.
-    """
-
-    source: Box
-    output: int
-    target: Box
-    input: int
-    edges: tuple[int, ...] = ()
-    label: tuple[str, ...] = ()
-
-    @property
-    def start(self) -> tuple[float, float]:
-        return self.source.left + self.source.width, self.source.top + self.source.outputs[self.output]
-
-    @property
-    def end(self) -> tuple[float, float]:
-        right = self.target.width if self.target.kind == "lane" else 0.0
-        return self.target.left + right, self.target.top + self.target.inputs[self.input]
-
-    @property
-    def has_arrow(self) -> bool:
-        """Whether it ends here, and does not go on past a layer or inside a frame."""
-        return self.target.kind in ("end", "node", "folded")
-
-    @property
-    def bent(self) -> float:
-        """Where the bend is over: `turn` is where it begins, between them no box stands."""
-        return self.target.layer_left
-
-    @property
-    def turn(self) -> float:
-        return self.bent - BEND
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,38 +39,6 @@ class Spare:
 NO_SPARE: Final = Spare()
 
 
-@dataclass(slots=True, eq=False)
-class Drawing:
-    """Boxes by layer, top to bottom, and the wires between neighbouring layers. A frame's inside is a drawing too.
-
-    `entering` and `leaving` are the first and last boxes by number, in whatever order the layers have them.
-    """
-
-    layers: list[list[Box]]
-    entering: list[Box]
-    leaving: list[Box]
-    wires: list[Wire] = field(default_factory=list)
-    width: float = 0.0
-    height: float = 0.0
-
-    def boxes(self) -> list[Box]:
-        """Every box that is drawn, a frame before what lies in it."""
-        own = [box for layer in self.layers for box in layer if box.is_drawn]
-        return own + [box for frame in own if frame.inside for box in frame.inside.boxes()]
-
-    def all_wires(self) -> list[Wire]:
-        inner = [box.inside for layer in self.layers for box in layer if box.inside]
-        return self.wires + [wire for drawing in inner for wire in drawing.all_wires()]
-
-    def shift(self, right: float, down: float) -> None:
-        for box in (box for layer in self.layers for box in layer):
-            box.left += right
-            box.layer_left += right
-            box.top += down
-            if box.inside:
-                box.inside.shift(right, down)
-
-
 def lay_out(graph: Graph, facts: Facts, folded: Container[str] = (), spare: Spare = NO_SPARE) -> Drawing:
     """Place everything. `folded` has the paths of the ensembles that are drawn as one box each.
 
@@ -154,15 +49,6 @@ def lay_out(graph: Graph, facts: Facts, folded: Container[str] = (), spare: Spar
     drawing.width += 2 * MARGIN
     drawing.height += 2 * MARGIN
     return drawing
-
-
-def text_width(lines: Sequence[str], first: float = CHAR) -> float:
-    """Of the widest line. `first` is the width of a character of the first line, which may be a title."""
-    return max((_cells(line) * (CHAR if number else first) for number, line in enumerate(lines)), default=0.0)
-
-
-def _cells(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
 class _Layout:

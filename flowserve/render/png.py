@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from flowserve.errors import Unsupported
 from flowserve.graph.types import Graph
+from flowserve.render.drawing import LINE, MARGIN, PAD, TITLE_CHAR, Box, Drawing, Wire, text_width
 from flowserve.render.facts import Facts
 from flowserve.render.labels import title
-from flowserve.render.layout import LINE, MARGIN, PAD, TITLE_CHAR, Box, Drawing, Wire, lay_out, text_width
+from flowserve.render.layout import lay_out
 from flowserve.render.svg import ARROW, HEAD
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
 from flowserve.graph.types import Graph
+from flowserve.render.drawing import LINE, MARGIN, PAD, TITLE_CHAR, Box, Wire, text_width
 from flowserve.render.facts import Facts
 from flowserve.render.labels import title
-from flowserve.render.layout import LINE, MARGIN, NO_SPARE, PAD, TITLE_CHAR, Box, Spare, Wire, lay_out, text_width
+from flowserve.render.layout import NO_SPARE, Spare, lay_out
 
 HEAD: Final = 44  # the graph's title
 ARROW: Final = 7

@@ -19,12 +19,13 @@ from flowserve.graph.compile import compile_ensemble
 from flowserve.graph.plain import compile_model
 from flowserve.graph.types import Graph
 from flowserve.render.dot import render_dot
+from flowserve.render.drawing import Box, Drawing, Wire, text_width
 from flowserve.render.facts import Facts, ModelFacts
 from flowserve.render.formats import RENDERERS as RENDERERS_BY_NAME
 from flowserve.render.formats import SUFFIXES, format_of
 from flowserve.render.html import render_html
 from flowserve.render.jsontext import render_json
-from flowserve.render.layout import Box, Drawing, Wire, lay_out, text_width
+from flowserve.render.layout import lay_out
 from flowserve.render.mermaid import render_mermaid
 from flowserve.render.png import render_png
 from flowserve.render.scopes import scopes_of
