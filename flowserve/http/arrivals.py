@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 from trio.lowlevel import wait_readable
 
-from flowserve.http.line import Phase
+from flowserve.http.line import Line, Phase
 from flowserve.http.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ class Arrivals:
         if self._epoll is not None:
             self._epoll.register(connection.sock, _INPUT)
 
-    def watch_input(self, connection: Connection, *, is_wanted: bool) -> None:
+    def watch_input(self, line: Line, *, is_wanted: bool) -> None:
         """Whether a connection is told of bytes that come. Told again, it hears of those that are there already."""
         if self._epoll is not None:
-            self._epoll.modify(connection.sock, _INPUT if is_wanted else _LEAVING)
+            self._epoll.modify(line.sock, _INPUT if is_wanted else _LEAVING)
 
     def forget(self, connection: Connection) -> None:
         """A connection is about to close its socket. Closing alone is not enough: a process that was forked just now

@@ -3,7 +3,7 @@
 Decided here: how an answer becomes bytes (its head, its framing, whether the connection is kept), and who may give it
 when: said in ASGI's two messages, in one call (`reply`), or promised and given later. The request's body may be a
 memoryview into pooled memory instead of bytes; an answer's parts are buffers that are sent without being joined. How
-requests come is decided in connection.py.
+a request is received is decided in intake.py, what comes after what in connection.py.
 """
 
 from __future__ import annotations
