@@ -1,10 +1,10 @@
 """A model's process: one instance, driven by messages.
 
 Decided here: the order of a child's life (make the instance, open it, run batches one after another until told to
-end), and what of a failure the server is told. Its one thread waits on the socket; a thread of the model's own may
-at any time let go of an input, and then says so itself while the first one waits. What messages look like is decided
-in protocol.py, where tensors lie in inputs.py and outputs.py. This file knows no loop, queue or graph, nor which
-backend it runs.
+end), what of a failure the server is told, and which relays it lets by no more. Its one thread waits on the socket; a
+thread of the model's own may at any time let go of an input, and then says so itself while the first one waits. What
+messages look like is decided in protocol.py, where tensors lie in inputs.py and outputs.py, what is handed on to other
+processes in peers.py. This file knows no loop, queue or graph, nor which backend it runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from flowserve.backends.child.protocol import (
     FENCE,
     FENCED,
     GONE,
-    MARSHAL_VERSION,
     MESSAGE_BYTES_MAX,
     PATH,
     PEER,
@@ -51,7 +50,6 @@ from flowserve.backends.child.protocol import (
     pack,
     said,
 )
-from flowserve.backends.child.usual import Usuals
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.arena import Place
 from flowserve.memory.pool import tune_malloc
@@ -148,8 +146,7 @@ class Server:
         self._instance = instance
         self._inputs = Inputs(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
         self._outputs = Outputs(job.outputs)
-        self._usuals = Usuals(job.outputs, batches=job.batches)
-        self._peers = Peers()
+        self._peers = Peers(job.outputs, batches=job.batches)
         self._relayed: tuple[int, Sequence[Place]] = (0, ())  # the last that came by and was done, and where it lies
         # Relays that are fenced off: where lies what was made of them here, None where they had not come by.
         self._fenced: dict[int, Sequence[Place] | None] = {}
@@ -240,39 +237,8 @@ class Server:
             return
         if kind == DONE:
             self._relayed = number, [(words[4], words[5])] if words[6] else ()
-        if not relay[3] or kind != DONE or text is not None or not self._hands_on(words, rows, requests, *relay):
+        if not relay[3] or kind != DONE or text is not None or not self._peers.hand_on(words, rows, requests, *relay):
             self._send(pack(RELAYED, (number, *relay[1])) + pack(kind, words, text))
-
-    def _hands_on(
-        self,
-        words: list[int],
-        rows: list[int],
-        requests: Sequence[tuple[Any, ...]] | None,
-        path: int,
-        passed: tuple[int, ...],
-        places: tuple[Any, ...],
-        news: list[tuple[Any, Any]],
-    ) -> bool:
-        """Hand a batch on, where what was answered is usual and lies where the next process can read it."""
-        number, kept, gathered_ns, computed_ns, segment, offset, nbytes = words[:7]
-        usual = self._usuals.of(rows)
-        names, peer, inputs, wanted = self._peers.paths[path]
-        known = names.get(segment)
-        if usual is None or known is None:
-            return False
-        if nbytes != usual.nbytes or not nbytes or tuple(words[7:]) != usual.words:
-            return False
-        made = [
-            (known, offset + start, size, shape, rows)
-            for (shape, _, start), size in zip(usual.pieces, usual.placed, strict=True)
-        ]
-        places = (*places, made)
-        come_home, ended = news[0]
-        columns = [places[i][j] for i, j in inputs]
-        relay = (path, (*passed, kept, gathered_ns, computed_ns, segment, offset), places, news[1:])
-        said_onward: Any = (RUN, number, come_home, ended, columns, rows, requests, wanted, None, relay)
-        message = marshal.dumps(said_onward, MARSHAL_VERSION)
-        return len(message) <= MESSAGE_BYTES_MAX and self._peers.send(peer, message)
 
     def _fence_off(self, number: int) -> None:
         """Say whether a batch of a relay has come by here. If not, it no longer may."""
