@@ -4,7 +4,7 @@ Decided here: every tensor is bound by its address, inputs where they lie and ou
 shape is known before; where it is not, onnxruntime makes the room and it is adopted. Each run has a binding of its own,
 because a binding that is run again writes its outputs where the last ones are, which somebody may still read. The
 session computes on the instance's stream and does not wait for it. Strings and what else must lie on the host go
-another way (onnxruntime.py).
+another way (onnx_instance.py).
 
 It does not import onnxruntime: it is given what opens a session, and what makes a run's options.
 """

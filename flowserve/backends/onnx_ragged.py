@@ -2,7 +2,7 @@
 
 Decided here: which of a model's inputs are laid end to end, which tensors are made of a batch's shapes, and by which
 shapes outputs are cut. Worked out once per model; models without any of it never come here. Computing is
-memory/ragged.py, running is onnxruntime.py; whether the model's file agrees is in onnx_signature.py.
+memory/ragged.py, running is onnx_instance.py; whether the model's file agrees is in onnx_signature.py.
 """
 
 from __future__ import annotations

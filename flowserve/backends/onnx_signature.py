@@ -4,7 +4,7 @@ Decided here: what a file fills in where its configuration is silent (as Triton 
 all vary is served in batches of up to four, with the dynamic batcher), and every way the two can disagree, each named
 with both sides. A ragged input has one dimension in the file, whatever its dims; what the server makes of a batch's
 shapes (batch inputs) is an input of the file and none of the configuration. This file does not read files:
-onnxruntime.py does, and hands over a `Signature`.
+onnx_session.py does, and hands over a `Signature`.
 """
 
 from __future__ import annotations

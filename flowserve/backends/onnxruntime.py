@@ -1,15 +1,11 @@
-"""ONNX models.
+"""ONNX models: how one is opened, and which sessions and instances there are of it.
 
-Decided here: how a batch becomes one `session.run`, which sessions there are, and that what comes out is what the
-configuration promised. One session serves all instances of a model on the CPU: a session may be run by several threads
-at once, and a second copy of the weights would buy nothing. On a GPU each instance has a session and a stream of its
-own. How sessions are set up is in onnx_session.py, how many threads they get in onnx_threads.py; whether a file and its
-configuration agree, in onnx_signature.py; what ragged inputs and batch inputs are, in onnx_ragged.py; outputs that
-other processes read, in onnx_placed.py; runs on tensors that stay on a GPU, in onnx_device.py; who runs a session
-there, in onnx_providers.py.
-
-`session.run` with numpy arrays is measured to cost a seventh of building OrtValues in Python, so the latter serves
-only the models that need it: those with a BF16 tensor, which onnxruntime does not take from numpy.
+Decided here: one session serves all instances of a model on the CPU, since a session may be run by several threads at
+once, and a second copy of the weights would buy nothing. On a GPU each instance has a session and a stream of its own.
+How sessions are set up is in onnx_session.py, how many threads they get in onnx_threads.py, who runs one on a GPU in
+onnx_providers.py; whether a file and its configuration agree, in onnx_signature.py. How a batch becomes a run is in
+onnx_instance.py, for tensors that stay on a GPU in onnx_device.py and onnx_graphs.py; what ragged inputs and batch
+inputs are, in onnx_ragged.py; outputs that other processes read, in onnx_placed.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Decided here: the order and shape of the JSON, and that tensors are handed on as the buffers they lie in, not joined.
 Numbers are written shortest-exact; what is not finite is written as the bare NaN, Infinity and -Infinity that
-Python's and Triton's readers take. This file knows of HTTP only the headers
-that say what a body is.
+Python's and Triton's readers take. This file knows of HTTP only the headers that say what a body is.
 """
 
 from __future__ import annotations

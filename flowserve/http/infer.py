@@ -1,9 +1,8 @@
 """POST /v2/models/{name}/infer as a bare ASGI callable: the hot path's first and last hop.
 
 Decided here: the order of a request's way: deployment, body, engine, answer. It stands in front of Starlette's router,
-because Request, Response and routing objects together cost more than everything else a small request needs (reference
-figures: half the throughput). What a request's head asks for is worked out in asked.py, what bodies mean in decode.py
-and encode.py.
+because Request, Response and routing objects together cost more than everything else a small request needs. What a
+request's head asks for is worked out in asked.py, what bodies mean in decode.py and encode.py.
 """
 
 from __future__ import annotations

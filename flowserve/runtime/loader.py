@@ -2,8 +2,8 @@
 
 Decided here: what of it blocks and is done on worker threads (load_threads.py), and that a model comes up with all its
 versions or not at all; and what it has to know of the models that are loaded beside it, which share the cores and the
-rate limiter's resources. Which models, and when they take over, is control.py's and registry.py's. Reading and judging
-files is repository/'s, computing is backends/'.
+rate limiter's resources. Which models, and when they take over, is operations.py's and registry.py's. Reading and
+judging files is repository/'s, computing is backends/'.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Decided here: how what a decoupled model does reaches the machines that decide (scheduling/credits.py), and what a step
 of one is written down as. What a thread of a model says is handed to the loop in the order in which it was said; a
-thread that has credits waits for nothing. How a process says it is decided in process_link.py.
+thread that has credits waits for nothing. How a process says it is decided in stream_link.py.
 """
 
 from __future__ import annotations

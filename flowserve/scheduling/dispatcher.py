@@ -1,11 +1,11 @@
 """All machines of a server, composed: requests in, batches and answers out.
 
 Decided here: which free instance takes a batch, what comes of a batch that ran or failed, in which order work that
-became ready by it is queued. What is in flight, and how it ends, is flows.py's. It is the only class of this room that
-the runtime talks to, and it is touched from one thread only. Its outputs are the callables it is given: `run` starts a
-batch, `answered` is told of every flow that is over; both may call straight back in. `refused` is told, before the flow
-is over, of each ticket that its queue would not take or keep, and why. `withdrawn` is told, when an ensemble's flow is
-over, of each queue that a ticket of it leaves.
+became ready by it is queued. What is in flight, and how it ends, is flows.py's. Whatever happens to requests and
+batches the runtime tells it, or one of its parts (`streams`, `calls`), from one thread only. Its outputs are the
+callables it is given: `run` starts a batch, `answered` is told of every flow that is over; both may call straight back
+in. `refused` is told, before the flow is over, of each ticket that its queue would not take or keep, and why.
+`withdrawn` is told, when an ensemble's flow is over, of each queue that a ticket of it leaves.
 
 Always true between two calls of `pump` (see `check`):
   (1) every flow that was submitted is answered exactly once;

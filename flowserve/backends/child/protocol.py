@@ -8,7 +8,7 @@ that is longer lies in shared memory itself, and a `SPILLED` one says where.
 * A child runs other people's code, so what it says is unsigned 64-bit numbers, and JSON after them where text is
   needed: nothing in it can do more than be wrong, and whoever reads it checks every number.
 
-Numbers 16 to 31 are left for messages that reach a model while it runs.
+Numbers 16 to 31 are for what a decoupled model and the server say to each other while it runs.
 """
 
 from __future__ import annotations
