@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import selectors
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(scope="session")
+def by_shell() -> Callable[[str, Served], str]:
+    """What a page's command prints that asks this server."""
+    if shutil.which("bash") is None or shutil.which("curl") is None:
+        pytest.skip("needs bash and curl")
+
+    def run(command: str, served: Served) -> str:
+        command = command.replace("localhost:8000", served.address)
+        done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------ repositories

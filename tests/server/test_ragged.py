@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,23 +178,3 @@ def test_ragged_steps_stand_between_others_in_a_pipeline_and_batches_stay_togeth
     assert [each["OUT"] for each in found] == [([1, len(e) - 1], [4 * x for x in e[1:]]) for e in lists]
     assert [each["LENGTH"] for each in found] == [([1, 1], [len(e) - 0.5]) for e in lists]
     assert batches == {"py_drop_first": {5: 1}, "double": {5: 2}, "length": {5: 1}, "py_add_half": {5: 1}}
-
-
-def test_the_example_of_the_page_about_ragged_batches_does_what_the_page_says(tmp_path: Path, root: Path) -> None:
-    page = (root / "docs/ragged.md").read_text()
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (_, config), (_, script), (_, client), (_, printed) = blocks[:4]
-    folder = tmp_path / "sums"
-    (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(config)
-    _run(script, folder)
-    with serving(tmp_path) as served:
-        assert _run(client.replace("localhost:8000", served.address), folder) == printed
-
-
-def _run(program: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

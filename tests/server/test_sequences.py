@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -625,23 +622,3 @@ def test_a_stateful_step_has_the_sequence_of_the_ensembles_request(states: Serve
     status, text = refused(states, "pipe", 1, 9)
     assert (status, "in ensemble 'pipe', inference request for sequence 9 to model 'direct'" in text) == ("400", True)
     assert refused(states, "pipe", 1)[0] == "400"
-
-
-def test_the_example_of_the_page_about_sequences_does_what_the_page_says(tmp_path: Path, root: Path) -> None:
-    page = (root / "docs/sequences.md").read_text()
-    blocks = [text for _, text in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
-    config, script, client, printed = blocks
-    folder = tmp_path / "totals"
-    (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(config)
-    _printed(script, folder)
-    with serving(tmp_path) as served:
-        assert _printed(client.replace("localhost:8000", served.address), folder) == printed
-
-
-def _printed(program: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
