@@ -1,7 +1,7 @@
 """Where the instances of a model are, and what they are called.
 
 Decided here: what a group comes to once it is known which GPUs there are: so many instances on each of them, one after
-the other. Which GPUs there are is found out by memory/inventory.py, and handed in.
+the other. Which GPUs there are is found out by memory/devices.py, and handed in.
 """
 
 from __future__ import annotations

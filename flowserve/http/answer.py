@@ -1,7 +1,7 @@
 """An answer's head as bytes, and the answers the server gives by itself.
 
 Decided here: how status and headers are written, and that nothing in a header can start a new line. Framing headers
-(Content-Length, Transfer-Encoding, Connection) are the connection's to choose; it passes them in. No Date and no
+(Content-Length, Transfer-Encoding, Connection) are chosen by the exchange (exchange.py) and passed in. No Date and no
 Server header: nobody who calls a model reads them.
 """
 
