@@ -112,10 +112,6 @@ class AnswerReader:
                 if isinstance(response, InferenceResponse):
                     response._outputs[:] = map(on_host, response._outputs)
             return self.read(responses, work)
-        except AttributeError:  # of something that is no Tensor: nobody looked, so that right answers pay nothing
-            if not self._strays.refuse_what_is_no_tensor(responses):
-                raise
-            return self.read(responses, work)
         # What is no response has become an error, and says nothing.
         said = {m: found for m, response in enumerate(responses) if (found := getattr(response, "_parameters", None))}
         return Results(outputs, errors, placed=placed, parameters=said)
@@ -193,9 +189,9 @@ class AnswerReader:
             for k, tensor in enumerate(response._outputs):
                 if not isinstance(tensor, Answer):
                     found = type(tensor).__name__
-                    errors[m] = ModelFailed(
-                        f"model '{self._model}' answered {found} where pb_utils.Tensor was expected"
-                    )
+                    text = f"model '{self._model}' answered {found} where pb_utils.Tensor was expected"
+                    errors[m] = ModelFailed(text)
+                    self._strays.unlike(found, errors[m])
                     break
                 output = self._outputs.get(tensor._name)
                 if output is None:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from typing import Any, Final
+from typing import Final
 
-from flowserve.backends.triton_objects import InferenceResponse, TritonError
-from flowserve.backends.triton_tensors import Tensor
 from flowserve.config.suggest import meant
-from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.errors import FlowserveError
 
 log = logging.getLogger("flowserve.python")
 
@@ -41,7 +39,7 @@ class Strays:
             return
         self._told.add(name)
         text = "model '%s' answered output '%s', which its configuration does not have; it is left out%s"
-        log.warning(text, self._model, name, meant(str(name), self._known))
+        log.warning(text, self._model, name, meant(name, self._known))
 
     def left_out(self, name: str, wanted: Iterable[Collection[str]]) -> None:
         """Somebody was answered without an output that is configured. `wanted` are the names that each of them asked
@@ -62,16 +60,3 @@ class Strays:
         if name not in self._unlike:
             self._unlike.add(name)
             log.error("%s", error)
-
-    def refuse_what_is_no_tensor(self, responses: list[Any]) -> bool:
-        """Whether a response held something that is no tensor: an error takes its place."""
-        found = False
-        for m, response in enumerate(responses):
-            held: list[Any] = response._outputs if isinstance(response, InferenceResponse) else []
-            wrong = next((type(one).__name__ for one in held if not isinstance(one, Tensor)), "")
-            if wrong:
-                found = True
-                error = f"model '{self._model}' answered {wrong} where a Tensor was expected"
-                self.unlike(wrong, ModelFailed(error))
-                responses[m] = InferenceResponse(error=TritonError(error))
-        return found
