@@ -24,13 +24,16 @@ from itertools import count
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from flowserve.backends.python_code import NO_CODE, Code
 
 if TYPE_CHECKING:
     from flowserve.backends.base import Caller
     from flowserve.backends.python_calls import ModelCalls
+
+# What a model's relative imports are relative to, before its number.
+PACKAGE: Final = "_flowserve_model_"
 
 _numbers = count()
 _prefix = os.path.join(sys.prefix, "")  # of the environment that this Python is
@@ -174,7 +177,7 @@ def import_model(file: Path, owner: Owner) -> ModuleType:
     if _SiblingFinder not in sys.meta_path:
         sys.meta_path.insert(0, _RelativeFinder)
         sys.meta_path.append(_SiblingFinder)
-    package = f"_flowserve_model_{next(_numbers)}"
+    package = f"{PACKAGE}{next(_numbers)}"
     # A package around the file, so that relative imports have something to be relative to.
     sys.modules[package] = parent = ModuleType(package)
     parent.__path__ = list(owner.folders)

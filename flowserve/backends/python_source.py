@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from flowserve.backends import triton_python_backend_utils as pb_utils
 from flowserve.backends.base import ModelFiles
 from flowserve.backends.files import model_file, relative
 from flowserve.backends.python_code import NO_CODE, Code
-from flowserve.backends.python_import import Owner, WorkingFor, import_model, raised_at
+from flowserve.backends.python_import import PACKAGE, Owner, WorkingFor, import_model, raised_at
 from flowserve.config.environments import ENVIRONMENT
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, ModelFailed, Place, Problem, Problems
@@ -123,6 +124,6 @@ def _hint(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What a model raised, as clients and the log read it."""
-    text = str(error)
+    """What a model raised, as clients and the log read it; what it wrote as `.helper` is told as that."""
+    text = re.sub(PACKAGE + r"\d+\.", ".", str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -768,6 +768,10 @@ def test_what_needs_a_server_says_so_where_there_is_none(python: Open, body: str
         ("class TritonPythonModel:\n  def execute(self, requests:\n", "m/1/model.py:2:"),
         ("class Model: pass\n", "m/1/model.py: model 'm' has no class TritonPythonModel"),
         ("import no_such_package\n", "model 'm' (m/1/model.py:1): import failed: ModuleNotFoundError: No module named"),
+        (
+            "from .helper import x\n",
+            "import failed: ModuleNotFoundError: No module named '.helper' (it is neither beside",
+        ),
         ("import no_such_package\n", "'no_such_package' (it is neither beside model.py nor in the Python environment"),
         ("class TritonPythonModel: pass\n", "class TritonPythonModel in m/1/model.py has no method execute"),
         (
