@@ -156,10 +156,10 @@ class ModelCalls:
             raise TritonModelException(f"model '{self._model}': the request names no model (model_name)")
         version = request.model_version()
         flags = request.flags()
-        outputs = tuple(request.requested_output_names()) or None
-        for one in (*(tensor.name() for tensor in request.inputs()), *(outputs or ())):
-            if not isinstance(one, str):
-                raise TritonModelException(f"model '{self._model}': names of tensors are strings, got {one!r}")
+        for tensor in request.inputs():
+            given = tensor.name()
+            if not isinstance(given, str):
+                raise TritonModelException(f"model '{self._model}': names of tensors are strings, got {given!r}")
         inputs = {tensor.name(): self._array(name, tensor) for tensor in request.inputs()}
         if len(inputs) < len(request.inputs()):
             raise TritonModelException(f"model '{self._model}': a request for model '{name}' gives an input twice")
@@ -179,7 +179,7 @@ class ModelCalls:
             "" if version < 0 else str(version),
             Request(
                 inputs,
-                outputs,
+                tuple(request.requested_output_names()) or None,
                 id=request.request_id(),
                 priority=request.priority(),
                 timeout_us=request.timeout(),

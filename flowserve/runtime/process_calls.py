@@ -244,7 +244,10 @@ class ProcessCalls:
         if isinstance(answer, FlowserveError):
             error = said(answer)
         elif answer is not None:
-            token, columns = self._columns(answer.outputs)
+            try:
+                token, columns = self._columns(answer.outputs)
+            except MemoryError as none:  # in the middle of the engine's work, which goes on for everybody else
+                error = said(Internal(f"the answer of model '{pending.call.model}' cannot be handed on: {none}"))
         message = marshal.dumps((RESULT, number, is_last, home, token, error, columns))
         if len(message) > MESSAGE_BYTES_MAX:
             self._lent.pop(token, None)
@@ -266,20 +269,22 @@ class ProcessCalls:
         if not where:
             lease = self._arena.lease(size)
             segment = lease.segment
+            if segment.number not in self._told:
+                self._say(marshal.dumps((ATTACH, segment.number)), segment)
+                self._told.add(segment.number)
             for one, start in zip(flat, starts, strict=True):
                 segment.memory[lease.offset + start : lease.offset + start + one.nbytes] = one
                 where.append((segment.number, lease.offset + start, one.nbytes))
             self._token = token = self._token + 1
             self._lent[token] = lease
-            if segment.number not in self._told:
-                self._told.add(segment.number)
-                self._say(marshal.dumps((ATTACH, segment.number)), segment)
         numbers = [BY_NUMPY[array.dtype].number for array in outputs.values()]
         shapes = [array.shape for array in outputs.values()]
         return token, [*zip(outputs, numbers, shapes, where, strict=True)]
 
     def _say(self, message: bytes, segment: Segment | None = None) -> None:
-        """Send, or have it wait until the process reads: it may be computing, and many answers may come meanwhile."""
+        """Send, or have it wait until the process reads: it may be computing, and many answers may come meanwhile.
+        Raises MemoryError where there is no descriptor to send.
+        """
         if self._is_closed:
             return
         if self._unsent:
@@ -297,7 +302,10 @@ class ProcessCalls:
         if segment is None:
             self._socket.send(message)
             return
-        fd = segment.open_for_reading()
+        try:
+            fd = segment.open_for_reading()
+        except OSError as error:  # which is nothing about the socket
+            raise MemoryError(f"shared memory cannot be shown: {error.strerror}") from error
         try:
             socket.send_fds(self._socket, [message], [fd])
         finally:
@@ -311,7 +319,7 @@ class ProcessCalls:
                     while self._unsent:
                         self._send(*self._unsent[0])
                         self._unsent.popleft()
-        except (OSError, trio.ClosedResourceError):
+        except (OSError, MemoryError, trio.ClosedResourceError):
             self.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +20,7 @@ from flowserve.backends.base import Call
 from flowserve.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.memory.segment import Segment
 from flowserve.runtime.batchers import batcher_for
 from flowserve.runtime.calls import Pending
 from flowserve.runtime.children import SUPPORTED
@@ -259,15 +262,51 @@ async def test_what_goes_wrong_is_a_response_with_an_error(served: Served) -> No
 
 
 @pytest.mark.parametrize(
-    "given", ["inputs=[pb_utils.Tensor(5, given)]", "inputs=[], requested_output_names=['OUT', None]"]
+    ("given", "why"),
+    [
+        ("inputs=[pb_utils.Tensor(5, given)]", "model 'caller': names of tensors are strings, got 5"),
+        ("inputs=[], requested_output_names=['OUT', None]", "requested_output_names wants a text, got NoneType None"),
+    ],
 )
-async def test_a_name_that_is_none_is_told_its_author_and_disturbs_nobody(served: Served, given: str) -> None:
+async def test_a_name_that_is_none_is_told_its_author_and_disturbs_nobody(served: Served, given: str, why: str) -> None:
     """In a process it was taken for a process that says what cannot be; on a thread it ended the whole server."""
     await served.add("callee", "return given")
     body = f"if given[0, 0]:\n    pb_utils.InferenceRequest(model_name='callee', {given}).exec()\nreturn given"
     await served.add("caller", body)
-    await fails(served, "caller", "model 'caller': names of tensors are strings, got (5|None)")
+    await fails(served, "caller", f".*{why}")
     assert await served.ask("caller", 0) == [0]
+
+
+@pytest.mark.parametrize("lacks", ["memory", "descriptor"])
+async def test_an_answer_that_cannot_be_handed_on_for_want_of_memory_fails_its_call_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add("twice", TWICE)
+        await served.add("caller", "return value(request('twice', np.tile(given, (1, 500_000))).exec())[:, :1]")
+        assert (await served.ask_big("twice", np.ones((1, 500_000), np.float32)))[0, 0] == 2
+        arena = served.hosts["caller"][0].arena
+        lease = arena.lease
+
+        def lacking(nbytes: int) -> Any:
+            if nbytes < 1_000_000:
+                return lease(nbytes)
+            if lacks == "memory":
+                raise MemoryError("so many bytes")
+            found = lease(nbytes)
+            patch.setattr(Segment, "open_for_reading", no_descriptor)
+            return found
+
+        def no_descriptor(segment: Segment) -> int:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(arena, "lease", lacking)
+            why = "so many bytes" if lacks == "memory" else "Too many open files"
+            await fails(served, "caller", f"the answer of model 'twice' cannot be handed on: .*{why}")
+        assert await served.ask("caller", 3) == [6]
+        assert not engine.calls
 
 
 async def test_a_model_that_calls_itself_and_has_one_instance_is_told_so_at_once(served: Served) -> None:
