@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, Unpack
@@ -186,9 +187,20 @@ class Embedding:
 
 def _request(engine: Engine, given: dict[str, Array], options: RequestOptions) -> Request:
     request = Request(given, stamp=engine.next_stamp(), **options)
-    if options and isinstance(request.sequence_id, np.integer):  # a model in a process is told Python's numbers
-        request.sequence_id = int(request.sequence_id)
+    if options:
+        _check_numbers(request)
     return request
+
+
+def _check_numbers(request: Request) -> None:
+    """What no queue can look up or compare is refused here: there it would end the engine. Raises Invalid."""
+    if isinstance(request.sequence_id, np.integer):  # a model in a process is told Python's numbers
+        request.sequence_id = int(request.sequence_id)
+    if not isinstance(request.sequence_id, Hashable):
+        raise Invalid(f"sequence_id {request.sequence_id!r} is neither a text nor a whole number")
+    for name, number in (("priority", request.priority), ("timeout_us", request.timeout_us)):
+        if not isinstance(number, Integral):
+            raise Invalid(f"{name} {number!r} is no whole number")
 
 
 def _lend_all(inputs: Mapping[str, Array]) -> dict[str, Array]:

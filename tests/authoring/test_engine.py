@@ -101,6 +101,14 @@ async def test_what_the_block_raises_comes_out_as_it_is() -> None:
             raise KeyError("mine")
 
 
+@pytest.mark.parametrize("wrong", [{"sequence_id": [1]}, {"priority": "1"}, {"timeout_us": "5"}])
+async def test_what_no_queue_can_compare_is_refused_and_ends_nothing(wrong: dict[str, Any]) -> None:
+    async with Engine(one_step(double, "doubled")) as engine:
+        with pytest.raises(Invalid, match=f"{next(iter(wrong))} .* whole number"):
+            await engine.infer("doubled", {"X": ROWS}, **wrong)
+        np.testing.assert_array_equal((await engine.infer("doubled", {"X": ROWS}, priority=1))["Y"], ROWS * 2)
+
+
 async def test_a_caller_who_is_cancelled_leaves_the_engine_in_order() -> None:
     async with Engine(one_step(same, "passed")) as engine:
         with trio.CancelScope() as scope:
