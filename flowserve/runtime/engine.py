@@ -253,6 +253,8 @@ class Engine(Directory):
         self.tracing.end(flow, has_left=True)
         was_over, has_begun = flow.done, flow.open > 0
         is_counted = was_over
+        if isinstance(flow, StreamFlow) and flow.is_over and not flow.plan.graph.is_ensemble:
+            is_counted = True  # its last answer came just before
         left = self.dispatcher.cancel(flow)
         if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
             is_counted = leave_batch(flow, flow.owner.statistics, self.dispatcher)

@@ -246,6 +246,9 @@ class Flows:
             for flow in self._due.due(now_ns):
                 if flow.done:  # called by one before it, and withdrawn with that
                     continue
+                if isinstance(flow, StreamFlow) and flow.is_over:  # its last answer came just before
+                    self._over(flow)
+                    continue
                 late = _late(flow, now_ns)
                 if flow.open and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
                     flow.done = True  # queues are told of nobody who is not

@@ -21,6 +21,7 @@ from flowserve.runtime.control import ControlOptions, open_control
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.opening import open_engine
+from flowserve.runtime.streaming import Streaming
 from flowserve.scheduling.streams import UNREAD_MAX, StreamFlow
 from flowserve.values import Request
 
@@ -271,6 +272,27 @@ async def test_a_deadline_in_the_middle_of_a_stream_names_the_steps_that_were_un
             async for _ in some:
                 got += 1
         assert got > 3
+
+
+async def test_who_leaves_as_the_last_answer_comes_is_counted_once(
+    repository: Path, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(repository, execution) as engine:
+        repeat = engine.find("repeat")
+        flow = engine.submit(repeat, ask(2), repeat.make_stream)
+        over = Streaming.over
+
+        def over_and_left(streaming: Streaming, *arguments: Any, **facts: Any) -> None:
+            over(streaming, *arguments, **facts)
+            engine.withdraw(flow)
+
+        monkeypatch.setattr(Streaming, "over", over_and_left)
+        with trio.fail_after(10):
+            while not flow.done:  # noqa: ASYNC110 - nobody is told of it
+                await trio.sleep(0.005)
+        (row,) = engine.statistics("repeat")
+        assert row["inference_stats"]["success"]["count"] == 1
+        assert row["inference_stats"]["fail"]["count"] == 0
 
 
 async def test_failures_of_steps_that_answer_many_times_say_where_they_happened(

@@ -323,3 +323,24 @@ def test_what_does_not_fit_a_step_fails_its_own_request_and_not_the_one_that_had
     assert str(wide.error).startswith("unexpected shape for input 'X' for model 'b'")
     assert server.dispatcher.in_flight == 0
     assert not any(shared.taken)
+
+
+def test_a_stream_whose_last_answer_comes_before_anybody_sees_its_deadline_is_not_late() -> None:
+    models = [Model(ModelKey("p", 1), answers=lambda _: 2)]
+    graph = make_graph(models, [(0, [GRAPH])], [0], 0)
+    last_ns = StreamSim(graph, models, [StreamRequest(0)]).run().time
+
+    class Sim(StreamSim):
+        due_ns = 0
+
+        def _arrive(self, request: StreamRequest) -> None:
+            super()._arrive(request)
+            self.dispatcher.due_by(self.flows[request.number], self.due_ns)
+
+    for due_ns, text in ((last_ns - 1, "Request timeout expired"), (last_ns, "")):
+        sim = Sim(graph, models, [StreamRequest(0)])
+        sim.due_ns = due_ns
+        sim._at(due_ns, lambda: None)
+        sim.run()
+        assert sim.ended[0].partition(":")[0] == text
+    assert len(sim.answers[0]) == 2
