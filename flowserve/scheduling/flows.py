@@ -278,8 +278,10 @@ class Flows:
 
     def _fail(self, flow: Flow, error: FlowserveError) -> None:
         flow = flow.whole
-        # Without its traceback: its frames hold the flow and its tensors, in a circle that only the collector opens.
-        flow.error = error.with_traceback(None)
+        # Without its traceback and those of what it came of: their frames hold the flow and its tensors, in a circle
+        # that only the collector opens.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        flow.error = error
         self._end(flow)
         self._answered(flow)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -232,3 +233,32 @@ async def test_who_left_while_his_request_was_to_run_again_keeps_no_model_from_b
             await engine.infer("again", {"IN": np.ones((1, 1), np.float32)})
         with trio.fail_after(10):
             await engine.unload("again")
+
+
+RAISES = """
+class TritonPythonModel:
+    def execute(self, requests):
+        raise RuntimeError("as it was told")
+"""
+
+
+@pytest.mark.parametrize("place", ["thread", "inline"])
+async def test_what_a_model_raises_keeps_no_request_and_no_model_from_being_unloaded(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "flowserve")  # pytest would keep what is logged, and it the request
+    repository = Repository(tmp_path)
+    config = ITERATIVE.replace("sequence_batching { iterative_sequence: true }", "").replace("thread", place)
+    repository.write("raises", "config.pbtxt", config)
+    repository.write("raises", "1/model.py", RAISES)
+    async with EngineOfFiles(tmp_path) as engine:
+        gc.collect()
+        gc.disable()
+        try:
+            with suppress(ModelFailed):  # and what is raised
+                await engine.infer("raises", {"IN": np.ones((1, 1), np.float32)})
+            assert engine.statistics("raises")[0]["inference_stats"]["fail"]["count"] == 1
+            with trio.fail_after(10):
+                await engine.unload("raises")
+        finally:
+            gc.enable()
