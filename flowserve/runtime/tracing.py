@@ -274,7 +274,10 @@ class Tracing:
             execution.ran(batch.started_ns, batch.started_ns, now_ns, now_ns)
         else:
             execution.ran(batch.started_ns, outcome.gathered_ns, outcome.computed_ns, now_ns)
-        for m, live, ticket, step in taken:
+        # Members that stood for empty slots of sequences are gone from it by now.
+        places = {ticket: m for m, ticket in enumerate(batch.tickets)}
+        for _, live, ticket, step in taken:
+            m = places[ticket]
             add(step.waits, HANDOVER, execution.taken_ns, execution.started_ns)
             step.ended_ns = now_ns
             step.error = execution.error

@@ -64,6 +64,9 @@ parameters { key: "execution" value: { string_value: "thread" } }"""
 CALLER_CONFIG = """backend: "python" max_batch_size: 8
 input [{ name: "x" data_type: TYPE_FP32 dims: [4] }] output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
 parameters { key: "execution" value: { string_value: "thread" } }"""
+SLOTS_CONFIG = """backend: "python" max_batch_size: 2 sequence_batching { direct {} }
+input [{ name: "x" data_type: TYPE_FP32 dims: [4] }] output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
+parameters { key: "execution" value: { string_value: "thread" } }"""
 # It answers with the context that it is told.
 TOLD = """
 import numpy as np
@@ -95,6 +98,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "caller/1/model.py": CALLER,
         "double/config.pbtxt": DOUBLE_CONFIG,
         "double/1/model.py": DOUBLE,
+        "slots/config.pbtxt": SLOTS_CONFIG,
+        "slots/1/model.py": DOUBLE.replace('"IN"', '"x"').replace('"OUT"', '"y"'),
         **{f"told_{place}/config.pbtxt": TOLD_CONFIG % place for place in PLACES},
         **{f"told_{place}/1/model.py": TOLD for place in PLACES},
     }.items():
@@ -341,3 +346,15 @@ def test_the_page_can_be_followed(traced: Served, tmp_path: Path, command: str) 
         assert "traceEvents" in json.loads((tmp_path / "timeline.json").read_text())
     if "trace_rate" in command:
         assert json.loads(done.stdout)["trace_rate"] == "1"
+
+
+def test_a_request_is_traced_with_its_tensors_where_the_slot_before_its_own_is_empty(traced: Served) -> None:
+    asked = {"trace_level": ["TIMESTAMPS", "TENSORS"]}
+    with triton.InferenceServerClient(traced.address, network_timeout=10) as client:
+        client.update_trace_settings("slots", asked)
+        for sequence, is_first in ((1, True), (2, True), (2, False), (1, False)):
+            given = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.full((1, 4), sequence, np.float32))
+            facts = {"sequence_id": sequence, "sequence_start": is_first, "sequence_end": not is_first}
+            assert client.infer("slots", [given], **facts).as_numpy("y").tolist() == [[2 * sequence] * 4]
+        client.update_trace_settings("slots", dict.fromkeys(asked))
+    assert "Traceback" not in traced.log
