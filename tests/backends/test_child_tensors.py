@@ -146,6 +146,35 @@ def test_rows_beside_a_kept_one_share_its_page_and_are_thrown_away_with_it() -> 
     server.inputs.finish(third)
 
 
+def test_rows_beside_one_that_is_dropped_in_that_very_moment_are_thrown_away_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server()
+    _, column = server.lay(rows(1000))
+    segment, offset, nbytes, _, _ = column
+    part = nbytes // 500
+    first, tensors = server.give((segment, offset, part, (2, 4), [1, 1]), 2)
+    assert tensors[0] is not None
+    kept = [tensors[0].array]
+    del tensors
+    server.inputs.finish(first)
+    second, tensors = server.give((segment, offset + part, nbytes - part, (998, 4), [998]), 1)
+    assert tensors[0] is not None
+    tensors[0].array[:] = 8  # on the page of the first, and on others
+    del tensors
+    find = server.inputs._holder
+
+    def find_and_drop(piece: Any) -> Any:
+        found = find(piece)
+        kept.clear()  # as another thread of the model may
+        return found
+
+    monkeypatch.setattr(server.inputs, "_holder", find_and_drop)
+    assert not server.inputs.finish(second)
+    _, tensors = server.give(column, 1000)
+    assert [tensor.array.tolist()[0] for tensor in tensors if tensor is not None] == rows(1000).tolist()
+
+
 def test_members_of_many_shapes_and_members_without_the_input() -> None:
     server = Server()
     _, (segment, offset, nbytes, shape, _) = server.lay(rows(2))

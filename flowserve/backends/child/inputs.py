@@ -145,11 +145,13 @@ class Inputs:
 
     def _forget_writes(self, run: Run) -> None:
         for piece in run.ranges:
-            holder = self._holder(piece) if self._held else None
-            if holder is not None:
+            while (holder := self._holder(piece) if self._held else None) is not None:
                 holder.ranges.append(piece)  # they share a page: its writes go when both are over
-            elif self._pages.is_written(*piece):
-                piece[0].forget_writes(piece[1], piece[2])
+                if holder.number in self._held:
+                    break  # else the model let go of it in this very moment, and it may not have seen this piece
+            else:
+                if self._pages.is_written(*piece):
+                    piece[0].forget_writes(piece[1], piece[2])
 
     def _holder(self, piece: Range) -> Run | None:
         segment, start, stop = piece
