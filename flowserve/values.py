@@ -24,6 +24,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Parameter = str | int | float | bool
 
 
+def fits_64_bits(number: int) -> bool:
+    """Whether a parameter may be this integer, signed or unsigned. Python has larger ones, which answers cannot say."""
+    return -(2**63) <= number < 2**64
+
+
 class DType(enum.Enum):
     """A tensor's element type.
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from flowserve.errors import Invalid
+from flowserve.values import fits_64_bits
 
 _ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, far fewer than hurt
-_INT64_MIN: Final = -(2**63)
 _UINT64_MAX: Final = 2**64 - 1
 _NOTHING: Final[dict[str, Any]] = {}
 
@@ -71,10 +71,8 @@ def bool_of(entry: Mapping[str, Any], key: str, where: str = "") -> bool:
 
 
 def is_parameter(value: object) -> bool:
-    """Whether a request's parameter may be this. Python reads integers of any size, and answers cannot repeat them."""
-    if type(value) is int:
-        return _INT64_MIN <= value <= _UINT64_MAX
-    return isinstance(value, str | bool | float)
+    """Whether a request's parameter may be this."""
+    return fits_64_bits(value) if type(value) is int else isinstance(value, str | bool | float)
 
 
 def missing(key: str, where: str) -> Invalid:

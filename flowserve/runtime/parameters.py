@@ -16,13 +16,11 @@ from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.iterations import Iteration
 from flowserve.scheduling.lineage import traced
 from flowserve.scheduling.router import Flow
-from flowserve.values import Parameter, Request
+from flowserve.values import Parameter, Request, fits_64_bits
 
 # Of an ensemble whose request belongs to no sequence; always this object, so that whoever writes answers knows it.
 STATELESS: Final[Mapping[str, Parameter]] = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 NONE: Final[Mapping[str, Parameter]] = {}
-_INT64_MIN: Final = -(2**63)
-_UINT64_MAX: Final = 2**64 - 1
 
 Said = Mapping[int, Mapping[str, Any]]
 
@@ -83,7 +81,7 @@ def _can_travel(value: Parameter) -> bool:
         except UnicodeEncodeError:  # half of a surrogate pair
             return False
         return True
-    return not isinstance(value, int) or _INT64_MIN <= value <= _UINT64_MAX
+    return not isinstance(value, int) or fits_64_bits(value)
 
 
 def of_ensemble(request: Request) -> Mapping[str, Parameter]:
