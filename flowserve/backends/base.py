@@ -31,7 +31,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Request, Response
+from flowserve.values import Array, Request, Response
 
 ClockNs = Callable[[], int]
 
@@ -133,6 +133,19 @@ class Results:
     placed: Sequence[int] = ()
     parameters: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     rescheduled: Sequence[int] = ()
+
+
+class Alike:
+    """How nearly every batch is answered: `outputs[j][m]` is member m's one row of the model's j-th output, all of the
+    output's one shape and type, and nothing is said besides. Times as in `Results`.
+    """
+
+    __slots__ = ("computed_ns", "gathered_ns", "outputs")
+
+    def __init__(self, outputs: Sequence[Sequence[Array]], gathered_ns: int, computed_ns: int) -> None:
+        self.outputs = outputs
+        self.gathered_ns = gathered_ns
+        self.computed_ns = computed_ns
 
 
 class Instance(Protocol):
@@ -264,6 +277,16 @@ class CallsModels(Protocol):
 
     def call_through(self, caller: Caller) -> None:
         """From now on it calls through this. Before it is opened."""
+
+
+@runtime_checkable
+class RunsWhole(Protocol):
+    """What an `Instance` has besides that takes each input of a batch as one array."""
+
+    def run_whole(self, work: Work, inputs: Sequence[Array], clock: ClockNs) -> Results | Alike:
+        """As `run`, where all members have all inputs, side by side: `inputs[i]` is their rows, in the shapes of the
+        configuration, and may be written to. `work.inputs` is empty.
+        """
 
 
 @runtime_checkable

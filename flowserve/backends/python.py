@@ -17,16 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import repeat
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from flowserve.backends.base import Caller, ClockNs, ModelFiles, Remote, Results, Work
+from flowserve.backends.base import Caller, ClockNs, ModelFiles, Remote, Results, Sender, Work
 from flowserve.backends.python_answers import AnswerReader
 from flowserve.backends.python_async import SideBySide
 from flowserve.backends.python_calls import ModelCalls
 from flowserve.backends.python_code import Code, code_in
 from flowserve.backends.python_completion import ENTRY, completed_here, completion
 from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model
-from flowserve.backends.python_requests import Executing, GivenRequest, ModelFacts, hand_out
+from flowserve.backends.python_requests import Executing, GivenRequest, ModelFacts
 from flowserve.backends.python_sender import (
     Executed,
     Remains,
@@ -112,7 +112,12 @@ def instance_here(
     config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup, code: Code
 ) -> PythonInstance:
     """What `PythonModel.instance` makes, in the process where it is called."""
-    return _kind_of(config)(Source(config, files, code), name, group, is_alone=True)
+    kind = _kind_of(config)
+    if kind is PythonInstance and not config.decoupled:
+        from flowserve.backends.python_whole import WholeInstance
+
+        kind = WholeInstance
+    return kind(Source(config, files, code), name, group, is_alone=True)
 
 
 def _kind_of(config: ModelConfig) -> type[PythonInstance]:
@@ -191,31 +196,45 @@ class PythonInstance:
         about = self._about
         count = len(work.rows)
         self._clock = clock
-        requests: list[Any] = (
-            [self._given(about, work, 0)]
-            if count == 1 and work.senders is None
-            else [*map(self._request_class(work), repeat(about), repeat(work), range(count))]
-        )
-        hand_out(requests, work, about.inputs)
+        requests: list[Any] = [*map(self._request_class(work), repeat(about), repeat(work), range(count))]
         gathered_ns = clock()
         with self._working:
             try:
                 answered = self._execute(requests)
-                # A list of our own: who else holds an answer is told from its reference count.
-                responses: list[Any] = [None] * count if answered is None else _listed(answered)
+                responses = self._listed(answered, count)
                 del answered
             except RAISED as error:
-                failed = self._failed(error)
-                for sender in work.senders or ():
-                    sender.fail(failed)  # before its frames let go of what they had: that would say something else
-                try:
-                    raise failed from error
-                finally:
-                    del failed  # or this frame would hold it, and it this frame: tensors would wait for the collector
+                self._raise(error, work.senders or ())
+        return self._read(requests, responses, work, gathered_ns, clock())
+
+    def _listed(self, answered: Sequence[Any] | None, count: int) -> list[Any]:
+        """What `execute` returned, in a list of our own: who else holds an answer is told from its reference count."""
+        if answered is None:
+            return [None] * count
+        try:
+            return [*answered]
+        except TypeError:
+            kind = type(answered).__name__
+            raise TypeError(f"Expected a list in the execute return, found type '{kind}'") from None
+
+    def _raise(self, error: BaseException, senders: Sequence[Sender]) -> NoReturn:
+        """Fail a batch for what `execute` raised."""
+        failed = self._failed(error)
+        for sender in senders:
+            sender.fail(failed)  # before its frames let go of what they had: that would say something else
+        try:
+            raise failed from error
+        finally:
+            del failed, error  # or this frame would hold it, and it this frame: tensors would wait for the collector
+
+    def _read(
+        self, requests: list[Any], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
+    ) -> Results:
+        """What a batch came to whose `execute` is over. Of `requests` there may be no other holder."""
         if None in responses and work.senders is None:
-            requests = [*map(Remains, requests)]
-            collect(requests, responses, about.name, self._loop)
-        return self._results(requests, responses, work, gathered_ns, clock())
+            requests[:] = map(Remains, requests)  # whoever calls this has the list, and must not hold them either
+            collect(requests, responses, self._about.name, self._loop)
+        return self._results(requests, responses, work, gathered_ns, computed_ns)
 
     def _request_class(self, work: Work) -> type[GivenRequest]:
         return self._given if work.senders is None else SentRequest
@@ -283,11 +302,3 @@ class PythonInstance:
     @staticmethod
     def _run_coroutine(execute: Callable[[Any], Any], loop: asyncio.AbstractEventLoop) -> Callable[[Any], Any]:
         return lambda requests: loop.run_until_complete(execute(requests))
-
-
-def _listed(answered: Sequence[Any]) -> list[Any]:
-    try:
-        return [*answered]
-    except TypeError:
-        kind = type(answered).__name__
-        raise TypeError(f"Expected a list in the execute return, found type '{kind}'") from None

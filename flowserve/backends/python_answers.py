@@ -20,7 +20,7 @@ import numpy as np
 
 from flowserve.backends.base import Results, Work
 from flowserve.backends.python_strays import Strays
-from flowserve.backends.shapes import fits, shown
+from flowserve.backends.shapes import fits, has_fixed_shapes, shown
 from flowserve.backends.triton_objects import InferenceResponse, TritonError
 from flowserve.backends.triton_tensors import OnGpu, on_host
 from flowserve.backends.triton_tensors import Tensor as Answer
@@ -84,19 +84,17 @@ class AnswerReader:
         self._specs = config.outputs
         self._batches = config.max_batch_size > 0
         self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
+        self.are_fixed = has_fixed_shapes(config.outputs)
         self._strays = Strays(config.name, self._outputs)
         # Whether an output that is not there was left out: each of a decoupled model's answers may have others.
         self._answers_once = self._has_all = not config.decoupled
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
         """What one response for each member, in a list that nobody else holds, come to."""
+        taken = self.at_first_glance(responses, work)
+        if taken is not None:
+            return self._alike(taken, work)
         try:
-            try:
-                alike = self._take_alike(responses, work)
-            except AttributeError:  # of something that is no tensor, which is told below
-                alike = None
-            if alike is not None:
-                return alike
             outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
             placed = [0] * len(outputs)
             errors: Errors = {}
@@ -116,46 +114,55 @@ class AnswerReader:
         said = {m: found for m, response in enumerate(responses) if (found := getattr(response, "_parameters", None))}
         return Results(outputs, errors, placed=placed, parameters=said)
 
-    def _take_alike(self, responses: list[InferenceResponse], work: Work) -> Results | None:
-        """All outputs where everything is small and right at first glance: requests of one row each, answered with the
-        same tensors in the same order and nothing besides. None where it is not so, with nothing done. This is nearly
-        every batch, and every request pays for each of its steps.
+    def at_first_glance(self, responses: list[InferenceResponse], work: Work) -> list[list[Array] | None] | None:
+        """For each output the members' arrays, None for one that none of them has, where everything is small and right
+        at first glance: requests of one row each, answered with the same tensors in the same order and nothing besides.
+        None where it is not so, with nothing done. This is nearly every batch, and every request pays for each of its
+        steps.
         """
         count = len(responses)
-        answered = [
-            response._outputs
-            for response in responses
-            if type(response) is InferenceResponse and response._error is None and not response._parameters
-        ]
-        if len(answered) != count or not answered[0] or work.rows.count(1) != count:
+        if work.rows.count(1) != count:
             return None
+        answered = []
+        for response in responses:
+            if type(response) is not InferenceResponse or response._error is not None or response._parameters:
+                return None
+            answered.append(response._outputs)
+        taken: list[list[Array] | None] = [None] * len(self._specs)
         first = answered[0]
         width = len(first)
-        taken: list[list[Array] | None] = [None] * len(self._specs)
-        for k, answer in enumerate(first):
-            name = answer._name
-            output = self._outputs.get(name)
-            array = answer._array
-            if output is None or output.spec.reshape is not None or taken[output.j] is not None or array is None:
-                return None
-            dtype, shape = output.numpy, array.shape
-            if dtype.hasobject or (array.nbytes * count >= POOLED_BYTES_MIN and self._copies):
-                return None
-            if shape != output.one and self._mismatch(answer, output, 1):
-                return None
-            arrays: list[Array] = []
-            for answers, wanted in zip(answered, work.wanted, strict=True):
-                if len(answers) != width:
-                    return None
-                answer = answers[k]
+        if not width:
+            return None
+        try:
+            for k, answer in enumerate(first):
+                name = answer._name
+                output = self._outputs.get(name)
                 array = answer._array
-                if array is None or array.dtype is not dtype or array.shape != shape:
+                if output is None or output.spec.reshape is not None or taken[output.j] is not None or array is None:
                     return None
-                if answer._name != name or name not in wanted:
+                dtype, shape = output.numpy, array.shape
+                if dtype.hasobject or (self._copies and array.nbytes * count >= POOLED_BYTES_MIN):
                     return None
-                arrays.append(array)
-            taken[output.j] = arrays
-        return self._alike(taken, work)
+                if shape != output.one and self._mismatch(answer, output, 1):
+                    return None
+                arrays: list[Array] = []
+                for answers, wanted in zip(answered, work.wanted, strict=True):
+                    if len(answers) != width:
+                        return None
+                    answer = answers[k]
+                    array = answer._array
+                    if array is None or array.dtype is not dtype or array.shape != shape:
+                        return None
+                    if answer._name != name or name not in wanted:
+                        return None
+                    arrays.append(array)
+                taken[output.j] = arrays
+        except (
+            AttributeError,
+            OnGpu,
+        ):  # of something that is no tensor, or lies elsewhere: told of by who looks closely
+            return None
+        return taken
 
     def _alike(self, taken: list[list[Array] | None], work: Work) -> Results:
         outputs: list[Any] = []  # what is no list is read as one

@@ -19,9 +19,8 @@ from flowserve.backends.triton_objects import (
     InferenceRequest,
     InferenceTrace,
 )
-from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input, inner_shape
+from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input
 from flowserve.errors import FlowserveError
-from flowserve.memory.columns import Together
 from flowserve.values import TensorSpec
 
 
@@ -114,27 +113,6 @@ class GivenRequest(InferenceRequest):
             "priority": request.priority,
             "parameters": dict(request.parameters),
         }
-
-
-def hand_out(requests: Sequence[GivenRequest], work: Work, specs: Sequence[TensorSpec]) -> None:
-    """Give each request its tensors now, where they lie as one array: that costs less than when each is asked for. Only
-    a process of the model's own has its inputs so, and there it may write into all of them.
-    """
-    for i, spec in enumerate(specs):
-        column: object = work.inputs[i]
-        if type(column) is not Together:
-            if i:
-                for request in requests:
-                    request._inputs = None  # all or none: they stand in the configuration's order
-            return
-        if spec.reshape is not None:
-            column = Together(column.array.reshape(inner_shape(column.array.shape, spec)), column.rows)
-        name = spec.name
-        for request, array in zip(requests, column.arrays(), strict=True):
-            if i:
-                request._inputs.append(Tensor(name, array))  # type: ignore[union-attr]  # it got its first just now
-            else:
-                request._inputs = [Tensor(name, array)]
 
 
 class ModelFacts:

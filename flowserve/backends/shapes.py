@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowserve.values import DType, TensorSpec
+
 
 def fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
     """Whether `shape` is one that `dims` allows, -1 being any size."""
@@ -20,3 +22,8 @@ def fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
 def shown(shape: Sequence[int]) -> str:
     """As Triton writes it: `[-1,3,224]`."""
     return f"[{','.join(str(size) for size in shape)}]"
+
+
+def has_fixed_shapes(specs: Sequence[TensorSpec]) -> bool:
+    """Whether what these hold takes the same room in every row."""
+    return not any(spec.dtype is DType.BYTES or -1 in spec.dims for spec in specs)

@@ -21,7 +21,7 @@ import trio
 
 from flowserve.backends.base import Remote, Results, Work
 from flowserve.backends.child.main import Job
-from flowserve.backends.child.usual import has_fixed_shapes
+from flowserve.backends.shapes import has_fixed_shapes
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.memory.arena import Arena

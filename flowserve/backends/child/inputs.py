@@ -96,6 +96,26 @@ class Inputs:
                 inputs.append(Together(array, rows) if self._batches else [Tensor(array)])
         return inputs
 
+    def take_whole(self, run: Run, columns: Sequence[Any]) -> list[Array] | None:
+        """`inputs[i]` of all members, side by side. None where some of them lie apart, or are not there, with nothing
+        done.
+        """
+        for column in columns:
+            if type(column) is not tuple:
+                return None
+        inputs = []
+        segments, is_any_held = self._segments, bool(self._held)
+        for spec, (number, offset, nbytes, shape, _) in zip(self._specs, columns, strict=True):
+            if is_any_held or not nbytes or spec.dtype is DType.BYTES:
+                array = self._array(run, spec, number, offset, nbytes, shape)
+            else:  # as there, written out: nearly every batch comes by here, and calls are what it costs
+                segment = segments[number]
+                array = np.ndarray(shape, spec.dtype.numpy, segment.map, offset)
+                run.arrays.append(array)
+                run.ranges.append((segment, offset, offset + nbytes))
+            inputs.append(array)
+        return inputs
+
     def finish(self, run: Run) -> bool:
         """The run is over and its tensors are dropped. Whether the model still holds some of them."""
         if _most_holders(run.arrays) > _ALONE:

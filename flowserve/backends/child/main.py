@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Final, overload
 
-from flowserve.backends.base import CallsModels, Instance, Remote, Work
+from flowserve.backends.base import Alike, CallsModels, Instance, Remote, Results, RunsWhole, Work
 from flowserve.backends.child.calls import ChildCaller
 from flowserve.backends.child.inputs import Inputs, Run
 from flowserve.backends.child.outputs import Outputs
@@ -50,6 +50,7 @@ from flowserve.backends.child.protocol import (
     pack,
     said,
 )
+from flowserve.backends.child.usual import Usual, Usuals
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.arena import Place
 from flowserve.memory.pool import tune_malloc
@@ -137,6 +138,9 @@ class Told(Sequence[Request]):
         return Request({}, None, *self._facts[index])
 
 
+_LONE: Final = Told(None, 1)  # of nearly every request that comes alone
+
+
 class Server:
     """Drives an open instance."""
 
@@ -146,7 +150,9 @@ class Server:
         self._instance = instance
         self._inputs = Inputs(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
         self._outputs = Outputs(job.outputs)
-        self._peers = Peers(job.outputs, batches=job.batches)
+        self._usuals = Usuals(job.outputs, batches=job.batches)
+        self._peers = Peers()
+        self._runs_whole = instance.run_whole if isinstance(instance, RunsWhole) else None
         self._relayed: tuple[int, Sequence[Place]] = (0, ())  # the last that came by and was done, and where it lies
         # Relays that are fenced off: where lies what was made of them here, None where they had not come by.
         self._fenced: dict[int, Sequence[Place] | None] = {}
@@ -157,7 +163,14 @@ class Server:
     def run(self) -> None:
         """Until END, or until nobody is there any more."""
         self._socket.send(pack(READY, ()))
-        while (message := self._receive()) is not None:
+        while True:
+            self._is_idle = True
+            if self._inputs.gone:
+                self._let_go()
+            message = self._next_message()
+            self._is_idle = False
+            if message is None:
+                return
             kind = message[0]
             if kind == RUN:
                 self._run(*message[1:])
@@ -168,16 +181,8 @@ class Server:
             elif kind == RECALL:
                 self._outputs.come_home(self._fenced.pop(message[1], None) or ())
 
-    def _receive(self) -> tuple[Any, ...] | None:
-        """The next message that is not about memory or peers. None when the server is gone."""
-        self._is_idle = True
-        if self._inputs.gone:
-            self._let_go()
-        message = self._next_message()
-        self._is_idle = False
-        return message
-
     def _next_message(self) -> tuple[Any, ...] | None:
+        """The next message that is not about memory or peers. None when the server is gone."""
         while True:
             packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
             if not packed:
@@ -219,11 +224,11 @@ class Server:
             self._inputs.detach(ended_segments)
         run = Run(number)
         words = [number, 0]
-        kind, text = DONE, None
+        kind, text, usual = DONE, None, None
         if isinstance(wanted, tuple):
             wanted = [wanted] * len(rows)
         try:
-            text = self._answer(run, words, columns, rows, requests, wanted, contexts)
+            usual, text = self._answer(run, words, columns, rows, requests, wanted, contexts)
         except FlowserveError as error:
             kind, text = FAILED, said(error)
         except Exception as error:
@@ -237,7 +242,7 @@ class Server:
             return
         if kind == DONE:
             self._relayed = number, [(words[4], words[5])] if words[6] else ()
-        if not relay[3] or kind != DONE or text is not None or not self._peers.hand_on(words, rows, requests, *relay):
+        if usual is None or not relay[3] or not self._peers.hand_on(usual, words, rows, requests, *relay):
             self._send(pack(RELAYED, (number, *relay[1])) + pack(kind, words, text))
 
     def _fence_off(self, number: int) -> None:
@@ -256,31 +261,36 @@ class Server:
         requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]],
         contexts: list[str] | None,
-    ) -> Any:
-        """Run the batch and put what it answered into `words`; returns the text about members that failed. When it
-        returns, nothing of the batch is held but what the model holds.
+    ) -> tuple[Usual | None, Any]:
+        """Run the batch and put what it answered into `words`. Returns how, where that is as usual, and the text about
+        members that failed. When it returns, nothing of the batch is held but what the model holds.
         """
         count = len(rows)
-        # Everything may be written to: it is mapped privately.
-        may_write = [[True] * count] * len(columns)
-        work = Work(
-            self._inputs.take(run, columns, count),
-            rows,
-            Told(requests, count),
-            wanted,
-            may_write,
-            contexts=contexts,
-        )
-        results = self._instance.run(work, self._clock)
+        told = _LONE if requests is None and count == 1 else Told(requests, count)
+        runs_whole = self._runs_whole
+        whole = None if runs_whole is None else self._inputs.take_whole(run, columns)
+        results: Results | Alike
+        if runs_whole is not None and whole is not None:
+            results = runs_whole(Work([], rows, told, wanted, contexts=contexts), whole, self._clock)
+        else:
+            # Everything may be written to: it is mapped privately.
+            may_write = [[True] * count] * len(columns)
+            given = self._inputs.take(run, columns, count)
+            results = self._instance.run(Work(given, rows, told, wanted, may_write, contexts=contexts), self._clock)
         if os.getpid() != self._pid:
             os._exit(0)  # the model forked and both went on: only one answers, and the memory for answers is shared
+        if isinstance(results, Alike):
+            usual = self._usuals.of(rows)
+            assert usual is not None  # that is when outputs are said to be alike
+            place = self._outputs.place_usual(usual, results.outputs)
+            words += (results.gathered_ns, results.computed_ns, *place, usual.nbytes, *usual.words)
+            return usual if usual.nbytes else None, None
         placed = self._outputs.place(results.outputs)  # which may fail: then nothing of it is said
-        words += (results.gathered_ns, results.computed_ns)
-        words += placed
+        words += (results.gathered_ns, results.computed_ns, *placed)
         if not (results.errors or results.parameters or results.rescheduled):
-            return None
+            return self._usuals.of_answer(rows, words), None
         failed = {m: said(error) for m, error in results.errors.items()}
-        return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed}
+        return None, {**results.parameters, **dict.fromkeys(results.rescheduled), **failed}
 
     def _send(self, message: bytes) -> None:
         if len(message) > MESSAGE_BYTES_MAX:

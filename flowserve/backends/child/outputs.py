@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowserve.backends.child.protocol import APART, NOTHING, TOGETHER
+from flowserve.backends.child.usual import Usual
 from flowserve.memory import bytes_codec
 from flowserve.memory.arena import Arena, Place, aligned
 from flowserve.memory.assemble import pieces
@@ -86,6 +87,15 @@ class Outputs:
                 _write(segment, offset + start, arrays)
         return words
 
+    def place_usual(self, usual: Usual, columns: Sequence[Sequence[Array]]) -> Place:
+        """Write the usual answer, `columns[j][m]`, into one block. Where that lies."""
+        if not usual.nbytes:
+            return 0, 0
+        segment, offset = self._arena.take(usual.nbytes)
+        for (_, _, start), arrays in zip(usual.pieces, columns, strict=True):
+            _write(segment, offset + start, arrays)
+        return segment.number, offset
+
     def _apart(
         self,
         spec: TensorSpec,
@@ -128,7 +138,7 @@ def _planned(spec: TensorSpec, arrays: list[Array], start: int, writes: list[tup
     return arrays[0].nbytes if len(arrays) == 1 else sum([array.nbytes for array in arrays])
 
 
-def _write(segment: Segment, start: int, arrays: list[Array]) -> None:
+def _write(segment: Segment, start: int, arrays: Sequence[Array]) -> None:
     first = arrays[0]
     if len(arrays) == 1:
         if first.size:

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowserve.backends.child.protocol import MARSHAL_VERSION, MESSAGE_BYTES_MAX, RUN
-from flowserve.backends.child.usual import Usuals
-from flowserve.values import TensorSpec
+from flowserve.backends.child.usual import Usual
 
 # By which numbers others know this one's segments, the peer that follows, what it reads, and what it is asked for.
 Onward = tuple[dict[int, int], int, list[tuple[int, int]], tuple[str, ...]]
@@ -24,8 +23,7 @@ Onward = tuple[dict[int, int], int, list[tuple[int, int]], tuple[str, ...]]
 class Peers:
     """Where they are reached, by the server's numbers for them, and what follows on each path."""
 
-    def __init__(self, outputs: Sequence[TensorSpec], *, batches: bool) -> None:
-        self._usuals = Usuals(outputs, batches=batches)
+    def __init__(self) -> None:
         self._onward: dict[int, socket.socket] = {}
         self._paths: dict[int, Onward] = {}
 
@@ -51,7 +49,8 @@ class Peers:
 
     def hand_on(
         self,
-        words: list[int],
+        usual: Usual,
+        words: Sequence[int],
         rows: list[int],
         requests: Sequence[tuple[Any, ...]] | None,
         path: int,
@@ -59,33 +58,29 @@ class Peers:
         places: tuple[Any, ...],
         news: list[tuple[Any, Any]],
     ) -> bool:
-        """Hand on a batch of a relay, of which `words` say what was answered. False where it does not go on from here,
-        with nothing done.
+        """Hand on a batch of a relay, of which `words` say that it was answered as `usual`. False where it does not go
+        on from here, with nothing done.
         """
-        number, kept, gathered_ns, computed_ns, segment, offset, nbytes = words[:7]
-        usual = self._usuals.of(rows)
+        number, kept, gathered_ns, computed_ns, segment, offset = words[:6]
         names, peer, inputs, wanted = self._paths[path]
         known = names.get(segment)
-        if usual is None or known is None:
+        if known is None:
             return False
-        if nbytes != usual.nbytes or not nbytes or tuple(words[7:]) != usual.words:
-            return False
-        made = [
-            (known, offset + start, size, shape, rows)
-            for (shape, _, start), size in zip(usual.pieces, usual.placed, strict=True)
-        ]
+        made = []
+        for (shape, _, start), size in zip(usual.pieces, usual.placed, strict=True):
+            made.append((known, offset + start, size, shape, rows))
         places = (*places, made)
         come_home, ended = news[0]
-        columns = [places[i][j] for i, j in inputs]
+        columns = []
+        for i, j in inputs:
+            columns.append(places[i][j])
         relay = (path, (*passed, kept, gathered_ns, computed_ns, segment, offset), places, news[1:])
         said_onward: Any = (RUN, number, come_home, ended, columns, rows, requests, wanted, None, relay)
         message = marshal.dumps(said_onward, MARSHAL_VERSION)
-        return len(message) <= MESSAGE_BYTES_MAX and self._send(peer, message)
-
-    def _send(self, number: int, message: bytes) -> bool:
-        """False where nobody is there any more, or reads just now."""
+        if len(message) > MESSAGE_BYTES_MAX:
+            return False
         try:
-            self._onward[number].send(message)  # without a wait: the server's sockets are like that
-        except OSError:
+            self._onward[peer].send(message)  # without a wait: the server's sockets are like that
+        except OSError:  # nobody is there any more, or reads just now
             return False
         return True

@@ -19,6 +19,7 @@ from flowserve.backends.base import Instance, Sent, Work
 from flowserve.backends.child.inputs import Run
 from flowserve.backends.child.main import Job, Server, Told
 from flowserve.backends.child.protocol import ANSWER, END, GOES_ON, GRANT, NOTHING, OVER, WAITS, WITHDRAW, pack, said
+from flowserve.backends.child.usual import Usual
 from flowserve.backends.credit import CreditSender
 from flowserve.errors import FlowserveError
 from flowserve.memory.arena import Place
@@ -45,17 +46,12 @@ class StreamServer(Server):
         threading.Thread(target=self._listen, name="flowserve messages", daemon=True).start()
         super().run()
 
-    def _receive(self) -> tuple[Any, ...] | None:
-        self._is_idle = True
-        if self._inputs.gone:
-            self._let_go()
-        message = self._messages.get()
-        self._is_idle = False
-        return message
+    def _next_message(self) -> tuple[Any, ...] | None:
+        return self._messages.get()
 
     def _listen(self) -> None:
         try:
-            while (message := self._next_message()) is not None:
+            while (message := super()._next_message()) is not None:
                 if message[0] == GRANT:
                     self._granted(*message[1:])
                 elif message[0] == WITHDRAW:
@@ -106,7 +102,7 @@ class StreamServer(Server):
         requests: Sequence[tuple[Any, ...]] | None,
         wanted: list[tuple[str, ...]],
         contexts: list[str] | None,
-    ) -> Any:
+    ) -> tuple[Usual | None, Any]:
         count = len(rows)
         senders = [self._sender(run.number, m) for m in range(count)]
         self._early.clear()
@@ -121,7 +117,7 @@ class StreamServer(Server):
             self._given_back[senders[m].key] = senders[m]
             if senders[m].is_cancelled():  # meanwhile
                 self._given_back.pop(senders[m].key, None)
-        return dict.fromkeys(results.rescheduled) or None
+        return None, dict.fromkeys(results.rescheduled) or None
 
     def _sender(self, number: int, m: int) -> ProcessSender:
         earlier = self._goes_on.get((number, m))

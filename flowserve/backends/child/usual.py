@@ -14,8 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends.child.protocol import DONE, DONE_HEAD, TOGETHER, pack
+from flowserve.backends.shapes import has_fixed_shapes
 from flowserve.memory.arena import aligned
-from flowserve.values import DType, TensorSpec
+from flowserve.values import TensorSpec
 
 # For so many sizes of a batch it is kept what is said of them. Some sizes come from a child, and it may say any.
 _SIZES_MAX: Final = 1024
@@ -66,13 +67,15 @@ class Usuals:
         total = rows[0] if len(rows) == 1 else sum(rows)
         return self._by_rows.get(total) or self._expect(total)
 
+    def of_answer(self, rows: Sequence[int], words: Sequence[int]) -> Usual | None:
+        """The same where `words` of a DONE, from `number` on, say just that. None where there is nothing in it."""
+        usual = self.of(rows)
+        if usual is None or not usual.nbytes or words[6] != usual.nbytes or tuple(words[7:]) != usual.words:
+            return None
+        return usual
+
     def _expect(self, total: int) -> Usual:
         if len(self._by_rows) >= _SIZES_MAX:
             self._by_rows.clear()
         usual = self._by_rows[total] = Usual(self._specs, (total,) if self._batches else ())
         return usual
-
-
-def has_fixed_shapes(specs: Sequence[TensorSpec]) -> bool:
-    """Whether what these hold takes the same room in every row."""
-    return not any(spec.dtype is DType.BYTES or -1 in spec.dims for spec in specs)
