@@ -123,16 +123,14 @@ class AnswerReader:
         count = len(responses)
         if work.rows.count(1) != count:
             return None
-        answered = []
         for response in responses:
             if type(response) is not InferenceResponse or response._error is not None or response._parameters:
                 return None
-            answered.append(response._outputs)
-        taken: list[list[Array] | None] = [None] * len(self._specs)
-        first = answered[0]
-        width = len(first)
-        if not width:
+        first = responses[0]._outputs
+        if not first:
             return None
+        width, names = len(first), work.wanted
+        taken: list[list[Array] | None] = [None] * len(self._specs)
         try:
             for k, answer in enumerate(first):
                 name = answer._name
@@ -145,18 +143,20 @@ class AnswerReader:
                     return None
                 if shape != output.one and self._mismatch(answer, output, 1):
                     return None
-                arrays: list[Array] = []
-                for answers, wanted in zip(answered, work.wanted, strict=True):
+                if array.dtype is not dtype or name not in names[0]:
+                    return None
+                arrays = taken[output.j] = [array]
+                for m in range(1, count):
+                    answers = responses[m]._outputs
                     if len(answers) != width:
                         return None
                     answer = answers[k]
                     array = answer._array
                     if array is None or array.dtype is not dtype or array.shape != shape:
                         return None
-                    if answer._name != name or name not in wanted:
+                    if answer._name != name or name not in names[m]:
                         return None
                     arrays.append(array)
-                taken[output.j] = arrays
         except (
             AttributeError,
             OnGpu,

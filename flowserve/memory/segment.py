@@ -14,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
@@ -108,6 +108,20 @@ class Segment:
     def empty(self, start: int, stop: int) -> None:
         """Give whole pages back to the kernel, for every process: they read as zero until they are written again."""
         self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+    def write(self, start: int, arrays: Sequence[Array]) -> None:
+        """Lay arrays of one type, which are alike but for their rows, side by side from there on."""
+        first = arrays[0]
+        if len(arrays) == 1:
+            if first.size:
+                try:
+                    self.map[start : start + first.nbytes] = first  # type: ignore[call-overload]  # any buffer will do
+                except ValueError:  # not in one piece, or of a type that is numpy's by courtesy
+                    np.ndarray(first.shape, first.dtype, self.map, start)[...] = first
+            return
+        shape = (sum([len(array) for array in arrays]), *first.shape[1:])
+        if 0 not in shape:
+            np.concatenate(arrays, out=np.ndarray(shape, first.dtype, self.map, start))
 
     def read_into(self, target: Array, start: int) -> None:
         """Fill `target` (uint8) with the writer's bytes, whatever was written into a private mapping of them."""

@@ -90,6 +90,17 @@ class NodeTraffic:
             for j, nbytes in enumerate(placed):
                 self.placed[j] += nbytes
 
+    def took_in(self, rows: int, sizes: Sequence[int] | None, copied: Sequence[int]) -> None:
+        """One request, with no others in its batch, brought so many `rows`, of which so many bytes of each input were
+        `copied`. `sizes`: the bytes of each input; None where its rows tell and nothing was left out.
+        """
+        if self.is_fixed and not any(copied):
+            self.whole_rows += rows
+            return
+        for edge in self.edges:
+            nbytes = rows * edge.row_bytes if sizes is None else sizes[edge.input]
+            edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
+
     def handed_on(self, edge: EdgeTraffic) -> int:
         """Bytes that went over one of this node's edges as they lay."""
         return edge.handed_on + self.whole_rows * edge.row_bytes

@@ -113,42 +113,9 @@ def record_run_through(relay: Relay, copied: Sequence[int], stops: Sequence[Stop
         flow.compute_output_ns += output_ns
 
 
-def record_alone(
-    way: Way,
-    deployment: Deployment,
-    tensors: Sequence[Tensor | None],
-    rows: int,
-    copied: Sequence[int],
-    began_ns: int,
-    stops: Sequence[Stop],
-    now_ns: int,
-) -> None:
-    """As `record_run_through` and `record_ensemble`, for a request of so many `rows` that had neither batch nor flow.
-    `tensors` are its inputs.
-    """
-    node = way.nodes[0]
-    gathered_ns, since_ns, placed = stops[0]
-    input_ns, infer_ns = gathered_ns - began_ns, since_ns - gathered_ns
-    until_ns = now_ns if len(stops) == 1 else since_ns
-    way.queues[0].observer.ran(rows, 1, until_ns - began_ns, 0, input_ns, infer_ns, until_ns - since_ns, until_ns)
-    traffic = deployment.traffic[node.index]
-    traffic.ran(rows, placed)
-    carry_alone(traffic, rows, [tensors[slot] for slot in node.inputs], copied)
-    if not deployment.graph.is_ensemble:
-        return
-    later = _record_stops(way, deployment, rows, 1, stops, now_ns)
-    deployment.statistics.ran(rows, 1, now_ns - began_ns, 0, input_ns + later[0], infer_ns + later[1], later[2], now_ns)
-
-
-def carry_alone(node: NodeTraffic, rows: int, inputs: Sequence[Tensor | None], copied: Sequence[int]) -> None:
-    """What a request without company took into its node."""
-    if node.is_fixed and not any(copied):
-        node.whole_rows += rows
-        return
-    for edge in node.edges:
-        tensor = inputs[edge.input]
-        nbytes = 0 if tensor is None else tensor.nbytes
-        edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
+def sizes_of(inputs: Sequence[Tensor | None]) -> list[int]:
+    """The bytes of each input of one request."""
+    return [0 if tensor is None else tensor.nbytes for tensor in inputs]
 
 
 def _record_stops(

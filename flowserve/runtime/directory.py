@@ -28,6 +28,7 @@ from flowserve.runtime.gate import Gate
 from flowserve.runtime.hosts import Processes
 from flowserve.runtime.instance import LocalHost
 from flowserve.runtime.lifecycle import Generations
+from flowserve.runtime.lone_accounts import Ledger
 from flowserve.runtime.lone_relays import LoneRelays
 from flowserve.runtime.ordered_gate import OrderedGate
 from flowserve.runtime.process_host import ProcessHost
@@ -60,6 +61,7 @@ class Directory:
         self.not_loaded: Collection[str] = ()  # what lies in the repository for whoever asks for its load
         self._is_loaded = False
         self._statistics: dict[ModelKey, Statistics] = {}
+        self._ledger = Ledger()  # what is not counted in these yet
         self._has_fast_paths = options.rate_limit is None  # what runs past the dispatcher asks no limiter
         self._make_statistics = summarising(clock) if options.summaries else Statistics
         self._cache: Cache | None = None if options.cache_bytes is None else Lru(options.cache_bytes)
@@ -149,6 +151,7 @@ class Directory:
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
         """Rows of the statistics extension: of one name, one version, or of everything that is ready."""
         epoch_ns = wall_clock_ns() - self.clock()
+        self._ledger.settle()
         if not name:
             return rows_as_json(list(self._statistics.values()), epoch_ns)
         entry = self.entries.get(name)
@@ -163,6 +166,7 @@ class Directory:
     def counters(self) -> list[tuple[Statistics, int]]:
         """Every deployment version's counters, and how many requests wait in its model's queue (0 for an ensemble)."""
         waiting = self.dispatcher.waiting()
+        self._ledger.settle()
         for one in self._statistics.values():
             one.add_up()
         return [(statistics, waiting.get(key, 0)) for key, statistics in self._statistics.items()]
@@ -217,7 +221,7 @@ class Directory:
         if processes is None or not isinstance(dispatcher, RelayingDispatcher):
             return None
         if LoneRelays.lead_through(deployment):
-            return LoneRelays(dispatcher, processes.occupancy, processes.relays, self.clock)
+            return LoneRelays(dispatcher, processes.occupancy, processes.relays, self._ledger, self.clock)
         return None
 
     def withdraw_name(self, name: str, reason: str) -> None:

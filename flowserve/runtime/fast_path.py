@@ -12,7 +12,7 @@ from typing import Protocol
 
 from flowserve.backends.base import Work
 from flowserve.errors import FlowserveError
-from flowserve.runtime.accounts import carry_alone
+from flowserve.runtime.accounts import sizes_of
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.deployment import Deployment
 from flowserve.runtime.instance import LocalHost
@@ -83,7 +83,8 @@ class FastPath:
                 outputs[name] = tensor.array
         traffic = deployment.traffic[0]
         traffic.ran(rows, results.placed)
-        carry_alone(traffic, rows, inputs, results.copied)
+        sizes = None if traffic.is_fixed and None not in inputs else sizes_of(inputs)
+        traffic.took_in(rows, sizes, results.copied)
         now_ns = self._clock()
         gathered_ns, computed_ns = results.gathered_ns, results.computed_ns
         deployment.statistics.ran(

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
-from flowserve.backends.base import Results, Work
+from flowserve.backends.base import Work
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import Plan
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.accounts import Stop, record_alone
 from flowserve.runtime.alone import Occupancy
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.deployment import Deployment
+from flowserve.runtime.lone_accounts import Ledger, LoneAccounts
 from flowserve.runtime.parameters import NONE, of_ensemble
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.relay_paths import OnItsWay, Path
@@ -38,11 +38,13 @@ _PLANS_MAX: Final = 64
 class _Course:
     """The way through a whole plan. `answers`: which output of the last stop is which of the graph's."""
 
-    __slots__ = ("answers", "path", "way")
+    __slots__ = ("accounts", "answers", "path", "rows_max", "way")
 
-    def __init__(self, way: Way, answers: list[tuple[str, int]]) -> None:
+    def __init__(self, way: Way, answers: list[tuple[str, int]], accounts: LoneAccounts) -> None:
         self.way = way
         self.answers = answers
+        self.accounts = accounts
+        self.rows_max = min(way.row_max, way.nodes[0].max_batch_size)
         self.path: Path | None = None  # the last that one took
 
 
@@ -54,11 +56,13 @@ class LoneRelays:
         dispatcher: RelayingDispatcher,
         occupancy: Occupancy,
         relays: Relays,
+        ledger: Ledger,
         clock: ClockNs,
     ) -> None:
         self._dispatcher = dispatcher
         self._occupancy = occupancy
         self._relays = relays
+        self._ledger = ledger
         self._clock = clock
         self._courses: dict[tuple[str, ...] | None, _Course | None] = {}  # by the outputs that are asked for
 
@@ -93,7 +97,7 @@ class LoneRelays:
         inputs = [tensors[slot] for slot in node.inputs]
         first = inputs[0]
         rows = 0 if first is None else first.stop - first.start
-        if not 0 < rows <= min(way.row_max, node.max_batch_size):
+        if not 0 < rows <= course.rows_max:
             return None
         wanted = node.wanted or deployment.admission.wanted(request)
         sent = self._relays.send(path, Work([[one] for one in inputs], [rows], [request], [wanted]))
@@ -102,35 +106,14 @@ class LoneRelays:
         came = self._relays.wait_for(sent)
         if came is None:
             return self._go_on(deployment, request, tensors, way, sent)
-        return self._answered(deployment, request, tensors, course, sent, *came)
-
-    def _answered(
-        self,
-        deployment: Deployment,
-        request: Request,
-        tensors: Sequence[Tensor | None],
-        course: _Course,
-        sent: OnItsWay,
-        stops: Sequence[Stop],
-        last: Results,
-    ) -> Response:
+        stops, last = came
         self._occupancy.passed_through()
         outputs = {}
         for name, j in course.answers:
             tensor = last.outputs[j][0]
             if tensor is not None:
                 outputs[name] = tensor.array
-        expected = sent.expected
-        record_alone(
-            course.way,
-            deployment,
-            tensors,
-            expected.rows[0],
-            expected.packed.copied,
-            sent.started_ns,
-            stops,
-            self._clock(),
-        )
+        course.accounts.note(inputs, rows, sent.expected.packed.copied, sent.started_ns, stops, self._clock())
         says = of_ensemble(request) if deployment.graph.is_ensemble else NONE
         return Response(deployment.name, deployment.version, outputs, request.id, says)
 
@@ -172,7 +155,7 @@ class LoneRelays:
     def _find(self, deployment: Deployment, outputs: tuple[str, ...] | None) -> _Course | None:
         if len(self._courses) >= _PLANS_MAX:  # outputs in every order, from a client that plays
             self._courses.clear()
-        course = self._courses[outputs] = _course(deployment, outputs)
+        course = self._courses[outputs] = _course(deployment, outputs, self._ledger)
         return course
 
 
@@ -180,7 +163,7 @@ def _plan(deployment: Deployment, outputs: tuple[str, ...] | None) -> Plan:
     return deployment.plan_for(outputs) if outputs else deployment.plan
 
 
-def _course(deployment: Deployment, outputs: tuple[str, ...] | None) -> _Course | None:
+def _course(deployment: Deployment, outputs: tuple[str, ...] | None, ledger: Ledger) -> _Course | None:
     """The way through all of a plan, from what every request brings to what it is answered with."""
     if outputs and not deployment.outputs.keys() >= {*outputs}:
         return None
@@ -189,4 +172,6 @@ def _course(deployment: Deployment, outputs: tuple[str, ...] | None) -> _Course 
         return None
     made = {slot: j for j, slot, _ in way.nodes[-1].writes}
     answers = [(name, made.get(deployment.output_slot[name], -1)) for name in outputs or deployment.outputs]
-    return None if any(j < 0 for _, j in answers) else _Course(way, answers)
+    if any(j < 0 for _, j in answers):
+        return None
+    return _Course(way, answers, LoneAccounts(ledger, way, deployment))

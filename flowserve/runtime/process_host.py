@@ -91,16 +91,11 @@ class ProcessHost:
         self._answer = select.poll()  # on which it is waited for in place
         self._clock = clock
         self._completions: Completions | None = None
-        self._link: Link | None = None
+        self.link: Link | None = None  # the wire to its process, while there is one
         self._calls: ProcessCalls | None = None  # once its model has called another
         self._is_closed = False
         self._opening: Child | None = None  # while it is not open yet; its model may ask for things already
         self._given_up = ""
-
-    @property
-    def link(self) -> Link | None:
-        """The wire to its process, while there is one."""
-        return self._link
 
     @property
     def asks_meanwhile(self) -> bool:
@@ -130,9 +125,9 @@ class ProcessHost:
             raise
         finally:
             self._opening = None
-        self.child, self._link, self.ended = child, link, ""
+        self.child, self.link, self.ended = child, link, ""
         if self._is_closed:  # meanwhile; looked at last, as `close` says so first and then looks for a process
-            self.child = self._link = None
+            self.child = self.link = None
             self._drop(completions, child, link)
             return
         completions.token.run_sync_soon(self._begin, child)
@@ -146,7 +141,7 @@ class ProcessHost:
 
     def start(self, batch: Batch) -> Outcome | None:
         """Send a batch; None where its outcome comes later."""
-        link = self._link
+        link = self.link
         if link is None:
             return Unavailable(f"model '{self._model}', instance '{self.name}': its process is not running")
         batch.started_ns = self._clock()
@@ -172,7 +167,7 @@ class ProcessHost:
     def close(self) -> None:
         """End the process after what it runs now. Blocks; called on a worker thread."""
         self._is_closed = True
-        child, link = self.child, self._link
+        child, link = self.child, self.link
         if child is None or link is None:
             return
         with suppress(OSError):  # where it is gone already
@@ -209,9 +204,9 @@ class ProcessHost:
         child.on_end = self._over
         if child.ended:
             self._over(child)
-        elif self.child is child and self._link is not None:
-            self._link.on_calls = self._begin_calls
-            self._link.on_relay = partial(self._relays.told, self)
+        elif self.child is child and self.link is not None:
+            self.link.on_calls = self._begin_calls
+            self.link.on_relay = partial(self._relays.told, self)
             self._readiness.watch(child.socket.fileno(), self._read)
             self._answer = select.poll()
             self._answer.register(child.socket, select.POLLIN)
@@ -228,8 +223,8 @@ class ProcessHost:
             self.on_end()
 
     def _let_go(self) -> None:
-        link, child = self._link, self.child
-        self._link = self.child = None
+        link, child = self.link, self.child
+        self.link = self.child = None
         if link is not None and child is not None:
             self._readiness.forget(child.socket.fileno())
             link.close()
@@ -296,7 +291,7 @@ class ProcessHost:
 
     def _read(self) -> None:
         """Take in what its process says, until an answer or to the end."""
-        link, child = self._link, self.child
+        link, child = self.link, self.child
         if link is None or child is None:
             return
         try:

@@ -55,7 +55,7 @@ class _Copy:
         self.arrays = arrays
         self.shape = shape
         self.rows = rows
-        self.nbytes = sum([array.nbytes for array in arrays])
+        self.nbytes = arrays[0].nbytes if len(arrays) == 1 else sum([array.nbytes for array in arrays])
         self.start = 0
 
 
@@ -139,7 +139,7 @@ class InputPacker:
         """All that is copied goes into one block."""
         size = 0
         for copy in copies:
-            copy.start = aligned(size)
+            copy.start = aligned(size) if size else 0
             size = copy.start + copy.nbytes
         lease = self.arena.lease(size)
         segment, offset = lease.segment, lease.offset
@@ -152,8 +152,7 @@ class InputPacker:
             else:
                 packed.columns[copy.i][copy.m] = where
             packed.copied[copy.i] += copy.nbytes
-            if copy.nbytes:
-                _fill(segment, offset + copy.start, copy.arrays, copy.shape)
+            segment.write(offset + copy.start, copy.arrays)
 
 
 def run_message(head: tuple[Any, ...], work: Work, relay: tuple[Any, ...] | None = None) -> bytes:
@@ -187,20 +186,13 @@ def _plain_value(value: Any) -> Any:
 
 
 def _copy(i: int, m: int, tensors: Sequence[Tensor], is_bytes: bool) -> _Copy:
-    arrays = pieces(tensors)
+    arrays = [tensors[0].array] if len(tensors) == 1 else pieces(tensors)
     shape: tuple[int, ...] = arrays[0].shape
     if len(arrays) > 1:
         shape = (sum([len(array) for array in arrays]), *shape[1:])
+    rows: list[int] | None = None
+    if m < 0:
+        rows = [shape[0]] if len(tensors) == 1 else [tensor.shape[0] for tensor in tensors]
     if is_bytes:
         arrays = [np.frombuffer(b"".join(map(bytes_codec.encode, arrays)), np.uint8)]
-    rows = [tensor.shape[0] for tensor in tensors] if m < 0 else None
     return _Copy(i, m, arrays, shape, rows)
-
-
-def _fill(segment: Segment, start: int, arrays: Sequence[Array], shape: tuple[int, ...]) -> None:
-    """Lay `arrays` side by side, as one tensor of `shape` where they are several."""
-    first = arrays[0]
-    if len(arrays) == 1:
-        np.ndarray(first.shape, first.dtype, segment.map, start)[...] = first
-    else:
-        np.concatenate(arrays, out=np.ndarray(shape, first.dtype, segment.map, start))

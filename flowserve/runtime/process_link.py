@@ -79,7 +79,13 @@ class Expected:
 
 
 class Link:
-    """One child's socket and memory. Touched on the loop, except that leases may end anywhere."""
+    """One child's socket and memory. Touched on the loop, except that leases may end anywhere.
+
+    `homes`: the child's blocks that nobody reads any more. `learned` counts the memory of all children that was ever
+    heard of.
+    """
+
+    learned = 0
 
     def __init__(self, sock: socket.socket, packer: InputPacker, reader: OutputReader) -> None:
         self._socket = sock
@@ -89,7 +95,8 @@ class Link:
         self._reader = reader
         self.on_relay: Callable[[int, Told], None] | None = None  # given a relay's number
         self._number = 0
-        self._nothing_copied = packer.nothing
+        self._nothing = Packed()  # of a batch whose inputs need not be held here
+        self._nothing.copied = packer.nothing
         self._running: Expected | None = None  # by itself, in no relay
         self._kept: dict[int, Packed] = {}  # by batch: inputs that the model holds on to
         self._told: set[int] = set()  # segments that the child has mapped
@@ -98,7 +105,7 @@ class Link:
         self._ended_paths: deque[int] = deque()  # of those that the child was told of
         self._peers: dict[socket.socket, int] = {}  # those to which the child may hand batches on, by its numbers
         self._segments: dict[int, Segment] = {}  # the child's own, by its numbers
-        self._come_home: deque[Place] = deque()  # its blocks that nobody reads any more
+        self.homes: deque[Place] = deque()
 
     def send(self, work: Work) -> None:
         """Start a batch in the child. Raises a FlowserveError where it cannot be sent, and OSError."""
@@ -132,19 +139,21 @@ class Link:
         """A batch that another process has handed to the child. `held`: where its inputs lie, for a model that keeps
         them; nothing of them was copied.
         """
-        packed = Packed()
-        packed.copied = self._nothing_copied
-        packed.held.append(held)
+        packed = self._nothing
+        if held is not None:
+            packed = Packed()
+            packed.copied = self._nothing.copied
+            packed.held.append(held)
         return Expected(number, packed, rows, self._reader.usual(rows))
 
     def news(self) -> tuple[Sequence[Place], Sequence[int]]:
         """What the child is told with its next batch: blocks that came home, memory that is no more."""
-        come_home = _drained(self._come_home) if self._come_home else ()
+        come_home = _drained(self.homes) if self.homes else ()
         return come_home, _drained(self._ended) if self._ended else ()
 
     def untold(self, come_home: Sequence[Place], ended: Sequence[int]) -> None:
         """It was not told of these after all."""
-        self._come_home.extend(come_home)
+        self.homes.extend(come_home)
         self._ended.extend(ended)
 
     def fence_off(self, number: int) -> None:
@@ -243,16 +252,17 @@ class Link:
         kind, words, text = unpack(message)
         if kind == SPILLED_OUT:
             kind, words, text = unpack(self._spilled(*words[1:]))
+        if kind == RELAYED and self.on_relay is not None:
+            self.on_relay(words[1], (words[2:], text))
+            return False
         if kind in (DONE, FAILED):
             running, self._running = self._running, None
             if running is None:
                 raise Garbled(f"an answer to batch {words[1]}, which does not run")
             return self._outcome(running, kind, words, text)
-        if kind == RELAYED and self.on_relay is not None:
-            self.on_relay(words[1], (words[2:], text))
-            return False
         if kind == SEGMENT:
             self._segments[words[1]] = Segment.read_shared(fds.pop())
+            Link.learned += 1
         elif kind == FENCED and self.on_relay is not None:
             self.on_relay(words[1], bool(words[2]))
         elif kind == CALLS and self.on_calls is not None:
@@ -300,10 +310,6 @@ class Link:
             raise Garbled(f"a block at {offset} of {usual.nbytes} bytes in a segment of {memory.size}")
         return usual.placed
 
-    def comes_home(self, segment: int, offset: int) -> None:
-        """Nobody read a block of the child's, and nobody will."""
-        self._come_home.append((segment, offset))
-
     def _outcome(self, expected: Expected, kind: int, words: Sequence[int], text: bytes) -> Outcome:
         if kind == DONE:
             return self._done(expected, words, text)
@@ -322,9 +328,10 @@ class Link:
         first, number, kept, gathered_ns, computed_ns, segment, offset, nbytes = DONE_HEAD.unpack_from(message)
         if first != usual.first or nbytes != usual.nbytes or not nbytes:
             return None  # without a byte there is no block
-        packed = self._over(expected, number, kept)
+        if kept or number != expected.number:
+            self._over(expected, number, kept)
         outputs = self._reader.cut(usual, self._block(segment, offset, nbytes), expected.rows)
-        return Results(outputs, _NONE, gathered_ns, computed_ns, packed.copied, usual.placed, _NONE)
+        return Results(outputs, _NONE, gathered_ns, computed_ns, expected.packed.copied, usual.placed, _NONE)
 
     def _done(self, expected: Expected, words: Sequence[int], text: bytes) -> Results:
         number, kept, gathered_ns, computed_ns, segment, offset, nbytes = words[1:8]
@@ -356,7 +363,7 @@ class Link:
         segment = self._segments[number]
         if offset % PAGE or offset + nbytes > segment.size:
             raise Garbled(f"a block at {offset} of {nbytes} bytes in a segment of {segment.size}")
-        return Lease(segment, offset, nbytes, self._come_home.append, (number, offset))
+        return Lease(segment, offset, nbytes, self.homes.append, (number, offset))
 
     def _spilled(self, number: int, offset: int, nbytes: int) -> bytes:
         # A copy first: what lies there may change under whoever reads it.

@@ -81,7 +81,10 @@ class OutputReader:
 
     def cut(self, usual: Usual, block: Lease, rows: Sequence[int]) -> list[Column]:
         """The outputs in a block in which they lie as usual."""
-        return [self._shares(block.piece(*one), rows) for one in usual.pieces]
+        columns: list[Column] = []
+        for shape, dtype, start in usual.pieces:
+            columns.append(self._shares(np.ndarray(shape, dtype, block, start), rows))
+        return columns
 
     def _together(
         self, spec: TensorSpec, words: Sequence[int], at: int, memory: Array, rows: Sequence[int]
@@ -106,7 +109,9 @@ class OutputReader:
         return [None if m in absent else next(following) for m in range(len(rows))], at
 
     def _shares(self, array: Array, rows: Sequence[int]) -> Column:
-        return [*scatter(array, rows)] if self._batches else [Tensor(array)]
+        if len(rows) == 1:
+            return [Tensor(array, 0, rows[0]) if self._batches else Tensor(array)]
+        return [*scatter(array, rows)]
 
     def _apart(
         self, spec: TensorSpec, words: Sequence[int], at: int, memory: Array, rows: Sequence[int]

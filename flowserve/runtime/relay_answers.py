@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from flowserve.backends.base import Results
 from flowserve.backends.child.protocol import PASSED_WORDS
 from flowserve.runtime.accounts import Stop
-from flowserve.runtime.process_link import Link, keeps_inputs
+from flowserve.runtime.process_link import keeps_inputs
 from flowserve.runtime.process_outputs import Garbled
 from flowserve.runtime.relay_paths import OnItsWay
+
+RanThrough = tuple[list[Stop], Results]
 
 
 def reached(sent: OnItsWay, passed: Sequence[int], answer: bytes) -> int:
@@ -23,11 +25,6 @@ def reached(sent: OnItsWay, passed: Sequence[int], answer: bytes) -> int:
     if len(passed) % PASSED_WORDS or not 0 < count <= len(sent.path.links):
         raise Garbled(f"a relay of {len(sent.path.links)} that has passed {len(passed)} words")
     return count
-
-
-def keeps_any(passed: Sequence[int], answer: bytes) -> bool:
-    """Whether a model on the way holds on to inputs."""
-    return any(passed[::PASSED_WORDS]) or keeps_inputs(answer)
 
 
 def made(sent: OnItsWay, passed: Sequence[int]) -> list[Results]:
@@ -45,31 +42,42 @@ def made(sent: OnItsWay, passed: Sequence[int]) -> list[Results]:
     return found
 
 
-def ran_through(sent: OnItsWay, passed: Sequence[int], last: Results, now_ns: int) -> list[Stop]:
-    """The stops of one that has run through, as nearly all do: nobody reads what was made before the last, and it goes
-    home. Raises Garbled, with nothing done.
+def ran_through(sent: OnItsWay, passed: Sequence[int], answer: bytes, now_ns: int) -> RanThrough | None:
+    """The stops of one that has run through with nothing to say of it, as nearly all do, and what the last one made:
+    nobody reads what was made before that, and it goes home. None where it is not so, with nothing done; so it is where
+    Garbled is raised.
     """
     path = sent.path
+    links = path.links
     rows = sent.expected.rows
+    before = len(links) - 1
+    if len(passed) != before * PASSED_WORDS or not answer or keeps_inputs(answer):
+        return None
     stops: list[Stop] = []
-    home: list[tuple[Link, int, int]] = []
-    before_ns = sent.started_ns
-    for i, link in enumerate(path.links):
-        if i * PASSED_WORDS < len(passed):
-            _, gathered_ns, computed_ns, segment, offset = passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS]
-            placed = link.placed_at(segment, offset, rows)
-            home.append((link, segment, offset))
-        else:
-            gathered_ns, computed_ns, placed = last.gathered_ns, last.computed_ns, last.placed
-        if not before_ns <= gathered_ns <= computed_ns <= now_ns:
-            gathered_ns = min(max(gathered_ns, before_ns), now_ns)
+    since_ns = sent.started_ns
+    for i in range(before):
+        kept, gathered_ns, computed_ns, segment, offset = passed[i * PASSED_WORDS : (i + 1) * PASSED_WORDS]
+        if kept:
+            return None
+        placed = links[i].placed_at(segment, offset, rows)
+        if not since_ns <= gathered_ns <= computed_ns <= now_ns:
+            gathered_ns = min(max(gathered_ns, since_ns), now_ns)
             computed_ns = min(max(computed_ns, gathered_ns), now_ns)
         stops.append((gathered_ns, computed_ns, placed))
-        before_ns = computed_ns
-    for link, *place in home:  # now that everything is seen to be as it should
-        link.comes_home(*place)
-    before_ns = sent.started_ns
+        since_ns = computed_ns
+    last = sent.outcome
+    if last is None:
+        link = links[before]
+        expected = link.expected(sent.number, rows, None) if before else sent.expected
+        last = sent.outcome = link.outcome(expected, answer)
+    if not isinstance(last, Results) or last.errors or last.parameters:
+        return None
+    gathered_ns = min(max(last.gathered_ns, since_ns), now_ns)
+    stops.append((gathered_ns, min(max(last.computed_ns, gathered_ns), now_ns), last.placed))
+    for i in range(before):  # now that everything is seen to be as it should
+        links[i].homes.append((passed[i * PASSED_WORDS + 3], passed[i * PASSED_WORDS + 4]))
+    since_ns = sent.started_ns
     for runner, (_, computed_ns, _) in zip(path.runners, stops, strict=True):
-        runner.pace.took(computed_ns - before_ns)
-        before_ns = computed_ns
-    return stops
+        runner.pace.took(computed_ns - since_ns)
+        since_ns = computed_ns
+    return stops, last

@@ -36,9 +36,7 @@ class Runner(Protocol):
     running: Batch | None
     relay: OnItsWay | None
     pace: Pace
-
-    @property
-    def link(self) -> Link | None: ...
+    link: Link | None
 
     @property
     def asks_meanwhile(self) -> bool: ...
@@ -59,10 +57,12 @@ class Path:
         self.first_inputs = range(len(nodes[0].inputs))
         self._wanted = [node.wanted for node in nodes[1:]]
         self._is_told = False  # whether any of them may know it
-        self._known = -1  # memory that all have been told of
+        self._known = -1  # memory that all have been told of, ...
+        self._looked = -1  # ... and how much any process had when that was looked at
         self._answers = select.poll()  # on which one of them is waited for in place
         for link in self.links:
             self._answers.register(link, select.POLLIN)
+        self._last = self.links[-1].fileno() if self.links else -1
 
     @property
     def is_whole(self) -> bool:
@@ -84,8 +84,7 @@ class Path:
 
     def comes_back(self, within_ms: int) -> bool:
         """Wait until one of them says something. Whether it is the last one."""
-        last = self.links[-1].fileno()
-        return any(number == last for number, _ in self._answers.poll(within_ms))
+        return self._last in dict(self._answers.poll(within_ms))
 
     def takes_at_most(self, nanoseconds: float) -> bool:
         """Whether a batch is through all of them so soon, by measurement. As `is_quick`."""
@@ -98,15 +97,18 @@ class Path:
     def prepare(self) -> list[Link]:
         """Whatever a process needs to know of the others, it knows now. Raises OSError where one has just ended."""
         links = self.links
-        known = sum([link.segment_count for link in links])
+        if self._looked == Link.learned:
+            return links
+        looked, known = Link.learned, sum([link.segment_count for link in links])
         if known == self._known:
+            self._looked = looked
             return links
         self._is_told = True
         for link, following, inputs, wanted in zip(links, links[1:], self._inputs, self._wanted, strict=False):
             for i in {i for i, _ in inputs}:
                 following.sees(links[i])
             link.tell_path(self.number, following.peer_of(link), inputs, wanted)
-        self._known = known
+        self._known, self._looked = known, looked
         return links
 
     def __del__(self) -> None:

@@ -25,14 +25,14 @@ import trio
 
 from flowserve.backends.base import Results, Work
 from flowserve.errors import FlowserveError, InstanceDied
-from flowserve.runtime.accounts import Stop, record_batch, record_relay, record_run_through
+from flowserve.runtime.accounts import record_batch, record_relay, record_run_through
 from flowserve.runtime.alone import Occupancy
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.instance import gather
 from flowserve.runtime.parameters import take_parameters
-from flowserve.runtime.process_link import Link, Outcome, Told
+from flowserve.runtime.process_link import Link, Told
 from flowserve.runtime.process_outputs import Garbled
-from flowserve.runtime.relay_answers import keeps_any, made, ran_through, reached
+from flowserve.runtime.relay_answers import RanThrough, made, ran_through, reached
 from flowserve.runtime.relay_paths import OnItsWay, Path, Runner
 from flowserve.scheduling.relays import Relay, RelayingDispatcher, Way
 
@@ -112,7 +112,7 @@ class Relays:
             return None
         return sent
 
-    def wait_for(self, sent: OnItsWay) -> tuple[list[Stop], Results] | None:
+    def wait_for(self, sent: OnItsWay) -> RanThrough | None:
         """Its stops, and what the last one made, where it comes back at once and has run through with nothing to say of
         it. None: it is to begin, and what came back is told then.
         """
@@ -123,7 +123,7 @@ class Relays:
         try:
             while link.read() is True:
                 pass
-            return None if sent.heard is None else self._ran_through(sent, *sent.heard)
+            return None if sent.heard is None else ran_through(sent, *sent.heard, self._clock())
         except EOFError:
             return None  # whoever watches the process is told
         except Garbled as error:
@@ -187,26 +187,23 @@ class Relays:
     def _came_back(self, sent: OnItsWay, passed: Sequence[int], answer: bytes) -> None:
         """`passed` are words of those that it passed; the one after them answered, if there is an answer."""
         links = sent.path.links
-        count = reached(sent, passed, answer)
         relay, rows = sent.relay, sent.expected.rows
-        outcome: Outcome | None = None
-        results: list[Results] = []
-        if relay.way.is_private and count == len(links) and not (sent.is_lost or keeps_any(passed, answer)):
-            outcome = _last(sent, answer)
-            if isinstance(outcome, Results) and not (outcome.errors or outcome.parameters):
-                now_ns = self._clock()
-                stops = ran_through(sent, passed, outcome, now_ns)
+        if relay.way.is_private and not sent.is_lost:
+            now_ns = self._clock()
+            through = ran_through(sent, passed, answer, now_ns)
+            if through is not None:
+                stops, last = through
                 self._end(sent)
                 record_run_through(relay, sent.expected.packed.copied, stops, now_ns)
-                self._dispatcher.relayed(relay, outcome.outputs, now_ns)
+                self._dispatcher.relayed(relay, last.outputs, now_ns)
                 return
-            results = made(sent, passed)
-        else:
-            results = made(sent, passed)
-            last = count - 1
-            if answer and links[last].is_open:
-                expected = links[last].expected(sent.number, rows, results) if last else sent.expected
-                outcome = links[last].outcome(expected, answer)
+        count = reached(sent, passed, answer)
+        results = made(sent, passed)
+        outcome = sent.outcome
+        if outcome is None and answer and links[count - 1].is_open:
+            link = links[count - 1]
+            expected = link.expected(sent.number, rows, results) if count > 1 else sent.expected
+            outcome = link.outcome(expected, answer)
         for i in range(count, len(links)):
             self._untell(sent, i)
         self._end(sent)
@@ -220,16 +217,6 @@ class Relays:
             self._returned(sent, [*results, outcome], None)
         else:
             self._returned(sent, results, outcome)
-
-    def _ran_through(self, sent: OnItsWay, passed: Sequence[int], answer: bytes) -> tuple[list[Stop], Results] | None:
-        """As `wait_for`, of what came back."""
-        links = sent.path.links
-        if reached(sent, passed, answer) < len(links) or keeps_any(passed, answer):
-            return None
-        last = _last(sent, answer)
-        if not isinstance(last, Results) or last.errors or last.parameters:
-            return None
-        return ran_through(sent, passed, last, self._clock()), last
 
     def _returned(self, sent: OnItsWay, results: list[Results], error: FlowserveError | None) -> None:
         now_ns = self._clock()
@@ -323,15 +310,6 @@ class Relays:
         for link in sent.path.links:
             with suppress(OSError):
                 link.recall(sent.number)
-
-
-def _last(sent: OnItsWay, answer: bytes) -> Outcome:
-    """What the last stop answered. Raises Garbled."""
-    if sent.outcome is None:
-        link, is_only = sent.path.links[-1], len(sent.path.links) == 1
-        expected = sent.expected if is_only else link.expected(sent.number, sent.expected.rows, None)
-        sent.outcome = link.outcome(expected, answer)
-    return sent.outcome
 
 
 def _asks(link: Link, number: int) -> bool:

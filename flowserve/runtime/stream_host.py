@@ -89,7 +89,7 @@ class StreamProcessHost(ProcessHost):
         return Returned(has_failed=True)
 
     def _over(self, child: Child) -> None:
-        link = self._link
+        link = self.link
         super()._over(child)
         if isinstance(link, StreamLink):
             link.over(InstanceDied(child.ended))
@@ -98,6 +98,6 @@ class StreamProcessHost(ProcessHost):
         if isinstance(outcome, Results):
             return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
         assert isinstance(outcome, FlowserveError)
-        if isinstance(self._link, StreamLink):
-            self._link.over(outcome, batch.tickets)
+        if isinstance(self.link, StreamLink):
+            self.link.over(outcome, batch.tickets)
         return Returned(has_failed=True)

@@ -74,8 +74,8 @@ class StreamLink(Link):
 
     def come_home(self) -> list[tuple[int, int]]:
         places = []
-        while self._come_home:
-            places.append(self._come_home.popleft())
+        while self.homes:
+            places.append(self.homes.popleft())
         return places
 
     def _flush(self) -> None:

@@ -14,7 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
-from flowserve.runtime import alone, lone_relays, pump, relay_paths, relays
+from flowserve.runtime import alone, lone_accounts, lone_relays, pump, relay_paths, relays
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_outputs import Garbled
@@ -46,12 +46,12 @@ class Served:
         # However busy the machine is that runs this.
         patch.setattr(lone_relays, "PATIENCE_NS", 1 << 60)
         patch.setattr(relays, "_WAIT_MS", 10_000)
-        answered, go_on = lone_relays.LoneRelays._answered, lone_relays.LoneRelays._go_on
+        note, go_on = lone_accounts.LoneAccounts.note, lone_relays.LoneRelays._go_on
         submit = self.engine.dispatcher.submit
 
         def counted(*given: Any) -> Any:
             self.on_the_spot += 1
-            return answered(*given)
+            return note(*given)
 
         def went_on(*given: Any) -> Any:
             self.later += 1
@@ -61,7 +61,7 @@ class Served:
             self.common += 1
             submit(flow)
 
-        patch.setattr(lone_relays.LoneRelays, "_answered", counted)
+        patch.setattr(lone_accounts.LoneAccounts, "note", counted)
         patch.setattr(lone_relays.LoneRelays, "_go_on", went_on)
         patch.setattr(self.engine.dispatcher, "submit", submitted)
 
@@ -100,7 +100,7 @@ class Served:
                     await trio.sleep(0.05)
 
     def executions(self) -> list[int]:
-        return [self.engine.find(name).statistics.as_json(0)["execution_count"] for name in STEPS]
+        return [self.engine.statistics(name)[0]["execution_count"] for name in STEPS]
 
     def assert_nobody_is_kept(self, hosts: Sequence[ProcessHost]) -> None:
         processes = self.engine.processes
@@ -130,7 +130,7 @@ async def test_a_request_alone_is_answered_on_the_spot_and_counted_as_any_other(
     assert answer.parameters == {"sequence_id": 7, "sequence_start": False, "sequence_end": True}
     count = WARM + 48
     for name in (*STEPS, "chain"):
-        told = lone.engine.find(name).statistics.as_json(0)
+        told = lone.engine.statistics(name)[0]
         assert (told["inference_count"], told["execution_count"]) == (count + 3, count + 1)
         stats = told["inference_stats"]
         parts = [stats[part]["ns"] for part in ("queue", "compute_input", "compute_infer", "compute_output")]
@@ -210,7 +210,7 @@ async def test_who_fails_fails_by_name_and_nothing_is_run_twice(
     ran = [after - then for after, then in zip(lone.executions(), before, strict=True)]
     is_told = "raise" not in how  # a batch that raises is no execution
     assert ran == [1] * reached + [int(is_told)] + [0] * (2 - reached)
-    assert lone.engine.find("chain").statistics.as_json(0)["inference_stats"]["fail"]["count"] == 1
+    assert lone.engine.statistics("chain")[0]["inference_stats"]["fail"]["count"] == 1
     await lone.alone(3)
     lone.assert_nobody_is_kept(hosts)
 
@@ -319,6 +319,7 @@ async def test_what_one_model_was_copied_is_counted_where_it_says_something_of_i
         request = Request({"IN": np.full((1, 64), number, np.float32)}, stamp=lone.engine.next_stamp())
         answer = await lone.engine.infer(twice, request)
         assert (answer.outputs["OUT"][0, 0], answer.parameters) == (number * 2, parameters)
+        lone.engine.counters()  # whoever reads has everything added up
         assert (edge.copied - copied, twice.traffic[0].handed_on(edge) - handed_on) == (256, 0)
     assert (lone.on_the_spot, lone.later) == (1, 1)
     lone.assert_nobody_is_kept(hosts)
@@ -329,10 +330,10 @@ async def test_what_could_not_be_sent_takes_no_news_with_it(lone: Served) -> Non
     link = hosts[0].link
     assert link is not None
     await lone.alone(4)
-    homes = len(link._come_home)
+    homes = len(link.homes)
     assert homes
     with pytest.raises(Internal, match="a parameter that is no text"):
         await lone.ask(1, parameters={"odd": object()})
-    assert len(link._come_home) == homes, "memory that its process is never told of is never used again"
+    assert len(link.homes) == homes, "memory that its process is never told of is never used again"
     await lone.alone(4)
     lone.assert_nobody_is_kept(hosts)

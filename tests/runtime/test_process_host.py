@@ -83,7 +83,7 @@ async def test_a_model_may_keep_its_input_and_nobody_overwrites_it(served: Serve
     assert said[2] == [1, 2, 3, 0]
     assert said[3] == [3, 4, 0, 0]
     assert said[6] == [5, 6, 7, 0], "what it kept is what it got, though seven batches came after"
-    link = host._link
+    link = host.link
     assert link is not None
     with trio.fail_after(5):
         while len(link._kept) > 3:  # it says itself what it has let go of  # noqa: ASYNC110
@@ -98,7 +98,7 @@ async def test_an_input_dropped_by_a_thread_of_the_models_comes_home_while_it_id
 """ + OUT.format("given + 1")
     host = await served.add("later", body)
     await served.ask("later", row(1))
-    link = host._link
+    link = host.link
     assert link is not None
     with trio.fail_after(5):
         while link._kept:  # noqa: ASYNC110
@@ -315,7 +315,7 @@ async def test_what_two_processes_answer_goes_on_in_the_turn_in_which_it_was_rea
     add_chain(served.engine, "chain", ["twice", "again"])
     read: list[int] = []
     sent: list[int] = []
-    link = served.hosts["twice"]._link
+    link = served.hosts["twice"].link
     host = served.hosts["again"]
     assert link is not None
     monkeypatch.setattr(link, "read", lambda f=link.read: _noted(f(), read, turns.count))

@@ -118,15 +118,20 @@ class Inputs:
 
     def finish(self, run: Run) -> bool:
         """The run is over and its tensors are dropped. Whether the model still holds some of them."""
-        if _most_holders(run.arrays) > _ALONE:
-            # It may let go in this moment, on a thread of its own: told of each as soon as it stands in `_held`.
-            run.leases = [weakref.ref(array, partial(self._ended, run)) for array in run.arrays]
-            self._held[run.number] = run
-            run.arrays.clear()
-            return True
+        for array in run.arrays:
+            if getrefcount(array) > _ALONE:
+                del array
+                self._keep(run)
+                return True
         run.arrays.clear()
         self._forget_writes(run)
         return False
+
+    def _keep(self, run: Run) -> None:
+        # The model may let go in this moment, on a thread of its own: told of each as soon as it stands in `_held`.
+        run.leases = [weakref.ref(array, partial(self._ended, run)) for array in run.arrays]
+        self._held[run.number] = run
+        run.arrays.clear()
 
     def _whole(self, run: Run, spec: TensorSpec, segment: int, offset: int, nbytes: int, shape: Any) -> Tensor:
         array = self._array(run, spec, segment, offset, nbytes, shape)
@@ -189,16 +194,13 @@ class Inputs:
         )
 
 
-def _most_holders(arrays: list[Array]) -> int:
-    """How many hold that of these which most do."""
-    most = 0
+def _holders(arrays: list[Array]) -> int:
+    """How many hold the first of these, as `finish` counts them."""
     for array in arrays:
-        holders = getrefcount(array)
-        if holders > most:
-            most = holders
-    return most
+        return getrefcount(array)
+    return 0
 
 
 # What that counts when nobody else holds anything. Measured here rather than written down: how many references a call
 # itself makes differs between versions of Python.
-_ALONE = _most_holders([np.empty(0)])
+_ALONE = _holders([np.empty(0)])

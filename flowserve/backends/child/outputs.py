@@ -84,7 +84,7 @@ class Outputs:
             segment, offset = self._arena.take(size)
             words[:3] = segment.number, offset, size
             for start, arrays in writes:
-                _write(segment, offset + start, arrays)
+                segment.write(offset + start, arrays)
         return words
 
     def place_usual(self, usual: Usual, columns: Sequence[Sequence[Array]]) -> Place:
@@ -93,7 +93,7 @@ class Outputs:
             return 0, 0
         segment, offset = self._arena.take(usual.nbytes)
         for (_, _, start), arrays in zip(usual.pieces, columns, strict=True):
-            _write(segment, offset + start, arrays)
+            segment.write(offset + start, arrays)
         return segment.number, offset
 
     def _apart(
@@ -136,17 +136,3 @@ def _planned(spec: TensorSpec, arrays: list[Array], start: int, writes: list[tup
         arrays = [np.frombuffer(b"".join(map(bytes_codec.encode, arrays)), np.uint8)]
     writes.append((start, arrays))
     return arrays[0].nbytes if len(arrays) == 1 else sum([array.nbytes for array in arrays])
-
-
-def _write(segment: Segment, start: int, arrays: Sequence[Array]) -> None:
-    first = arrays[0]
-    if len(arrays) == 1:
-        if first.size:
-            try:
-                segment.map[start : start + first.nbytes] = first  # type: ignore[call-overload]  # any buffer will do
-            except ValueError:  # not in one piece, or of a type that is numpy's by courtesy
-                np.ndarray(first.shape, first.dtype, segment.map, start)[...] = first
-        return
-    shape = (sum([len(array) for array in arrays]), *first.shape[1:])
-    if 0 not in shape:
-        np.concatenate(arrays, out=np.ndarray(shape, first.dtype, segment.map, start))
