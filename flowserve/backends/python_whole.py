@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any, cast
+from typing import Any
 
 from flowserve.backends.base import Alike, ClockNs, Results, Work
 from flowserve.backends.python import PythonInstance
@@ -27,17 +27,19 @@ class WholeInstance(PythonInstance):
     def run_whole(self, work: Work, inputs: Sequence[Array], clock: ClockNs) -> Results | Alike:
         """As `base.RunsWhole` says."""
         about = self._about
-        rows = work.rows
-        count = len(rows)
+        count = len(work.rows)
         given = self._given
-        requests: list[Any] = (
-            [given(about, work, 0)] if count == 1 else [*map(given, repeat(about), repeat(work), range(count))]
-        )
+        requests: list[Any] = []
+        if count == 1:
+            requests.append(given(about, work, 0))
+        else:
+            requests += map(given, repeat(about), repeat(work), range(count))
         for spec, whole in zip(about.inputs, inputs, strict=True):
             if spec.reshape is not None:
                 whole = whole.reshape(inner_shape(whole.shape, spec))
             name = spec.name
-            for request, array in zip(requests, [whole] if count == 1 else Together(whole, rows).arrays(), strict=True):
+            each = [whole] if count == 1 else Together(whole, work.rows).arrays()
+            for request, array in zip(requests, each, strict=True):
                 if request._inputs is None:
                     request._inputs = [Tensor(name, array)]
                 else:
@@ -55,5 +57,5 @@ class WholeInstance(PythonInstance):
         if len(responses) == count:
             taken = self._answers.at_first_glance(responses, work)
             if taken is not None and self._answers.are_fixed and None not in taken:
-                return Alike(cast("list[list[Array]]", taken), gathered_ns, computed_ns)
+                return Alike(taken, gathered_ns, computed_ns)  # type: ignore[arg-type]  # none of them is None
         return self._read(requests, responses, work, gathered_ns, computed_ns)

@@ -29,9 +29,10 @@ from flowserve.scheduling.relays import RelayingDispatcher, Way, whole_way
 from flowserve.scheduling.router import Flow
 from flowserve.values import Request, Response
 
-# So long all models of a relay may take together that the loop waits for; it does nothing else meanwhile. Less than
-# what one counts as that is slow or was never measured (`WAIT_NS_MAX`): it may be the only one.
-PATIENCE_NS: Final = 900_000
+# So long all models of a relay may take together that the loop waits for; it does nothing else meanwhile.
+PATIENCE_NS: Final = 1_500_000
+# So long each of them may take: less than what one counts as that is slow or was never measured (`WAIT_NS_MAX`).
+_EACH_NS: Final = 900_000
 _PLANS_MAX: Final = 64
 
 
@@ -150,7 +151,7 @@ class LoneRelays:
             path = course.path = self._relays.path(course.way, [queue.free[0] for queue in queues])
             if path is None or not path.is_idle:
                 return None
-        return path if path.takes_at_most(PATIENCE_NS) else None
+        return path if path.takes_at_most(_EACH_NS, PATIENCE_NS) else None
 
     def _find(self, deployment: Deployment, outputs: tuple[str, ...] | None) -> _Course | None:
         if len(self._courses) >= _PLANS_MAX:  # outputs in every order, from a client that plays

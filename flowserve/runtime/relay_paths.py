@@ -86,12 +86,13 @@ class Path:
         """Wait until one of them says something. Whether it is the last one."""
         return self._last in dict(self._answers.poll(within_ms))
 
-    def takes_at_most(self, nanoseconds: float) -> bool:
-        """Whether a batch is through all of them so soon, by measurement. As `is_quick`."""
+    def takes_at_most(self, each_ns: float, nanoseconds: float) -> bool:
+        """Whether a batch is through each of them, and through all of them, so soon, by measurement. As `is_quick`."""
         for runner in self.runners:
-            nanoseconds -= runner.pace.mean_ns
-            if runner.asks_meanwhile:
+            mean_ns = runner.pace.mean_ns
+            if mean_ns > each_ns or runner.asks_meanwhile:
                 return False
+            nanoseconds -= mean_ns
         return nanoseconds >= 0
 
     def prepare(self) -> list[Link]:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 STEPS = {"twice": "given * 2", "plus": "given + 1", "minus": "given - 3"}
 WARM = 20  # requests, after which the next is taken to be alone
 BAD = "        if given[0, 0] == 100:\n            {}\n"
-PATIENCE_NS = lone_relays.PATIENCE_NS
+PATIENCE_NS, EACH_NS = lone_relays.PATIENCE_NS, lone_relays._EACH_NS
 
 
 class Served:
@@ -45,6 +45,7 @@ class Served:
         patch.setattr(alone, "LOOK_EVERY", 16)
         # However busy the machine is that runs this.
         patch.setattr(lone_relays, "PATIENCE_NS", 1 << 60)
+        patch.setattr(lone_relays, "_EACH_NS", 1 << 60)
         patch.setattr(relays, "_WAIT_MS", 10_000)
         note, go_on = lone_accounts.LoneAccounts.note, lone_relays.LoneRelays._go_on
         submit = self.engine.dispatcher.submit
@@ -281,6 +282,7 @@ async def test_a_model_that_is_always_slow_is_not_waited_for_even_where_it_is_th
     lone: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lone_relays, "PATIENCE_NS", PATIENCE_NS)
+    monkeypatch.setattr(lone_relays, "_EACH_NS", EACH_NS)
     await lone.processes.add("slow", "        import time; time.sleep(0.002)\n" + OUT.format("given"))
     for number in range(32):
         await lone.processes.ask_all("slow", [row(number)])
