@@ -4,6 +4,7 @@ is something to say, and nobody could tell but by the clock.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,38 @@ async def test_inputs_that_a_model_keeps_stay_its_own(lone: Served) -> None:
     await lone.alone(40)
     assert lone.later >= 36, "what is kept goes home later"
     assert all(host.running is None for host in hosts)
+
+
+@pytest.mark.parametrize("is_forbidden", [False, True])
+async def test_of_two_processors_the_loop_stays_on_one_while_an_even_number_of_steps_runs(
+    lone: Served, monkeypatch: pytest.MonkeyPatch, is_forbidden: bool
+) -> None:
+    async def stays_for(name: str, number: float, expected: float) -> list[set[int]]:
+        for _ in range(2):  # now and then one goes the common way
+            before, stays[:] = lone.on_the_spot, []
+            request = Request({"IN": row(number)}, stamp=lone.engine.next_stamp())
+            answer = await lone.engine.infer(lone.engine.find(name), request)
+            await wait_all_tasks_blocked()
+            assert answer.outputs["OUT"].tolist() == row(expected).tolist()
+            if lone.on_the_spot > before:
+                return [*stays]
+        raise AssertionError(f"{name} was never answered on the spot")
+
+    def chosen(_: int, processors: Any) -> None:
+        stays.append(set(processors))
+        if is_forbidden:
+            raise PermissionError
+
+    stays: list[set[int]] = []
+    hosts = await lone.chain()
+    add_chain(lone.engine, "pair", ["twice", "plus"])
+    monkeypatch.setattr(os, "sched_setaffinity", chosen)
+    for there, expected in ({3, 5}, [{3}] if is_forbidden else [{3}, {3, 5}]), ({1, 2, 3}, []), ({0}, []):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, there=there: there)
+        await lone.alone(WARM)
+        assert await stays_for("chain", 2, 2) == []
+        assert await stays_for("pair", 2, 5) == expected
+    lone.assert_nobody_is_kept(hosts)
 
 
 async def test_what_cannot_be_admitted_is_refused_as_ever(lone: Served) -> None:
