@@ -1,4 +1,4 @@
-"""What Linux has and a Python may lack: one that was built for an older C library, as conda's are.
+"""What Linux has and a Python may lack: any, or one that was built for an older C library, as conda's are.
 
 Decided here: that such a Python asks the system itself. Models run in whatever Python they bring along.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 # The same number on every machine.
@@ -25,6 +27,13 @@ def pidfd_open(pid: int) -> int:
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     return _checked(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0))
+
+
+@cache
+def processor_teller() -> Callable[[], int]:
+    """What tells on which processor its caller runs just now; -1 where that cannot be told."""
+    found: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
+    return found
 
 
 def _checked(answer: int) -> int:

@@ -15,6 +15,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from flowserve.errors import FlowserveError
 from flowserve.memory.arena import Place
+from flowserve.memory.syscalls import processor_teller
 from flowserve.runtime.alone import Pace
 from flowserve.runtime.process_link import Expected, Link, Outcome
 from flowserve.scheduling.batch import Batch, ModelQueue
@@ -24,6 +25,8 @@ from flowserve.scheduling.relays import Relay, Way
 # A model is quick, here, whose batches take no longer: some three times what the server's own part of a hop costs.
 QUICK_NS: Final = 500_000
 _ANY: Final = 1 << 30  # requests
+# A loop that finds itself on another processor stays where it is for so many relays that it waits for.
+_STAYS: Final = 256
 
 
 @runtime_checkable
@@ -64,9 +67,9 @@ class Path:
         self._answers = select.poll()  # on which one of them is waited for in place
         for link in self.links:
             self._answers.register(link, select.POLLIN)
-        # Whether an odd number of those who wake each other in turn go on to the next: the client, the server, each of
-        # these, and the server again.
-        self._is_odd = len(self.links) % 2 == 0
+        self._tells_processor = processor_teller()
+        self._here = -1  # on which the loop waited last
+        self._stays = 0  # so many more times it stays there
         self._last = self.links[-1].fileno() if self.links else -1
 
     @property
@@ -89,9 +92,13 @@ class Path:
 
     def comes_back(self, within_ms: int) -> bool:
         """Wait until one of them says something. Whether it is the last one."""
-        poll = self._answers.poll
-        said = _staying(poll, within_ms) if self._is_odd else poll(within_ms)
-        return self._last in dict(said)
+        here = self._tells_processor()
+        if here != self._here:
+            self._here, self._stays = here, _STAYS
+        if self._stays:
+            self._stays -= 1
+            return self._last in dict(_staying(self._answers.poll, within_ms, here))
+        return self._last in dict(self._answers.poll(within_ms))
 
     def takes_at_most(self, each_ns: float, nanoseconds: float) -> bool:
         """Whether a batch is through each of them, and through all of them, so soon, by measurement. As `is_quick`."""
@@ -170,17 +177,18 @@ class OnItsWay:
         return self.relay.stop(self.path.runners.index(runner))
 
 
-def _staying(poll: Callable[[int], list[tuple[int, int]]], within_ms: int) -> list[tuple[int, int]]:
-    """`poll` so long, and be woken on the same processor every time, where there are two. Everybody is woken where he
-    was last if that is free, else on the other one. Of two processors whoever wakes has one: if an odd number wake each
-    other in turn somebody finds his own taken, changes, takes that of the next, and in the end all of them change for
-    every request, and leave their caches behind.
+def _staying(poll: Callable[[int], list[tuple[int, int]]], within_ms: int, here: int) -> list[tuple[int, int]]:
+    """`poll` so long, and be woken where this thread runs now, where there are two processors. Everybody is woken where
+    he was last if that is free, else on the other one. Of two processors whoever wakes has one: where an odd number
+    wake each other in turn (a client, the server, two or four models and the server again) somebody finds his own
+    taken, changes, takes that of the next, and in the end all of them change all the time, and leave their caches
+    behind. One of them who stays ends it.
     """
     processors = os.sched_getaffinity(0)
-    if len(processors) != 2:
+    if len(processors) != 2 or here not in processors:
         return poll(within_ms)
     try:
-        os.sched_setaffinity(0, (min(processors),))  # of this thread alone; it starts no other one meanwhile
+        os.sched_setaffinity(0, (here,))  # of this thread alone; it starts no other one meanwhile
     except OSError:  # a container may forbid it
         return poll(within_ms)
     try:

@@ -252,34 +252,33 @@ async def test_inputs_that_a_model_keeps_stay_its_own(lone: Served) -> None:
 
 
 @pytest.mark.parametrize("is_forbidden", [False, True])
-async def test_of_two_processors_the_loop_stays_on_one_while_an_even_number_of_steps_runs(
+async def test_a_loop_that_changes_between_two_processors_stays_on_one_while_it_waits(
     lone: Served, monkeypatch: pytest.MonkeyPatch, is_forbidden: bool
 ) -> None:
-    async def stays_for(name: str, number: float, expected: float) -> list[set[int]]:
-        for _ in range(2):  # now and then one goes the common way
-            before, stays[:] = lone.on_the_spot, []
-            request = Request({"IN": row(number)}, stamp=lone.engine.next_stamp())
-            answer = await lone.engine.infer(lone.engine.find(name), request)
-            await wait_all_tasks_blocked()
-            assert answer.outputs["OUT"].tolist() == row(expected).tolist()
-            if lone.on_the_spot > before:
-                return [*stays]
-        raise AssertionError(f"{name} was never answered on the spot")
-
-    def chosen(_: int, processors: Any) -> None:
-        stays.append(set(processors))
+    def choose(_: int, processors: Any) -> None:
+        chosen.append(set(processors))
         if is_forbidden:
             raise PermissionError
 
-    stays: list[set[int]] = []
+    chosen: list[set[int]] = []
+    here = [3]
+    monkeypatch.setattr(relay_paths, "processor_teller", lambda: lambda: here[0])
+    monkeypatch.setattr(relay_paths, "_STAYS", 4)
+    monkeypatch.setattr(os, "sched_setaffinity", choose)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
     hosts = await lone.chain()
-    add_chain(lone.engine, "pair", ["twice", "plus"])
-    monkeypatch.setattr(os, "sched_setaffinity", chosen)
-    for there, expected in ({3, 5}, [{3}] if is_forbidden else [{3}, {3, 5}]), ({1, 2, 3}, []), ({0}, []):
+    chosen.clear()
+    await lone.alone(8)
+    assert chosen == [], "it stays by itself"
+    here[0] = 5
+    await lone.alone(8)
+    assert chosen == ([{5}] if is_forbidden else [{5}, {3, 5}]) * 4
+    for processor, there in (6, {5, 6, 7}), (7, {7}), (8, {5, 6}):
+        here[0] = processor
+        chosen.clear()
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, there=there: there)
-        await lone.alone(WARM)
-        assert await stays_for("chain", 2, 2) == []
-        assert await stays_for("pair", 2, 5) == expected
+        await lone.alone(8)
+        assert chosen == [], "of others there are enough, or none"
     lone.assert_nobody_is_kept(hosts)
 
 
