@@ -205,7 +205,10 @@ class PythonInstance:
                 del answered
             except RAISED as error:
                 self._raise(error, work.senders or ())
-        return self._read(requests, responses, work, gathered_ns, clock())
+        if None in responses and work.senders is None:
+            requests = [*map(Remains, requests)]  # a list of our own: the model may go on using the one it was given
+            collect(requests, responses, about.name, self._loop)
+        return self._results(requests, responses, work, gathered_ns, clock())
 
     def _listed(self, answered: Sequence[Any] | None, count: int) -> list[Any]:
         """What `execute` returned, in a list of our own: who else holds an answer is told from its reference count."""
@@ -226,15 +229,6 @@ class PythonInstance:
             raise failed from error
         finally:
             del failed, error  # or this frame would hold it, and it this frame: tensors would wait for the collector
-
-    def _read(
-        self, requests: list[Any], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
-    ) -> Results:
-        """What a batch came to whose `execute` is over. Of `requests` there may be no other holder."""
-        if None in responses and work.senders is None:
-            requests[:] = map(Remains, requests)  # whoever calls this has the list, and must not hold them either
-            collect(requests, responses, self._about.name, self._loop)
-        return self._results(requests, responses, work, gathered_ns, computed_ns)
 
     def _request_class(self, work: Work) -> type[GivenRequest]:
         return self._given if work.senders is None else SentRequest

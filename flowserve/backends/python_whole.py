@@ -15,6 +15,7 @@ from typing import Any
 
 from flowserve.backends.base import Alike, ClockNs, Results, Work
 from flowserve.backends.python import PythonInstance
+from flowserve.backends.python_sender import Remains, collect
 from flowserve.backends.python_source import RAISED
 from flowserve.backends.triton_tensors import Tensor, inner_shape
 from flowserve.memory.columns import Together
@@ -54,8 +55,12 @@ class WholeInstance(PythonInstance):
         except RAISED as error:
             self._raise(error, ())
         computed_ns = clock()
-        if len(responses) == count:
+        if len(responses) == count == len(requests):  # which was the model's to change
             taken = self._answers.at_first_glance(responses, work)
             if taken is not None and self._answers.are_fixed and None not in taken:
                 return Alike(taken, gathered_ns, computed_ns)  # type: ignore[arg-type]  # none of them is None
-        return self._read(requests, responses, work, gathered_ns, computed_ns)
+        if None in responses:
+            requests = [*map(Remains, requests)]  # as in `run`
+            collect(requests, responses, about.name, self._loop)
+            computed_ns = clock()
+        return self._results(requests, responses, work, gathered_ns, computed_ns)

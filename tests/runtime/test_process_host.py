@@ -106,6 +106,45 @@ async def test_an_input_dropped_by_a_thread_of_the_models_comes_home_while_it_id
     assert served.lent_bytes() == 0
 
 
+async def test_a_model_that_answers_later_uses_the_list_it_was_given_and_that_time_counts(
+    served: ServedInProcesses,
+) -> None:
+    body = """
+        return pb_utils.InferenceResponse([pb_utils.Tensor('OUT', given * 2)])
+
+    def execute(self, requests):
+        senders = [request.get_response_sender() for request in requests]
+        threading.Timer(0.05, self.later, (requests, senders)).start()
+
+    def later(self, requests, senders):
+        for request, sender in zip(requests, senders):
+            sender.send(self.answer(request, request.inputs()[0].as_numpy()), 1)
+"""
+    await served.add("later", body)
+    assert (await served.ask("later", row(3))).tolist() == row(6).tolist()
+    answers = await served.ask_all("later", [row(1), row(2)])
+    assert [answer.tolist() for answer in answers if isinstance(answer, np.ndarray)] == [
+        row(2).tolist(),
+        row(4).tolist(),
+    ]
+    for batch in served.results["later"]:
+        assert batch.computed_ns - batch.gathered_ns >= 50_000_000, "until its answers are there it computes"
+
+
+async def test_a_model_that_takes_requests_out_of_its_list_is_told_that_answers_do_not_match(
+    served: ServedInProcesses,
+) -> None:
+    body = """
+        return pb_utils.InferenceResponse([pb_utils.Tensor('OUT', given)])
+
+    def execute(self, requests):
+        return [self.answer(one, one.inputs()[0].as_numpy()) for one in iter(lambda: requests and requests.pop(), [])]
+"""
+    await served.add("takes", body)
+    with pytest.raises(ModelFailed, match=r"InferenceRequest\(s\) size is:0, and InferenceResponse\(s\) size is:1"):
+        await served.ask("takes", row(1))
+
+
 async def test_what_a_model_imports_from_beside_itself_stays_what_it_is(served: ServedInProcesses) -> None:
     """Imported inside of execute, by a thread, and by what a pickle names: one module, whose state is kept."""
     served.repository.write("lazy", "1/helper.py", "class Counted:\n    runs = 0\n")
