@@ -20,11 +20,12 @@ from flowserve.values import Array
 class Together(Sequence[Tensor]):
     """Members side by side in `array`, `rows[m]` rows each."""
 
-    __slots__ = ("array", "rows")
+    __slots__ = ("_tensors", "array", "rows")
 
     def __init__(self, array: Array, rows: Sequence[int]) -> None:
         self.array = array
         self.rows = rows
+        self._tensors: list[Tensor] | None = None  # once one was asked for: the others will be
 
     def arrays(self) -> list[Array]:
         """Each member's rows: views."""
@@ -40,14 +41,17 @@ class Together(Sequence[Tensor]):
         return len(self.rows)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(scatter(self.array, self.rows))
+        return iter(self[:])
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
     @overload
     def __getitem__(self, index: slice) -> list[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        return scatter(self.array, self.rows)[index]
+        tensors = self._tensors
+        if tensors is None:
+            tensors = self._tensors = scatter(self.array, self.rows)
+        return tensors[index]
 
 
 class Apart(Sequence[Tensor]):

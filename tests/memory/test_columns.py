@@ -21,6 +21,7 @@ def test_members_side_by_side_are_views_of_their_rows(rows: list[int]) -> None:
     assert [tensor.array.tolist() for tensor in column[1:]] == wanted[1:]
     assert all(np.shares_memory(array, block) for array in column.arrays() if array.size)
     assert pieces(column)[0] is block
+    assert column[0] is column[0], "who asks for one after the other does not cut all of them each time"
 
 
 def test_members_in_arrays_of_their_own_are_these_arrays() -> None:
