@@ -114,7 +114,8 @@ class Statistics:
         noted = np.fromiter(chain.from_iterable(self._noted), np.int64, len(self._noted) * _FIGURES)
         self._noted.clear()
         rows, counts, totals, queues, inputs, infers, outputs, moments = noted.reshape(-1, _FIGURES).T
-        self.last_inference_ns = max(int(moments[-1]), self.last_inference_ns or 0)  # others were counted at once
+        # Others were counted at once, and what is noted need not be in order.
+        self.last_inference_ns = max(int(moments.max()), self.last_inference_ns or 0)
         self.execution_count += len(rows)
         self.inference_count += int(rows.sum())
         for size in set(rows.tolist()):

@@ -33,10 +33,10 @@ class Window:
         self._end_ns = 0  # when the newest is full
 
     def observe(self, value_ns: int, now_ns: int, count: int = 1) -> None:
-        """`count` observations of one value, now."""
+        """`count` observations of one value, now. Or a while ago: they count among those that were made then."""
         if now_ns >= self._end_ns:
             self._turn(now_ns)
-        part = self._parts[-1]
+        part = self._parts[-1] if self._end_ns - now_ns <= _PART_NS else self._elder(now_ns)
         place = round(math.log(value_ns) / _STEP) if value_ns > 0 else _NONE
         part[place] = part.get(place, 0) + count
 
@@ -48,6 +48,16 @@ class Window:
             for place, count in [*part.items()]:
                 counts[place] = counts.get(place, 0) + count
         return [_quantile(sorted(counts.items()), share) for share in wanted]
+
+    def _elder(self, then_ns: int) -> dict[int, int]:
+        """The part of a moment before the newest one began; nobody's where that is forgotten."""
+        newer = (self._end_ns - 1 - then_ns) // _PART_NS  # parts
+        if newer >= PARTS:
+            return {}
+        missing = newer + 1 - len(self._parts)
+        if missing > 0:
+            self._parts = [*({} for _ in range(missing)), *self._parts]
+        return self._parts[-1 - newer]
 
     def _turn(self, now_ns: int) -> None:
         late = (now_ns - self._end_ns) // _PART_NS + 1

@@ -18,7 +18,8 @@ from flowserve.runtime.accounts import Stop, sizes_of
 from flowserve.runtime.deployment import Deployment
 from flowserve.scheduling.relays import Way
 
-_NOTED_MAX: Final = 256  # adding up so many keeps the loop for about a millisecond
+# Adding up so many keeps the loop for a millisecond or a few, by the models that each went through.
+_NOTED_MAX: Final = 256
 
 # Its rows, when it was sent and answered, bytes of each input that were copied and, where they vary, that there were,
 # and its stops.
@@ -26,20 +27,23 @@ _Note = tuple[int, int, int, Sequence[int], Sequence[int] | None, Sequence[Stop]
 
 
 class Ledger:
-    """Whatever a server has not added up yet. Touched on the loop."""
+    """Whatever a server has not added up yet, in the order in which it came. Touched on the loop."""
 
     def __init__(self) -> None:
-        self._open: list[LoneAccounts] = []
+        self._noted: list[tuple[LoneAccounts, _Note]] = []
 
-    def opened(self, accounts: LoneAccounts) -> None:
-        """There is something noted."""
-        self._open.append(accounts)
+    def note(self, accounts: LoneAccounts, note: _Note) -> None:
+        """One more request. However many deployments they are of, adding up what is there is not felt."""
+        noted = self._noted
+        noted.append((accounts, note))
+        if len(noted) >= _NOTED_MAX:
+            self.settle()
 
     def settle(self) -> None:
         """All of it is added up. Before anything is read."""
-        for accounts in self._open:
-            accounts.settle()
-        self._open.clear()
+        noted, self._noted = self._noted, []
+        for accounts, note in noted:
+            accounts.add(*note)
 
 
 class LoneAccounts:
@@ -53,7 +57,6 @@ class LoneAccounts:
         ]
         self._ensemble = deployment.statistics if deployment.graph.is_ensemble else None
         self._is_fixed = self._stops[0][1].is_fixed
-        self._noted: list[_Note] = []
 
     def note(
         self,
@@ -67,34 +70,35 @@ class LoneAccounts:
         """One request of so many `rows` went through all stops. `inputs` are the first one's, and bytes of each that
         were `copied`.
         """
-        noted = self._noted
-        if not noted:
-            self._ledger.opened(self)
         sizes = None if self._is_fixed and None not in inputs else sizes_of(inputs)
-        noted.append((rows, began_ns, now_ns, copied, sizes, stops))
-        if len(noted) >= _NOTED_MAX:
-            self._ledger.settle()
+        self._ledger.note(self, (rows, began_ns, now_ns, copied, sizes, stops))
 
-    def settle(self) -> None:
-        """What was noted is added up."""
-        noted, self._noted = self._noted, []
+    def add(
+        self,
+        rows: int,
+        began_ns: int,
+        now_ns: int,
+        copied: Sequence[int],
+        sizes: Sequence[int] | None,
+        stops: Sequence[Stop],
+    ) -> None:
+        """What was noted of one request is added to what everybody reads."""
         last = len(self._stops) - 1
-        for rows, began_ns, now_ns, copied, sizes, stops in noted:
-            since_ns = began_ns
-            input_ns = infer_ns = 0
-            for i, (gathered_ns, computed_ns, placed) in enumerate(stops):
-                statistics, traffic = self._stops[i]
-                until_ns = now_ns if i == last else computed_ns
-                took_ns = gathered_ns - since_ns, computed_ns - gathered_ns
-                statistics.ran(rows, 1, until_ns - since_ns, 0, *took_ns, until_ns - computed_ns, until_ns)
-                traffic.ran(rows, placed)
-                if i:
-                    traffic.whole_rows += rows  # what is handed on in a relay lies where it was made
-                else:
-                    traffic.took_in(rows, sizes, copied)
-                input_ns += took_ns[0]
-                infer_ns += took_ns[1]
-                since_ns = computed_ns
-            if self._ensemble is not None:
-                total_ns = now_ns - began_ns
-                self._ensemble.ran(rows, 1, total_ns, 0, input_ns, infer_ns, now_ns - since_ns, now_ns)
+        since_ns = began_ns
+        input_ns = infer_ns = 0
+        for i, (gathered_ns, computed_ns, placed) in enumerate(stops):
+            statistics, traffic = self._stops[i]
+            until_ns = now_ns if i == last else computed_ns
+            took_ns = gathered_ns - since_ns, computed_ns - gathered_ns
+            statistics.ran(rows, 1, until_ns - since_ns, 0, *took_ns, until_ns - computed_ns, until_ns)
+            traffic.ran(rows, placed)
+            if i:
+                traffic.whole_rows += rows  # what is handed on in a relay lies where it was made
+            else:
+                traffic.took_in(rows, sizes, copied)
+            input_ns += took_ns[0]
+            infer_ns += took_ns[1]
+            since_ns = computed_ns
+        if self._ensemble is not None:
+            total_ns = now_ns - began_ns
+            self._ensemble.ran(rows, 1, total_ns, 0, input_ns, infer_ns, now_ns - since_ns, now_ns)

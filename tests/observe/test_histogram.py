@@ -61,6 +61,7 @@ def test_the_last_inference_is_the_last_whichever_way_it_was_counted() -> None:
     one.executed(2, 1, 1, 1, now_ns=30_000_000)  # its members had waited for different times
     assert one.as_json(0)["last_inference"] == 30
     one.ran(1, 1, 5, 0, 1, 1, 1, now_ns=40_000_000)
+    one.ran(1, 1, 5, 0, 1, 1, 1, now_ns=20_000_000)  # one that went alone is told of later
     assert one.as_json(0)["last_inference"] == 40
 
 

@@ -1,0 +1,44 @@
+"""What requests that go alone are written down as, many of them at a time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from flowserve.observe.statistics import Statistics
+from flowserve.runtime.lone_accounts import Ledger, LoneAccounts
+
+
+class Counting:
+    """Statistics and traffic of a node: how many requests they were told of."""
+
+    is_fixed = True
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def ran(self, *told: Any) -> None:
+        self.told += len(told) > 2  # as statistics
+
+    def took_in(self, *_: Any) -> None:
+        pass
+
+
+def accounts(ledger: Ledger, counting: Counting) -> LoneAccounts:
+    way: Any = SimpleNamespace(queues=[SimpleNamespace(observer=counting)], nodes=[SimpleNamespace(index=0)])
+    graph = SimpleNamespace(is_ensemble=False)
+    deployment: Any = SimpleNamespace(traffic=[counting], graph=graph, statistics=Statistics("m", 1))
+    return LoneAccounts(ledger, way, deployment)
+
+
+def test_however_many_deployments_requests_are_of_so_many_are_added_up_at_a_time() -> None:
+    ledger, counting = Ledger(), Counting()
+    several = [accounts(ledger, counting) for _ in range(8)]
+    before = most = 0
+    for number in range(800):
+        for one in several:
+            one.note((), 1, (), number, [(number, number, ())], number)
+            most, before = max(most, counting.told - before), counting.told
+    assert most == 256, "the loop does nothing else meanwhile"
+    ledger.settle()
+    assert counting.told == 8 * 800
