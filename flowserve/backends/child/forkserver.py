@@ -44,7 +44,7 @@ _OOM_SCORE_ADDED: Final = 200
 _TERM_MS: Final = 200
 
 # What every child of ours would import first anyway.
-PRELOADED: Final = ("numpy", "flowserve.backends.child.main", "flowserve.backends.python")
+PRELOADED: Final = ("numpy", "flowserve.backends.child.main", "flowserve.backends.python_whole")
 
 # What a child does: it is called with its socket's number and its arguments.
 Entry = Callable[[int, bytes], None]
