@@ -91,8 +91,9 @@ class NodeTraffic:
                 self.placed[j] += nbytes
 
     def took_in(self, rows: int, sizes: Sequence[int] | None, copied: Sequence[int]) -> None:
-        """One request, with no others in its batch, brought so many `rows`, of which so many bytes of each input were
-        `copied`. `sizes`: the bytes of each input; None where its rows tell and nothing was left out.
+        """A batch that was all its own, of one request or out of one batch, brought so many `rows`, of which so many
+        bytes of each input were `copied`. `sizes`: the bytes of each input; None where its rows tell and nothing was
+        left out.
         """
         if self.is_fixed and not any(copied):
             self.whole_rows += rows

@@ -118,6 +118,11 @@ def sizes_of(inputs: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.nbytes for tensor in inputs]
 
 
+def carry_on(node: NodeTraffic, rows: int, reads: Sequence[tuple[int, int]], stops: Sequence[Stop]) -> None:
+    """What a stop of a relay after its first took in: what is handed on in one lies where it was made."""
+    node.took_in(rows, None if node.is_fixed else [stops[i][2][j] for i, j in reads], ())
+
+
 def _record_stops(
     way: Way, deployment: Deployment, rows: int, count: int, stops: Sequence[Stop], now_ns: int
 ) -> tuple[int, int, int]:
@@ -140,7 +145,7 @@ def _record_stops(
         )
         node: NodeTraffic = deployment.traffic[way.nodes[i].index]
         node.ran(rows, placed)
-        node.whole_rows += rows  # what is handed on in a relay lies where it was made
+        carry_on(node, rows, way.reads[i - 1], stops)
         input_ns += gathered_ns - since_ns
         infer_ns += computed_ns - gathered_ns
         since_ns = computed_ns

@@ -57,8 +57,7 @@ class Path:
         self.runners = tuple(instances)
         self.links = [link for runner in self.runners if (link := runner.link) is not None]
         nodes = way.nodes
-        made = {slot: (i, j) for i, node in enumerate(nodes) for j, slot in enumerate(node.outputs) if slot >= 0}
-        self._inputs = [[made[slot] for slot in node.inputs] for node in nodes[1:]]
+        self._inputs = way.reads
         self.first_inputs = range(len(nodes[0].inputs))
         self._wanted = [node.wanted for node in nodes[1:]]
         self._is_told = False  # whether any of them may know it

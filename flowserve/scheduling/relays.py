@@ -36,10 +36,11 @@ class Way:
     """The steps of a relay, in order, and their queues. `row_max`: the largest batch that all but the first may be
     given, of so many requests at most. `is_private`: what is made before the last stop is nobody's but the relay's; for
     a flow that has run through, `inner` are then those slots, each with 1 where the last stop reads it and else 0.
+    `reads` says of each stop but the first what its inputs are: which output of which stop.
     `paths` belongs to the runtime: what it keeps of this way goes with it.
     """
 
-    __slots__ = ("inner", "is_private", "member_max", "nodes", "paths", "queues", "row_max")
+    __slots__ = ("inner", "is_private", "member_max", "nodes", "paths", "queues", "reads", "row_max")
 
     def __init__(self, plan: Plan, nodes: Sequence[PlanNode], route: Sequence[ModelQueue]) -> None:
         self.nodes = tuple(nodes)
@@ -52,6 +53,8 @@ class Way:
             stops.issuperset(plan.consumers[slot]) and slot not in plan.output_slots for slot in slots
         )
         self.inner = [(slot, int(slot in nodes[-1].distinct_inputs)) for slot in slots]
+        made = {slot: (i, j) for i, node in enumerate(nodes) for j, slot in enumerate(node.outputs) if slot >= 0}
+        self.reads = [[made[slot] for slot in node.inputs] for node in nodes[1:]]
         self.paths: dict[tuple[Any, ...], Any] = {}
 
 

@@ -25,7 +25,7 @@ class Counting:
 
 
 def accounts(ledger: Ledger, counting: Counting) -> LoneAccounts:
-    way: Any = SimpleNamespace(queues=[SimpleNamespace(observer=counting)], nodes=[SimpleNamespace(index=0)])
+    way: Any = SimpleNamespace(queues=[SimpleNamespace(observer=counting)], nodes=[SimpleNamespace(index=0)], reads=[])
     graph = SimpleNamespace(is_ensemble=False)
     deployment: Any = SimpleNamespace(traffic=[counting], graph=graph, statistics=Statistics("m", 1))
     return LoneAccounts(ledger, way, deployment)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_outputs import Garbled
 from flowserve.scheduling.router import Flow
+from flowserve.testing.backends import spec
 from flowserve.testing.engine import add_chain
 from flowserve.testing.processes import OUT, ServedInProcesses, all_at_once, row
 from flowserve.values import Request
@@ -371,3 +373,20 @@ async def test_what_could_not_be_sent_takes_no_news_with_it(lone: Served) -> Non
     assert len(link.homes) == homes, "memory that its process is never told of is never used again"
     await lone.alone(4)
     lone.assert_nobody_is_kept(hosts)
+
+
+async def test_what_is_handed_on_to_a_step_of_any_width_is_counted_however_it_went(lone: Served) -> None:
+    await lone.chain()
+    former = lone.engine.find("chain")
+    first, *later = former.graph.nodes
+    wide = [replace(node, inputs=(spec("IN", (-1,)),)) for node in later]
+    lone.engine.announce(former.config, replace(former.graph, nodes=(first, *wide)))
+    chain = lone.engine.find("chain")
+    await lone.alone(24)
+    for _ in range(8):
+        await lone.processes.ask_all("chain", [row(1), row(2), row(3)])
+    assert lone.on_the_spot
+    lone.engine.counters()  # whoever reads has everything added up
+    for traffic in chain.traffic:
+        (edge,) = traffic.edges
+        assert traffic.handed_on(edge) + edge.copied == traffic.rows * 256 == (24 + 8 * 3) * 256
