@@ -1,7 +1,7 @@
 """Shapes between a configuration and a model.
 
-Decided here: when a shape is one that `dims` promised, and how shapes are written. Shapes here leave out the batch
-dimension. This file does not know tensors.
+Decided here: when a shape is one that `dims` promised, when it is known before, and how shapes are written. Shapes here
+leave out the batch dimension. This file does not know tensors.
 """
 
 from __future__ import annotations

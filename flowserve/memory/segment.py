@@ -1,9 +1,10 @@
 """Memory that two processes see: an anonymous file, mapped.
 
-Decided here: how such memory is made, what is demanded of one that somebody else made, and how long it stays mapped.
-It is a memfd whose size is sealed: whoever could shrink it could kill its readers by SIGBUS. It has no name, so nothing
-is left behind when a process is killed. A model's process reads through a descriptor that is open for reading only, by
-a private mapping: what it writes there stays in pages of its own, until `forget_writes` throws them away.
+Decided here: how such memory is made, what is demanded of one that somebody else made, how arrays are written into it,
+and how long it stays mapped. It is a memfd whose size is sealed: whoever could shrink it could kill its readers by
+SIGBUS. It has no name, so nothing is left behind when a process is killed. A model's process reads through a descriptor
+that is open for reading only, by a private mapping: what it writes there stays in pages of its own, until
+`forget_writes` throws them away.
 
 A `Lease` is what every view of a piece of a segment stands on; its end is the end of the last view. This file does not
 know who uses which piece (arena.py does).
