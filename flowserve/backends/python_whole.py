@@ -2,7 +2,7 @@
 
 Decided here: how such a batch is run where nothing is unusual about it, in as little code as may be: a process that is
 woken for one small batch finds its caches cold, and then what a batch costs goes by how much code it comes through, not
-by how long that takes when it is run again and again (docs/decisions/0029-relays.md). What is unusual about an
+by how long that takes when it is run again and again (docs/decisions/0012-processes.md). What is unusual about an
 answer is everybody else's matter as ever. Nobody else is in the process, so nothing need be said of whom the thread
 works for.
 """
