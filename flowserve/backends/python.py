@@ -26,7 +26,7 @@ from flowserve.backends.python_calls import ModelCalls
 from flowserve.backends.python_code import Code, code_in
 from flowserve.backends.python_completion import ENTRY, completed_here, completion
 from flowserve.backends.python_import import Owner, WorkingFor, adopt, forget_model
-from flowserve.backends.python_requests import Executing, GivenRequest, ModelFacts
+from flowserve.backends.python_requests import Executing, GivenRequest, ModelFacts, hand_out
 from flowserve.backends.python_sender import (
     Executed,
     Remains,
@@ -197,6 +197,7 @@ class PythonInstance:
         count = len(work.rows)
         self._clock = clock
         requests: list[Any] = [*map(self._request_class(work), repeat(about), repeat(work), range(count))]
+        hand_out(requests, work, about.inputs)
         gathered_ns = clock()
         with self._working:
             try:

@@ -19,9 +19,10 @@ from flowserve.backends.triton_objects import (
     InferenceRequest,
     InferenceTrace,
 )
-from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input
+from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input, inner_shape
 from flowserve.errors import FlowserveError
-from flowserve.values import TensorSpec
+from flowserve.memory.columns import Together
+from flowserve.values import Array, TensorSpec
 
 
 class GivenRequest(InferenceRequest):
@@ -113,6 +114,36 @@ class GivenRequest(InferenceRequest):
             "priority": request.priority,
             "parameters": dict(request.parameters),
         }
+
+
+def hand_out(requests: Sequence[GivenRequest], work: Work, specs: Sequence[TensorSpec]) -> None:
+    """Give each request its tensors now, where they lie as one array. Only a process of the model's own has its inputs
+    so, and there it may write into all of them.
+    """
+    for i, spec in enumerate(specs):
+        column: object = work.inputs[i]
+        if type(column) is not Together:
+            if i:
+                for request in requests:
+                    request._inputs = None  # all or none: they stand in the configuration's order
+            return
+        give(requests, spec, column.array, column.rows)
+
+
+def give(requests: Sequence[GivenRequest], spec: TensorSpec, whole: Array, rows: Sequence[int]) -> None:
+    """Give each request its rows of one input, the next in the configuration's order, of which `whole` holds all: that
+    costs less than when each is asked for.
+    """
+    if spec.reshape is not None:
+        whole = whole.reshape(inner_shape(whole.shape, spec))
+    name = spec.name
+    arrays = [whole] if len(rows) == 1 else Together(whole, rows).arrays()
+    for request, array in zip(requests, arrays, strict=True):
+        tensors = request._inputs
+        if tensors is None:
+            request._inputs = [Tensor(name, array)]
+        else:
+            tensors.append(Tensor(name, array))
 
 
 class ModelFacts:

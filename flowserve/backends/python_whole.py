@@ -15,10 +15,9 @@ from typing import Any
 
 from flowserve.backends.base import Alike, ClockNs, Results, Work
 from flowserve.backends.python import PythonInstance
+from flowserve.backends.python_requests import give
 from flowserve.backends.python_sender import Remains, collect
 from flowserve.backends.python_source import RAISED
-from flowserve.backends.triton_tensors import Tensor, inner_shape
-from flowserve.memory.columns import Together
 from flowserve.values import Array
 
 
@@ -36,16 +35,7 @@ class WholeInstance(PythonInstance):
         else:
             requests += map(given, repeat(about), repeat(work), range(count))
         for spec, whole in zip(about.inputs, inputs, strict=True):
-            if spec.reshape is not None:
-                whole = whole.reshape(inner_shape(whole.shape, spec))
-            name = spec.name
-            each = [whole] if count == 1 else Together(whole, work.rows).arrays()
-            for request, array in zip(requests, each, strict=True):
-                if request._inputs is None:
-                    request._inputs = [Tensor(name, array)]
-                else:
-                    request._inputs.append(Tensor(name, array))
-            del request  # who lets go of one may have to answer it
+            give(requests, spec, whole, work.rows)
         gathered_ns = clock()
         try:
             answered = self._execute(requests)
