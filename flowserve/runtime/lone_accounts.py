@@ -1,9 +1,9 @@
 """What requests that go alone through processes are written down as, many of them at a time.
 
-Decided here: that what is known of such a request is only kept, and added up when somebody reads, or when there is a
-lot of it. Nobody looks at figures between two requests, and whoever comes alone finds the processor's caches cold: then
-each part of the statistics that is touched costs more than what is done there. The figures are the same as if each
-request were written down when it is answered (accounts.py).
+Decided here: that what is known of such a request is only kept, and added up when somebody reads, or when there is
+some of it while a later one is with the models: then there is nothing else to do. Whoever comes alone finds the
+processor's caches cold: each part of the statistics that is touched costs more than what is done there. The figures are
+the same as if each request were written down when it is answered (accounts.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flowserve.runtime.accounts import Stop, carry_on, sizes_of
 from flowserve.runtime.deployment import Deployment
 from flowserve.scheduling.relays import Way
 
-# Adding up so many keeps the loop for a millisecond or a few, by the models that each went through.
-_NOTED_MAX: Final = 256
+# Adding up so many takes about as long as quick models do.
+_SOME: Final = 16
 
 # Its rows, when it was sent and answered, bytes of each input that were copied and, where they vary, that there were,
 # and its stops.
@@ -33,10 +33,12 @@ class Ledger:
         self._noted: list[tuple[LoneAccounts, _Note]] = []
 
     def note(self, accounts: LoneAccounts, note: _Note) -> None:
-        """One more request. However many deployments they are of, adding up what is there is not felt."""
-        noted = self._noted
-        noted.append((accounts, note))
-        if len(noted) >= _NOTED_MAX:
+        """One more request."""
+        self._noted.append((accounts, note))
+
+    def catch_up(self) -> None:
+        """There is nothing else to do for a while. Between any two notes, so that there are never many."""
+        if len(self._noted) >= _SOME:
             self.settle()
 
     def settle(self) -> None:

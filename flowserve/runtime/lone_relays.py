@@ -104,6 +104,7 @@ class LoneRelays:
         sent = self._relays.send(path, Work([[one] for one in inputs], [rows], [request], [wanted]))
         if sent is None:
             return None
+        self._ledger.catch_up()
         came = self._relays.wait_for(sent)
         if came is None:
             return self._go_on(deployment, request, tensors, way, sent)
