@@ -92,8 +92,7 @@ class NodeTraffic:
 
     def took_in(self, rows: int, sizes: Sequence[int] | None, copied: Sequence[int]) -> None:
         """A batch that was all its own, of one request or out of one batch, brought so many `rows`, of which so many
-        bytes of each input were `copied`. `sizes`: the bytes of each input; None where its rows tell and nothing was
-        left out.
+        bytes of each input were `copied`. `sizes`: the bytes of each input; None where its rows tell (`is_fixed`).
         """
         if self.is_fixed and not any(copied):
             self.whole_rows += rows

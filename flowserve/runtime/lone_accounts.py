@@ -73,7 +73,7 @@ class LoneAccounts:
         """One request of so many `rows` went through all stops. `inputs` are the first one's, and bytes of each that
         were `copied`.
         """
-        sizes = None if self._is_fixed and None not in inputs else sizes_of(inputs)
+        sizes = None if self._is_fixed else sizes_of(inputs)
         self._ledger.note(self, (rows, began_ns, now_ns, copied, sizes, stops))
 
     def add(

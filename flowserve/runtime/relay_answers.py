@@ -16,6 +16,7 @@ from flowserve.runtime.process_link import keeps_inputs
 from flowserve.runtime.process_outputs import Garbled
 from flowserve.runtime.relay_paths import OnItsWay
 
+# Of one that has run through: its stops, and what the last one made.
 RanThrough = tuple[list[Stop], Results]
 
 

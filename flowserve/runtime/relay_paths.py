@@ -1,8 +1,8 @@
 """The processes that a relay goes through: who can be one, and what they must know of each other before.
 
 Decided here: how a model may take part, which of its instances are quick enough, what each process is told of the next
-one, and what is known of a batch on its way. What becomes of it is decided in relays.py, how things are said in
-process_link.py.
+one, on which processor the loop waits for them in place, and what is known of a batch on its way. What becomes of it is
+decided in relays.py, how things are said in process_link.py.
 """
 
 from __future__ import annotations
