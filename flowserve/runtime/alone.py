@@ -8,6 +8,7 @@ knows no process, and nothing of what is answered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from flowserve.scheduling.batch import Batch
@@ -26,11 +27,15 @@ WAIT_NS_MAX: Final = 1_000_000
 
 
 class Occupancy:
-    """What runs in all processes of a server, as far as it tells whether a request is alone. Touched on the loop."""
+    """What runs in all processes of a server, as far as it tells whether a request is alone. Touched on the loop.
 
-    __slots__ = ("_running", "_stamp", "_streak")
+    `on_company` is called where requests came one by one, and do not any more.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_on_company", "_running", "_stamp", "_streak")
+
+    def __init__(self, on_company: Callable[[], None]) -> None:
+        self._on_company = on_company
         self._running = 0
         self._streak = 0
         self._stamp = 0  # of the last request: its own steps beside each other are no company
@@ -38,12 +43,15 @@ class Occupancy:
     def begins(self, batch: Batch) -> bool:
         """A batch is sent to its process. Whether it is taken to be alone."""
         tickets = batch.tickets
-        if len(tickets) == 1:  # some of several may be nobody's, where slots of sequences are empty
-            stamp = tickets[0].flow.stamp
-            self._streak = self._streak + 1 if not self._running or stamp == self._stamp else 0
-            self._stamp = stamp
+        # Some of several may be nobody's, where slots of sequences are empty.
+        stamp = tickets[0].flow.stamp if len(tickets) == 1 else 0
+        if stamp and (not self._running or stamp == self._stamp):
+            self._streak += 1
         else:
-            self._streak = self._stamp = 0
+            if self._streak > STREAK:
+                self._on_company()
+            self._streak = 0
+        self._stamp = stamp
         self._running += 1
         return self._streak > STREAK and self._streak % LOOK_EVERY != 0
 

@@ -24,6 +24,7 @@ from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.device_host import DeviceHost
 from flowserve.runtime.environments import Environment, Environments
 from flowserve.runtime.instance import Host, LocalHost
+from flowserve.runtime.one_processor import OneProcessor
 from flowserve.runtime.placement import Placement
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_inputs import InputPacker
@@ -55,8 +56,9 @@ class Processes:
         self.environments = Environments(self.children)
         self.spawn: Spawn = self.children.spawn
         self.readiness = Readiness(pump)
-        self.occupancy = Occupancy()
-        self.relays = Relays(self.occupancy, clock)
+        self.one_processor = OneProcessor()
+        self.occupancy = Occupancy(on_company=self.one_processor.let_go)
+        self.relays = Relays(self.occupancy, self.one_processor, clock)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve them. Ends by cancellation, after `close`."""
@@ -64,6 +66,7 @@ class Processes:
             await nursery.start(self.children.run)
             nursery.start_soon(self.readiness.run, name="children's sockets")
             nursery.start_soon(self.relays.run, name="overdue relays")
+            nursery.start_soon(self.one_processor.run, name="held on one processor")
             task_status.started()
 
     def within(self, environment: Environment) -> Processes:

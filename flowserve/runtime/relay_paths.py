@@ -7,16 +7,16 @@ decided in relays.py, how things are said in process_link.py.
 
 from __future__ import annotations
 
-import os
 import select
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Final, Protocol, runtime_checkable
 
 from flowserve.errors import FlowserveError
 from flowserve.memory.arena import Place
-from flowserve.memory.syscalls import processor_teller
 from flowserve.runtime.alone import Pace
+from flowserve.runtime.children import Child
+from flowserve.runtime.comparison import Comparison
+from flowserve.runtime.one_processor import OneProcessor
 from flowserve.runtime.process_link import Expected, Link, Outcome
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import DynamicBatcher, OneByOne
@@ -25,8 +25,9 @@ from flowserve.scheduling.relays import Relay, Way
 # A model is quick, here, whose batches take no longer: some three times what the server's own part of a hop costs.
 QUICK_NS: Final = 500_000
 _ANY: Final = 1 << 30  # requests
-# A loop that finds itself on another processor stays where it is for so many relays that it waits for.
-_STAYS: Final = 256
+# What is tried for those that are waited for in place: everybody runs where the system likes, the processes share one
+# processor, or the loop shares it with them.
+_APART, _TOGETHER, _WITH_LOOP = _WAYS = range(3)
 
 
 @runtime_checkable
@@ -41,6 +42,7 @@ class Runner(Protocol):
     running: Batch | None
     relay: OnItsWay | None
     pace: Pace
+    child: Child | None
     link: Link | None
 
     @property
@@ -52,7 +54,7 @@ class Runner(Protocol):
 class Path:
     """The processes that a batch goes through, made known to each other. They know it by its number."""
 
-    def __init__(self, number: int, way: Way, instances: Sequence[Runner]) -> None:
+    def __init__(self, number: int, way: Way, instances: Sequence[Runner], one_processor: OneProcessor) -> None:
         self.number = number
         self.runners = tuple(instances)
         self.links = [link for runner in self.runners if (link := runner.link) is not None]
@@ -66,9 +68,10 @@ class Path:
         self._answers = select.poll()  # on which one of them is waited for in place
         for link in self.links:
             self._answers.register(link, select.POLLIN)
-        self._tells_processor = processor_teller()
-        self._here = -1  # on which the loop waited last
-        self._stays = 0  # so many more times it stays there
+        self._one_processor = one_processor
+        self._started_ns = 0  # the last that was waited for in place
+        self._held_in = -1  # which era
+        self._comparison = Comparison(len(_WAYS))
         self._last = self.links[-1].fileno() if self.links else -1
 
     @property
@@ -91,13 +94,23 @@ class Path:
 
     def comes_back(self, within_ms: int) -> bool:
         """Wait until one of them says something. Whether it is the last one."""
-        here = self._tells_processor()
-        if here != self._here:
-            self._here, self._stays = here, _STAYS
-        if self._stays:
-            self._stays -= 1
-            return self._last in dict(_staying(self._answers.poll, within_ms, here))
-        return self._last in dict(self._answers.poll(within_ms))
+        way = self._comparison.way
+        if way == _APART:
+            return self._last in dict(self._answers.poll(within_ms))
+        one_processor = self._one_processor
+        if self._held_in != one_processor.era:
+            one_processor.hold([child for runner in self.runners if (child := runner.child) is not None])
+            self._held_in = one_processor.era
+        return self._last in dict(one_processor.wait(self._answers.poll, within_ms, here=way == _WITH_LOOP))
+
+    def came(self, started_ns: int) -> None:
+        """One that started then was waited for in place, and has come."""
+        comparison = self._comparison
+        went = comparison.way
+        comparison.took(started_ns - self._started_ns)
+        self._started_ns = started_ns
+        if went != _APART and comparison.way == _APART:
+            self._one_processor.let_go()
 
     def takes_at_most(self, each_ns: float, nanoseconds: float) -> bool:
         """Whether a batch is through each of them, and through all of them, so soon, by measurement. As `is_quick`."""
@@ -174,27 +187,6 @@ class OnItsWay:
     def batch_of(self, runner: Runner) -> Batch:
         """The batch as an instance has it."""
         return self.relay.stop(self.path.runners.index(runner))
-
-
-def _staying(poll: Callable[[int], list[tuple[int, int]]], within_ms: int, here: int) -> list[tuple[int, int]]:
-    """`poll` so long, and be woken where this thread runs now, where there are two processors. Everybody is woken where
-    he was last if that is free, else on the other one. Of two processors whoever wakes has one: where an odd number
-    wake each other in turn (a client, the server, two or four models and the server again) somebody finds his own
-    taken, changes, takes that of the next, and in the end all of them change all the time, and leave their caches
-    behind. One of them who stays ends it.
-    """
-    processors = os.sched_getaffinity(0)
-    if len(processors) != 2 or here not in processors:
-        return poll(within_ms)
-    try:
-        os.sched_setaffinity(0, (here,))  # of this thread alone; it starts no other one meanwhile
-    except OSError:  # a container may forbid it
-        return poll(within_ms)
-    try:
-        return poll(within_ms)
-    finally:
-        with suppress(OSError):  # somebody may have given it others meanwhile
-            os.sched_setaffinity(0, processors)
 
 
 def join(queue: ModelQueue) -> None:

@@ -29,6 +29,7 @@ from flowserve.runtime.accounts import record_batch, record_relay, record_run_th
 from flowserve.runtime.alone import Occupancy
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.instance import gather
+from flowserve.runtime.one_processor import OneProcessor
 from flowserve.runtime.parameters import take_parameters
 from flowserve.runtime.process_link import Link, Told
 from flowserve.runtime.process_outputs import Garbled
@@ -53,8 +54,9 @@ _FIRST_NUMBER: Final = 1 << 48
 class Relays:
     """Those of a server. Touched on the loop."""
 
-    def __init__(self, occupancy: Occupancy, clock: ClockNs) -> None:
+    def __init__(self, occupancy: Occupancy, one_processor: OneProcessor, clock: ClockNs) -> None:
         self._occupancy = occupancy
+        self._one_processor = one_processor
         self._clock = clock
         self._numbers = count(_FIRST_NUMBER)
         self._active: dict[int, OnItsWay] = {}
@@ -89,7 +91,7 @@ class Relays:
         if path is None or not path.is_whole:
             if len(paths) >= _PATHS_MAX:
                 paths.clear()
-            path = paths[key] = Path(next(self._numbers), way, instances)
+            path = paths[key] = Path(next(self._numbers), way, instances, self._one_processor)
             if not path.is_whole:
                 return None
         return path
@@ -123,7 +125,10 @@ class Relays:
         try:
             while link.read() is True:
                 pass
-            return None if sent.heard is None else ran_through(sent, *sent.heard, self._clock())
+            if sent.heard is None:
+                return None
+            sent.path.came(sent.started_ns)
+            return ran_through(sent, *sent.heard, self._clock())
         except EOFError:
             return None  # whoever watches the process is told
         except Garbled as error:

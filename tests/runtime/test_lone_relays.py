@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -253,34 +254,39 @@ async def test_inputs_that_a_model_keeps_stay_its_own(lone: Served) -> None:
     assert all(host.running is None for host in hosts)
 
 
-@pytest.mark.parametrize("is_forbidden", [False, True])
-async def test_a_loop_that_changes_between_two_processors_stays_on_one_while_it_waits(
-    lone: Served, monkeypatch: pytest.MonkeyPatch, is_forbidden: bool
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 if SUPPORTED else True, reason="wants two processors")
+async def test_processes_share_a_processor_where_that_is_quicker_and_part_when_others_come(
+    lone: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(_: int, processors: Any) -> None:
-        chosen.append(set(processors))
-        if is_forbidden:
-            raise PermissionError
-
-    chosen: list[set[int]] = []
-    here = [3]
-    monkeypatch.setattr(relay_paths, "processor_teller", lambda: lambda: here[0])
-    monkeypatch.setattr(relay_paths, "_STAYS", 4)
-    monkeypatch.setattr(os, "sched_setaffinity", choose)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
+    choice = SimpleNamespace(way=2, took=lambda _: None)
+    monkeypatch.setattr(relay_paths, "Comparison", lambda _: choice)
     hosts = await lone.chain()
-    chosen.clear()
+    everywhere = os.sched_getaffinity(0)
+
+    def processors() -> list[set[int]]:
+        return [os.sched_getaffinity(host.child.pid) for host in hosts if host.child is not None]
+
+    def share() -> bool:
+        first, *others = processors()
+        return len(first) == 1 and others == [first] * 2
+
     await lone.alone(8)
-    assert chosen == [], "it stays by itself"
-    here[0] = 5
+    assert share()
+    assert os.sched_getaffinity(0) == everywhere
+    await all_at_once(lone.ask, range(4))
+    assert processors() == [everywhere] * 3
+    await lone.until_alone_again()
+    assert share()
+    choice.took = lambda _: setattr(choice, "way", 0)
     await lone.alone(8)
-    assert chosen == ([{5}] if is_forbidden else [{5}, {3, 5}]) * 4
-    for processor, there in (6, {5, 6, 7}), (7, {7}), (8, {5, 6}):
-        here[0] = processor
-        chosen.clear()
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, there=there: there)
-        await lone.alone(8)
-        assert chosen == [], "of others there are enough, or none"
+    assert processors() == [everywhere] * 3
+    choice.way, choice.took = 1, lambda _: None
+    await lone.alone(8)
+    assert share()
+    with trio.fail_after(20):
+        while share():  # noqa: ASYNC110 (nobody comes any more)
+            await trio.sleep(0.05)
+    assert processors() == [everywhere] * 3
     lone.assert_nobody_is_kept(hosts)
 
 
