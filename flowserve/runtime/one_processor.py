@@ -9,7 +9,7 @@ somebody else. When this is worth it is decided in comparison.py, when requests 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -19,9 +19,11 @@ from flowserve.memory.syscalls import processor_teller
 from flowserve.runtime.children import Child
 
 Answers = list[tuple[int, int]]
-# What a model starts while its process is held has one processor too, for so long at most; and nobody is held for
-# longer without a request.
-_LOOK_S: Final = 1.0
+# Nobody is held for longer, and no longer has what a model starts meanwhile one processor: whoever is still asked is
+# held anew, where the loop runs by then.
+_HELD_S: Final = 1.0
+# Of one thread: the processes that it has started. Not every kernel tells.
+_STARTED: Final = "/proc/{}/task/{}/children"
 
 
 class _Held(NamedTuple):
@@ -36,12 +38,14 @@ class OneProcessor:
         self.era = 0
         self._held: dict[Child, _Held] = {}
         self._one: set[int] = set()
-        self._waits = 0
         self._tells_processor = processor_teller()
-        self._begun = trio.Event()  # set where there is somebody to look after
+        self._can_give_back = os.path.exists(_STARTED.format(os.getpid(), os.getpid()))
+        self._begun = trio.Event()  # set where somebody is held
 
     def hold(self, children: Iterable[Child]) -> None:
         """They run where the loop runs now until `let_go`, as far as that is allowed."""
+        if not self._can_give_back:
+            return
         try:
             if not self._held:
                 self._one = {self._tells_processor()} & os.sched_getaffinity(0)
@@ -58,75 +62,72 @@ class OneProcessor:
 
     def wait(self, poll: Callable[[int], Answers], within_ms: int, *, here: bool) -> Answers:
         """`poll` so long for who is held. `here`: and be woken where they are."""
-        self._waits += 1
         if not here or not self._held:
             return poll(within_ms)
         processors = os.sched_getaffinity(0)
         if not self._one < processors:
             return poll(within_ms)
         try:
-            os.sched_setaffinity(0, self._one)  # of this thread alone, which starts no other meanwhile
-        except OSError:
-            return poll(within_ms)
-        try:
+            with suppress(OSError):
+                os.sched_setaffinity(0, self._one)  # of this thread alone, which starts no other meanwhile
             return poll(within_ms)
         finally:
-            with suppress(OSError):  # somebody may have given it others meanwhile
-                os.sched_setaffinity(0, processors)
+            self._free(0, processors)
 
     def let_go(self) -> None:
         """Whoever is held, is not any more."""
         if self._held:
             self.era += 1
-            self._give_back()
             for child, held in self._held.items():
                 if not child.ended:
-                    self._free(child.pid, held.had)
+                    self._give_back(child.pid, held)
             self._held = {}
 
     async def run(self) -> None:
-        """Look after those who are held, for ever. Ends only by cancellation."""
+        """See to it that nobody is held for long, for ever. Ends only by cancellation."""
         while True:
             await self._begun.wait()
-            waits = self._waits
-            await trio.sleep(_LOOK_S)
-            if self._waits == waits:
-                self.let_go()
-            self._give_back()
-            if not self._held:  # a server that is idle wakes up for nothing
-                self._begun = trio.Event()
+            await trio.sleep(_HELD_S)
+            self.let_go()
+            self._begun = trio.Event()  # a server that is idle wakes up for nothing
 
-    def _give_back(self) -> None:
-        """What models have started meanwhile gets what they had before."""
-        for child, held in self._held.items():
-            if not child.ended:
-                for thread in [*_new(child.pid, held.known)]:
-                    held.known.add(thread)
-                    self._free(thread, held.had)
+    def _give_back(self, pid: int, held: _Held) -> None:
+        """A process, and what it has started meanwhile, get what it had before. Each of them does before it is looked
+        for what it has started: what comes later has it anyway.
+        """
+        had, known = held
+        self._free(pid, had)
+        threads = [pid]
+        while new := [thread for thread in _threads(pid) if thread not in known]:
+            known.update(new)
+            threads += new
+            if True not in [self._free(thread, had) for thread in new]:
+                break
+        for process in {process for thread in threads for process in _started(pid, thread)} - known:
+            self._give_back(process, held)
 
-    def _free(self, thread: int, processors: set[int]) -> None:
-        with suppress(OSError):  # it may have ended
-            if os.sched_getaffinity(thread) == self._one:  # else somebody has chosen others for it
-                os.sched_setaffinity(thread, processors)
+    def _free(self, thread: int, processors: set[int]) -> bool:
+        """Whether it was held, as far as can be told."""
+        try:
+            if os.sched_getaffinity(thread) != self._one:
+                return False  # somebody has chosen others for it
+            os.sched_setaffinity(thread, processors)
+        except OSError:  # it may have ended
+            return False
+        return True
 
 
-def _threads(pid: int) -> Iterator[int]:
-    with suppress(OSError):  # it may have ended
-        yield from map(int, os.listdir(f"/proc/{pid}/task"))
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:  # it may have ended
+        return []
 
 
-def _started(pid: int, thread: int) -> Iterator[int]:
+def _started(pid: int, thread: int) -> list[int]:
     """Processes that one thread has started."""
-    with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:  # not every kernel tells
-        yield from map(int, file.read().split())
-
-
-def _new(pid: int, known: set[int]) -> Iterator[int]:
-    """Threads of a process that are not known, and all of the processes that these or its first one have started."""
-    for thread in _threads(pid):
-        if thread not in known:
-            yield thread
-        if thread not in known or thread == pid:
-            for process in _started(pid, thread):
-                if process not in known:
-                    yield from _new(process, known)
+    try:
+        with open(_STARTED.format(pid, thread)) as file:
+            return [int(number) for number in file.read().split()]
+    except OSError:  # it may have ended
+        return []

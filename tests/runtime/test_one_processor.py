@@ -158,24 +158,79 @@ async def test_what_was_started_meanwhile_has_all_processors_as_well(processes: 
     assert a.processors == elsewhere
 
 
-async def test_what_is_started_is_looked_after_while_it_lasts_and_nobody_is_held_for_nothing(
+async def test_nobody_is_held_for_long_and_who_is_still_asked_is_held_anew(
     processes: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
 ) -> None:
-    monkeypatch.setattr(one_processor, "_LOOK_S", 0.05)
+    monkeypatch.setattr(one_processor, "_HELD_S", 0.05)
+    held = OneProcessor()
+    asked, idle = processes(), processes()
+    nursery.start_soon(held.run)
+    era = held.era
+    held.hold([asked, idle])
+    assert idle.processors != ALL
+    started = idle.start("thread")
+    with trio.fail_after(10):
+        while held.era == era:
+            held.wait(lambda _: [], 1, here=True)
+            await trio.sleep(0.001)
+    assert asked.processors == idle.processors == os.sched_getaffinity(started) == ALL
+    era = held.era
+    held.hold([asked])
+    assert asked.processors != ALL
+    assert idle.processors == ALL
+    with trio.fail_after(10):
+        while held.era == era:  # noqa: ASYNC110
+            await trio.sleep(0.001)
+    assert asked.processors == ALL
+
+
+@pytest.mark.parametrize("what", ["thread", "process"])
+async def test_what_is_started_at_the_last_moment_has_all_processors_as_well(
+    processes: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    choose = os.sched_setaffinity
     held = OneProcessor()
     a = processes()
-    nursery.start_soon(held.run)
-    for _ in range(2):  # it begins anew
-        held.hold([a])
-        assert a.processors != ALL
-        started = a.start("thread")
-        with trio.fail_after(10):
-            while os.sched_getaffinity(started) != ALL:
-                held.wait(lambda _: [], 1, here=False)
-                await trio.sleep(0.001)
-            assert a.processors != ALL, "requests come still"
-            while a.processors != ALL:  # noqa: ASYNC110
-                await trio.sleep(0.01)
+    held.hold([a])
+    started = []
+
+    def free(number: int, processors: set[int]) -> None:
+        if not started:
+            started.append(a.start(what))
+            assert os.sched_getaffinity(started[0]) != ALL
+        choose(number, processors)
+
+    monkeypatch.setattr(os, "sched_setaffinity", free)
+    held.let_go()
+    assert [os.sched_getaffinity(one) for one in (a.pid, *started)] == [ALL] * 2
+
+
+async def test_who_is_given_others_while_the_loop_waits_keeps_them(processes: Callable[[], Any]) -> None:
+    held = OneProcessor()
+    a = processes()
+    held.hold([a])
+    elsewhere = ALL - a.processors
+
+    def poll(_: int) -> list[tuple[int, int]]:
+        os.sched_setaffinity(0, elsewhere)  # from outside, by whoever is in charge of the machine
+        return []
+
+    try:
+        held.wait(poll, 1, here=True)
+        assert os.sched_getaffinity(0) == elsewhere
+    finally:
+        os.sched_setaffinity(0, ALL)
+    held.let_go()
+
+
+async def test_nobody_is_held_where_it_cannot_be_told_what_he_starts(
+    processes: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_processor, "_STARTED", "/proc/{}/task/{}/nothing")
+    held = OneProcessor()
+    a = processes()
+    held.hold([a])
+    assert a.processors == ALL
 
 
 async def test_where_it_is_forbidden_everything_stays_as_it_is(
