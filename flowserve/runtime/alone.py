@@ -29,7 +29,7 @@ WAIT_NS_MAX: Final = 1_000_000
 class Occupancy:
     """What runs in all processes of a server, as far as it tells whether a request is alone. Touched on the loop.
 
-    `on_company` is called where requests came one by one, and do not any more.
+    `on_company` is called where requests came one by one, and do not any more, or one of them takes long.
     """
 
     __slots__ = ("_on_company", "_running", "_stamp", "_streak")
@@ -68,6 +68,10 @@ class Occupancy:
     def passed_through(self) -> None:
         """One that was taken to be alone came and went."""
         self._streak += 1
+
+    def waited_in_vain(self) -> None:
+        """One that was taken to be alone is not back at once."""
+        self._on_company()
 
     def ends(self) -> None:
         """A batch that began is back, or never will be."""

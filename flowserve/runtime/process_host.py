@@ -283,6 +283,7 @@ class ProcessHost:
             self.wrong(str(error))
             return None
         if outcome is False:
+            self._occupancy.waited_in_vain()
             return None
         batch = self._is_over()
         assert batch is not None, "it was sent a moment ago"

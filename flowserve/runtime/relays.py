@@ -118,7 +118,10 @@ class Relays:
         """Its stops, and what the last one made, where it comes back at once and has run through with nothing to say of
         it. None: it is to begin, and what came back is told then.
         """
-        if not sent.path.comes_back(_WAIT_MS):
+        is_back = sent.path.comes_back(_WAIT_MS)
+        now_ns = self._clock()
+        sent.path.waited_for(sent.started_ns, now_ns)
+        if not is_back:
             return None
         link, runner = sent.path.links[-1], sent.path.runners[-1]
         self._awaited = sent
@@ -127,8 +130,7 @@ class Relays:
                 pass
             if sent.heard is None:
                 return None
-            sent.path.came(sent.started_ns)
-            return ran_through(sent, *sent.heard, self._clock())
+            return ran_through(sent, *sent.heard, now_ns)
         except EOFError:
             return None  # whoever watches the process is told
         except Garbled as error:

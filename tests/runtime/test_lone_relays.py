@@ -17,7 +17,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
-from flowserve.runtime import alone, lone_accounts, lone_relays, pump, relay_paths, relays
+from flowserve.runtime import alone, lone_accounts, lone_relays, one_processor, process_host, pump, relay_paths, relays
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.process_outputs import Garbled
@@ -288,6 +288,70 @@ async def test_processes_share_a_processor_where_that_is_quicker_and_part_when_o
             await trio.sleep(0.05)
     assert processors() == [everywhere] * 3
     lone.assert_nobody_is_kept(hosts)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 if SUPPORTED else True, reason="wants two processors")
+@pytest.mark.parametrize("on_the_spot", [True, False])
+async def test_who_takes_long_for_once_has_all_processors_meanwhile(
+    lone: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_the_spot: bool
+) -> None:
+    monkeypatch.setattr(relay_paths, "Comparison", lambda _: SimpleNamespace(way=2, took=lambda _: None))
+    monkeypatch.setattr(one_processor, "_HELD_S", 60)
+    for module in relays, process_host:
+        monkeypatch.setattr(module, "_WAIT_MS", 20)
+    monkeypatch.setattr(alone, "QUICK_NS", 1 << 60)
+    closed = tmp_path / "closed"
+    closed.touch()
+    waits = f"while os.path.exists({str(closed)!r}):\n                import time; time.sleep(0.002)"
+    hosts = await lone.chain(plus=BAD.format(waits))
+    everywhere = os.sched_getaffinity(0)
+
+    def processors() -> list[set[int]]:
+        return [os.sched_getaffinity(host.child.pid) for host in hosts if host.child is not None]
+
+    while everywhere in processors():  # on a busy machine any of them may take long
+        await lone.alone(1)
+    if not on_the_spot:
+        monkeypatch.setattr(pump, "_ON_THE_SPOT_MAX", 0)
+    lone.later = 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lone.ask, 50)
+        await wait_all_tasks_blocked()
+        assert lone.later == on_the_spot
+        assert processors() == [everywhere] * 3
+        closed.unlink()
+    lone.assert_nobody_is_kept(hosts)
+
+
+async def test_what_is_compared_leaves_out_how_long_a_client_takes(
+    lone: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took: list[int] = []
+    choice = SimpleNamespace(way=0, took=took.append)
+    monkeypatch.setattr(relay_paths, "Comparison", lambda _: choice)
+    await lone.chain()
+    took.clear()
+    for _ in range(9):
+        await lone.alone(1)
+        await trio.sleep(0.1)
+    assert len(took) == lone.on_the_spot > 4
+    assert sorted(took)[len(took) // 2] < 90_000_000
+
+
+async def test_one_that_is_not_back_in_time_counts_in_what_is_compared(
+    lone: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took: list[int] = []
+    monkeypatch.setattr(relay_paths, "Comparison", lambda _: SimpleNamespace(way=0, took=took.append))
+    await lone.chain(plus=BAD.format("import time; time.sleep(0.05)"))
+    monkeypatch.setattr(relays, "_WAIT_MS", 2)
+    lone.on_the_spot = lone.later = 0
+    took.clear()
+    for _ in range(8):
+        await lone.ask(50)
+        await lone.until_alone_again()
+    assert lone.later > 4
+    assert len(took) == lone.on_the_spot + lone.later
 
 
 async def test_what_cannot_be_admitted_is_refused_as_ever(lone: Served) -> None:
