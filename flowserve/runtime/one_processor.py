@@ -29,6 +29,7 @@ _STARTED: Final = "/proc/{}/task/{}/children"
 class _Held(NamedTuple):
     had: set[int]  # processors
     known: set[int]  # threads and processes that were there before
+    reaped: bytes  # as `_reaped` told then
 
 
 class OneProcessor:
@@ -53,8 +54,9 @@ class OneProcessor:
                 had = os.sched_getaffinity(child.pid)
                 if self._one and self._one < had and child not in self._held:
                     known = {*_threads(child.pid), *_started(child.pid, child.pid)}
+                    reaped = _reaped(child.pid)
                     os.sched_setaffinity(child.pid, self._one)  # of its first thread, which executes
-                    self._held[child] = _Held(had, known)
+                    self._held[child] = _Held(had, known, reaped)
         except OSError:  # a container may forbid it, or one of them has just ended
             pass
         if self._held:
@@ -81,6 +83,8 @@ class OneProcessor:
             for child, held in self._held.items():
                 if not child.ended:
                     self._give_back(child.pid, held)
+                    if _reaped(child.pid) != held.reaped:
+                        self._give_back_orphans(child.pid, held)
             self._held = {}
 
     async def run(self) -> None:
@@ -95,7 +99,7 @@ class OneProcessor:
         """A process, and what it has started meanwhile, get what it had before. Each of them does before it is looked
         for what it has started: what comes later has it anyway.
         """
-        had, known = held
+        had, known, _ = held
         self._free(pid, had)
         threads = [pid]
         while new := [thread for thread in _threads(pid) if thread not in known]:
@@ -105,6 +109,12 @@ class OneProcessor:
                 break
         for process in {process for thread in threads for process in _started(pid, thread)} - known:
             self._give_back(process, held)
+
+    def _give_back_orphans(self, pid: int, held: _Held) -> None:
+        """The same for those in its session whose parent has ended: no process tells of them any more."""
+        for process in _numbers("/proc"):
+            if process not in held.known and _session(process) == pid and _session(_parent(process)) != pid:
+                self._give_back(process, held)
 
     def _free(self, thread: int, processors: set[int]) -> bool:
         """Whether it was held, as far as can be told."""
@@ -118,9 +128,13 @@ class OneProcessor:
 
 
 def _threads(pid: int) -> list[int]:
+    return _numbers(f"/proc/{pid}/task")
+
+
+def _numbers(folder: str) -> list[int]:
     try:
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:  # it may have ended
+        return [int(name) for name in os.listdir(folder) if name.isdigit()]
+    except OSError:  # whom it is about may have ended
         return []
 
 
@@ -131,3 +145,31 @@ def _started(pid: int, thread: int) -> list[int]:
             return [int(number) for number in file.read().split()]
     except OSError:  # it may have ended
         return []
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What the kernel tells of a process after its name: proc(5), from the third field on. Raises OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def _reaped(pid: int) -> bytes:
+    """Changes when one that the process has started has ended, and it knows: its page faults were added up then."""
+    try:
+        return _stat(pid)[8]
+    except OSError:  # it may have ended
+        return b""
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(_stat(pid)[1])
+    except OSError:
+        return 0
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid) if pid else 0
+    except OSError:
+        return 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ for line in sys.stdin:
         thread = threading.Thread(target=ended.wait, daemon=True)
         thread.start()
         print(thread.native_id, flush=True)
+    elif line == "orphan\\n":
+        print(int(subprocess.check_output(["sh", "-c", "sleep 20 > /dev/null & echo $!"])), flush=True)
     else:
         code = "import sys; print(flush=True); sys.stdin.read()"
         process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -48,7 +51,11 @@ class Process:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", TEXT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         self.pid = self.process.pid
         self.start("thread")
@@ -203,6 +210,20 @@ async def test_what_is_started_at_the_last_moment_has_all_processors_as_well(
     monkeypatch.setattr(os, "sched_setaffinity", free)
     held.let_go()
     assert [os.sched_getaffinity(one) for one in (a.pid, *started)] == [ALL] * 2
+
+
+async def test_orphans_have_all_processors_as_well(processes: Callable[[], Any]) -> None:
+    held = OneProcessor()
+    a = processes()
+    held.hold([a])
+    there = a.processors
+    orphan = a.start("orphan")
+    try:
+        assert os.sched_getaffinity(orphan) == there
+        held.let_go()
+        assert os.sched_getaffinity(orphan) == ALL
+    finally:
+        os.kill(orphan, signal.SIGKILL)
 
 
 async def test_who_is_given_others_while_the_loop_waits_keeps_them(processes: Callable[[], Any]) -> None:
