@@ -33,7 +33,7 @@ class _Held(NamedTuple):
 
 
 class OneProcessor:
-    """That of a server. Touched on the loop. `era`: another one whenever all were let go."""
+    """That of a server. Touched on the loop. `era`: another one whenever all were let go, or are to be held anew."""
 
     def __init__(self) -> None:
         self.era = 0
@@ -41,7 +41,7 @@ class OneProcessor:
         self._one: set[int] = set()
         self._tells_processor = processor_teller()
         self._can_give_back = os.path.exists(_STARTED.format(os.getpid(), os.getpid()))
-        self._begun = trio.Event()  # set where somebody is held
+        self._begun = trio.Event()  # set where somebody was to be held
 
     def hold(self, children: Iterable[Child]) -> None:
         """They run where the loop runs now until `let_go`, as far as that is allowed."""
@@ -59,8 +59,7 @@ class OneProcessor:
                     self._held[child] = _Held(had, known, reaped)
         except OSError:  # a container may forbid it, or one of them has just ended
             pass
-        if self._held:
-            self._begun.set()
+        self._begun.set()
 
     def wait(self, poll: Callable[[int], Answers], within_ms: int, *, here: bool) -> Answers:
         """`poll` so long for who is held. `here`: and be woken where they are."""
@@ -93,6 +92,7 @@ class OneProcessor:
             await self._begun.wait()
             await trio.sleep(_HELD_S)
             self.let_go()
+            self.era += 1  # who could not be held may be by now
             self._begun = trio.Event()  # a server that is idle wakes up for nothing
 
     def _give_back(self, pid: int, held: _Held) -> None:
@@ -119,12 +119,26 @@ class OneProcessor:
     def _free(self, thread: int, processors: set[int]) -> bool:
         """Whether it was held, as far as can be told."""
         try:
-            if os.sched_getaffinity(thread) != self._one:
+            has = os.sched_getaffinity(thread)
+            if has == processors:
+                return False
+            if has != self._one and not self._is_refused(thread, has):
                 return False  # somebody has chosen others for it
             os.sched_setaffinity(thread, processors)
         except OSError:  # it may have ended
             return False
         return True
+
+    def _is_refused(self, thread: int, has: set[int]) -> bool:
+        """Whether the one was taken from the whole container, and the thread that had only that got others for as long.
+        Raises OSError.
+        """
+        try:
+            os.sched_setaffinity(thread, self._one)
+        except OSError:
+            return True
+        os.sched_setaffinity(thread, has)
+        return False
 
 
 def _threads(pid: int) -> list[int]:

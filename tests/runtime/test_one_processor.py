@@ -4,6 +4,7 @@ meanwhile, get all of them back. Real processes throughout.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -191,6 +192,21 @@ async def test_nobody_is_held_for_long_and_who_is_still_asked_is_held_anew(
     assert asked.processors == ALL
 
 
+async def test_who_could_not_be_held_is_asked_for_again(
+    processes: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
+) -> None:
+    monkeypatch.setattr(one_processor, "_HELD_S", 0.05)
+    held = OneProcessor()
+    a = processes()
+    os.sched_setaffinity(a.pid, {min(ALL)})
+    nursery.start_soon(held.run)
+    era = held.era
+    held.hold([a])
+    with trio.fail_after(10):
+        while held.era == era:  # noqa: ASYNC110
+            await trio.sleep(0.001)
+
+
 @pytest.mark.parametrize("what", ["thread", "process"])
 async def test_what_is_started_at_the_last_moment_has_all_processors_as_well(
     processes: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, what: str
@@ -242,6 +258,26 @@ async def test_who_is_given_others_while_the_loop_waits_keeps_them(processes: Ca
     finally:
         os.sched_setaffinity(0, ALL)
     held.let_go()
+
+
+async def test_who_is_held_on_one_that_the_container_loses_has_all_it_had_when_that_comes_back(
+    processes: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = os.sched_setaffinity
+    held = OneProcessor()
+    a = processes()
+    held.hold([a])
+    there = a.processors
+    choose(a.pid, ALL - there)
+
+    def refuse(number: int, processors: set[int]) -> None:
+        if processors == there:
+            raise OSError(errno.EINVAL, "not in the container's")
+        choose(number, processors)
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    held.let_go()
+    assert a.processors == ALL
 
 
 async def test_nobody_is_held_where_it_cannot_be_told_what_he_starts(
