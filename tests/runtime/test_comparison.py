@@ -59,11 +59,11 @@ def test_a_machine_that_gets_slower_or_quicker_meanwhile_speaks_for_none(slower:
 def test_long_ones_now_and_then_do_not_hide_which_is_quickest(seed: int, quickest: int) -> None:
     chance = Random(seed)
     comparison = Comparison(WAYS)
-    outliers = {i for i in range(LOOK) if chance.random() < 0.04}
+    outliers = chance.sample(range(LOOK), 3)
     went = go(
         comparison, LOOK + 8, lambda way, i: 10**9 if i in outliers else chance.randint(*_around(way == quickest))
     )
-    assert went[-1] == quickest or len(outliers) > WAYS * TURN * TURNS // 16
+    assert went[-1] == quickest
 
 
 def _around(is_quickest: bool) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def _around(is_quickest: bool) -> tuple[int, int]:
 def test_others_are_tried_rarely() -> None:
     comparison = Comparison(WAYS)
     went = go(comparison, 10 * (LOOK + KEPT), lambda way, _: (2, 1, 2)[way] * 1000)
-    assert sum(way != 1 for way in went[LOOK:]) / len(went) < 0.04
+    assert sum(way != 1 for way in went[LOOK:]) / len(went) < 0.01
 
 
 def test_who_comes_after_another_way_finds_what_that_left_behind_and_does_not_count() -> None:
