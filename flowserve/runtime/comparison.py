@@ -14,9 +14,10 @@ TURN: Final = 8
 _SETTLING: Final = 2
 # Each has so many turns, forwards and backwards in turn: what slowly changes meanwhile speaks for none.
 TURNS: Final = 4
-# After that so many go the quickest way. Of all together less than one in a hundred goes another one, which a 99th
-# percentile does not show.
-KEPT: Final = 8192
+# After that so many go the quickest way, twice as many each time that it is the same one again. Then less than one in a
+# hundred of all together goes another one, which a 99th percentile does not show.
+KEPT_MIN: Final = 1024
+KEPT_MAX: Final = 8192
 # Another way must be so much quicker: less may be chance.
 _QUICKER: Final = 0.95
 _LEFT_OUT: Final = 8  # the longest of so many
@@ -25,13 +26,14 @@ _LEFT_OUT: Final = 8  # the longest of so many
 class Comparison:
     """Of some ways, by number; `way` is the one that the next is to go. Of equals the lowest is kept."""
 
-    __slots__ = ("_best", "_kept", "_order", "_times", "_tried", "way")
+    __slots__ = ("_best", "_keeps", "_kept", "_order", "_times", "_tried", "way")
 
     def __init__(self, ways: int) -> None:
         forwards = [*range(ways)]
         self._order = (forwards + forwards[::-1]) * (TURNS // 2)
         self._times: list[list[int]] = [[] for _ in forwards]
         self._tried = 0  # in turns
+        self._keeps = KEPT_MIN
         self._kept = 0  # so many more go the quickest way
         self._best = 0
         self.way = 0
@@ -52,9 +54,11 @@ class Comparison:
         means = [_mean(times) for times in self._times]
         quickest = min(means)
         if quickest < means[self._best] * _QUICKER:
-            self._best = means.index(quickest)
+            self._best, self._keeps = means.index(quickest), KEPT_MIN
+        else:
+            self._keeps = min(2 * self._keeps, KEPT_MAX)
         self.way = self._best
-        self._kept, self._tried = KEPT, 0
+        self._kept, self._tried = self._keeps, 0
         for times in self._times:
             times.clear()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.runtime.comparison import KEPT, TURN, TURNS, Comparison
+from flowserve.runtime.comparison import KEPT_MAX, KEPT_MIN, TURN, TURNS, Comparison
 
 WAYS = 3
 LOOK = TURN * TURNS * WAYS
@@ -29,29 +29,38 @@ def test_the_quickest_is_kept(durations: list[int]) -> None:
     comparison = Comparison(WAYS)
     went = go(comparison, LOOK, lambda way, _: durations[way])
     assert [went.count(way) for way in range(WAYS)] == [TURN * TURNS] * WAYS
-    assert set(go(comparison, KEPT, lambda way, _: durations[way])) == {durations.index(100_000)}
+    assert set(go(comparison, KEPT_MIN, lambda way, _: durations[way])) == {durations.index(100_000)}
 
 
 def test_what_changes_is_seen_when_all_are_tried_again() -> None:
     comparison = Comparison(WAYS)
-    go(comparison, LOOK + KEPT, lambda way, _: (3, 1, 2)[way] * 1000)
-    assert comparison.way == 0, "another look begins"
-    go(comparison, LOOK, lambda way, _: (3, 2, 1)[way] * 1000)
-    assert comparison.way == 2
+    for quickest in 1, 2, 0, 2:
+        went = go(comparison, LOOK + KEPT_MIN, lambda way, _, quickest=quickest: 1000 if way == quickest else 2000)
+        assert set(went[LOOK:]) == {quickest}
+        assert comparison.way == 0, "another look begins"
 
 
-@given(st.integers(0, 2))
+def test_what_stays_the_same_is_looked_at_less_and_less() -> None:
+    comparison = Comparison(WAYS)
+    kept = KEPT_MIN
+    for _ in range(8):
+        went = go(comparison, LOOK + kept, lambda way, _: (3, 1, 2)[way] * 1000)
+        assert went[LOOK - TURN : LOOK] == [0] * TURN, "a look ends"
+        assert went[LOOK:] == [1] * kept
+        kept = min(2 * kept, KEPT_MAX)
+
+
+@pytest.mark.parametrize("hardly", range(1, WAYS))
 def test_one_that_is_hardly_quicker_is_not_worth_a_change(hardly: int) -> None:
     comparison = Comparison(WAYS)
-    for quickest in (0, hardly, 0, hardly):
-        went = go(comparison, LOOK + KEPT, lambda way, _, quickest=quickest: 97_000 if way == quickest else 100_000)
-        assert set(went[LOOK:]) == {0}
+    went = go(comparison, 60_000, lambda way, _: 97_000 if way == hardly else 100_000)
+    assert went.count(0) / len(went) > 0.98
 
 
 @pytest.mark.parametrize("slower", [1, -1])
 def test_a_machine_that_gets_slower_or_quicker_meanwhile_speaks_for_none(slower: int) -> None:
     comparison = Comparison(WAYS)
-    went = go(comparison, LOOK + KEPT, lambda _, i: 1_000_000 + slower * 4_000 * i)
+    went = go(comparison, LOOK + KEPT_MIN, lambda _, i: 1_000_000 + slower * 4_000 * i)
     assert set(went[LOOK:]) == {0}
 
 
@@ -72,8 +81,9 @@ def _around(is_quickest: bool) -> tuple[int, int]:
 
 def test_others_are_tried_rarely() -> None:
     comparison = Comparison(WAYS)
-    went = go(comparison, 10 * (LOOK + KEPT), lambda way, _: (2, 1, 2)[way] * 1000)
-    assert sum(way != 1 for way in went[LOOK:]) / len(went) < 0.01
+    go(comparison, 4 * (LOOK + KEPT_MAX), lambda way, _: (2, 1, 2)[way] * 1000)
+    went = go(comparison, 10 * (LOOK + KEPT_MAX), lambda way, _: (2, 1, 2)[way] * 1000)
+    assert sum(way != 1 for way in went) / len(went) < 0.01
 
 
 def test_who_comes_after_another_way_finds_what_that_left_behind_and_does_not_count() -> None:
