@@ -24,7 +24,7 @@ _LEFT_OUT: Final = 8  # the longest of so many
 
 
 class Comparison:
-    """Of some ways, by number; `way` is the one that the next is to go. Of equals the lowest is kept."""
+    """Of some ways, by number; `way` is the one that the next is to go. The first is kept until another is quicker."""
 
     __slots__ = ("_best", "_keeps", "_kept", "_order", "_times", "_tried", "way")
 

@@ -284,7 +284,7 @@ async def test_processes_share_a_processor_where_that_is_quicker_and_part_when_o
     await lone.alone(8)
     assert share()
     with trio.fail_after(20):
-        while share():  # noqa: ASYNC110 (nobody comes any more)
+        while share():  # noqa: ASYNC110 - nobody comes any more, and nobody is told of it
             await trio.sleep(0.05)
     assert processors() == [everywhere] * 3
     lone.assert_nobody_is_kept(hosts)

@@ -78,6 +78,12 @@ class Process:
         self.process.communicate()
 
 
+async def until_all_are_let_go(held: OneProcessor, era: int) -> None:
+    with trio.fail_after(10):
+        while held.era == era:  # noqa: ASYNC110 - nobody is told of it
+            await trio.sleep(0.001)
+
+
 @pytest.fixture
 def processes() -> Iterator[Callable[[], Any]]:
     made: list[Process] = []
@@ -186,9 +192,7 @@ async def test_nobody_is_held_for_long_and_who_is_still_asked_is_held_anew(
     held.hold([asked])
     assert asked.processors != ALL
     assert idle.processors == ALL
-    with trio.fail_after(10):
-        while held.era == era:  # noqa: ASYNC110
-            await trio.sleep(0.001)
+    await until_all_are_let_go(held, era)
     assert asked.processors == ALL
 
 
@@ -202,9 +206,7 @@ async def test_who_could_not_be_held_is_asked_for_again(
     nursery.start_soon(held.run)
     era = held.era
     held.hold([a])
-    with trio.fail_after(10):
-        while held.era == era:  # noqa: ASYNC110
-            await trio.sleep(0.001)
+    await until_all_are_let_go(held, era)
 
 
 @pytest.mark.parametrize("what", ["thread", "process"])
