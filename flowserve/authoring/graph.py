@@ -235,11 +235,15 @@ def write_together(graphs: Sequence[Graph]) -> PrivateFolder:
     return private
 
 
-def _walk(graph: Graph) -> Iterator[SavedPart]:
-    """Every part of every graph inside, inner ones first."""
+def _walk(graph: Graph, seen: set[int] | None = None) -> Iterator[SavedPart]:
+    """Every part of every graph inside, each once, inner ones first. `seen`: ids of those that need no second look."""
+    seen = set() if seen is None else seen
     for part in graph.sketch.parts():
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
         if isinstance(part, Graph):
-            yield from _walk(part)
+            yield from _walk(part, seen)
         elif isinstance(part, SavedPart):
             yield part
     yield graph

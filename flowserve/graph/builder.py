@@ -86,13 +86,13 @@ class Outputs:
         return self[name]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter([self[spec.name] for spec in self._part.outputs])
+        return iter([self[name] for name in self._part.output_names])
 
     def __len__(self) -> int:
-        return len(self._part.outputs)
+        return len(self._part.output_names)
 
     def __repr__(self) -> str:
-        return f"<outputs {', '.join(spec.name for spec in self._part.outputs)} of {self._part.name!r}>"
+        return f"<outputs {', '.join(self._part.output_names)} of {self._part.name!r}>"
 
 
 class Part(ABC):
@@ -118,6 +118,22 @@ class Part(ABC):
     @abstractmethod
     def max_batch_size(self) -> int:
         """Rows it takes at once; 0: its tensors have no batch dimension."""
+
+    # What an output of a graph is declared as its parts say, and theirs are graphs again: whoever wants to know one
+    # thing asks for that alone, or the questions double with each graph that lies in another.
+
+    @property
+    def output_names(self) -> list[str]:
+        """Those of `outputs`."""
+        sketch = self.sketch
+        return [one.name for one in (self.outputs if sketch is None else sketch.wanted)]
+
+    def output_spec(self, name: str) -> TensorSpec:
+        """The one of `outputs` that is called so."""
+        sketch = self.sketch
+        if sketch is None:
+            return next(spec for spec in self.outputs if spec.name == name)
+        return sketch.output_spec(next(one for one in sketch.wanted if one.name == name))
 
     def __call__(self, *tensors: Tensor | Outputs, **named: Tensor | Outputs) -> Outputs:
         """Make this a step of the tensors' graph. Tensors are the part's inputs in order, or by name."""
@@ -253,7 +269,7 @@ class Sketch:
     def _one(self, tensor: Tensor | Outputs) -> Tensor:
         """The tensor that is meant."""
         if isinstance(tensor, Outputs):
-            names = [spec.name for spec in tensor._part.outputs]
+            names = tensor._part.output_names
             if len(names) != 1:
                 self._problem(f"'{tensor._part.name}' has {len(names)} outputs; say which: {', '.join(names)}")
             tensor = tensor[names[0] if names else "?"]
@@ -301,9 +317,23 @@ class Sketch:
 
     def batch_size(self) -> int:
         """What was said, or else what all parts can take."""
-        if self.max_batch_size is not None:
-            return self.max_batch_size
-        return min((call.part.max_batch_size for call in self.calls), default=0)
+        sizes: list[int] = []
+        inside, seen = [self], {id(self)}
+        while inside:  # each graph once, however many others it is in
+            sketch = inside.pop()
+            if sketch.max_batch_size is not None:
+                sizes.append(sketch.max_batch_size)
+                continue
+            if not sketch.calls:
+                sizes.append(0)
+            for call in sketch.calls:
+                within = call.part.sketch
+                if within is None:
+                    sizes.append(call.part.max_batch_size)
+                elif id(within) not in seen:
+                    seen.add(id(within))
+                    inside.append(within)
+        return min(sizes)
 
     def name_of(self, tensor: Tensor) -> str:
         """What a tensor is called: as an output of the graph, else after its step, "read.SCORES", "read#2.SCORES"."""
@@ -319,14 +349,16 @@ class Sketch:
         return tuple(spec for spec, _ in self.given.values())
 
     def output_specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(self._output_spec(output) for output in self.wanted)
+        return tuple(self.output_spec(output) for output in self.wanted)
 
-    def _output_spec(self, output: Wanted) -> TensorSpec:
+    def output_spec(self, output: Wanted) -> TensorSpec:
+        """What an output is declared as."""
         if output.spec is not None:
             return output.spec
         for number, call in enumerate(self.calls):
-            for spec in call.part.outputs:
-                if self.name_of(Tensor(self, number, spec.name)) == output.name:
+            for port in call.part.output_names:
+                if self.name_of(Tensor(self, number, port)) == output.name:
+                    spec = call.part.output_spec(port)
                     return TensorSpec(output.name, spec.dtype, spec.dims)
         return parse_tensor(output.name, _UNKNOWN)
 
@@ -361,7 +393,7 @@ class Sketch:
         ports = [tensor.port for tensor in read if tensor.graph is self and tensor.call == number]
         by_name = {tensor for other in self.calls for tensor in other.inputs.values() if isinstance(tensor, str)}
         by_name |= {output.name for output in self.wanted if output.tensor is None}
-        own = [spec.name for spec in call.part.outputs]
+        own = call.part.output_names
         ports += [port for port in own if self.name_of(Tensor(self, number, port)) in by_name]
         used = dict.fromkeys([*ports, *call.named])
         return [port for port in own if port in used] + [port for port in used if port not in own]

@@ -290,16 +290,18 @@ def _batch_sizes_fit(w: Wiring) -> Iterator[Problem]:
 def _first_problem_inside(w: Wiring, step: Step) -> str:
     """Why a nested ensemble, or one inside it, is not well formed; "" where all are.
 
-    Circles are told by other means.
+    Circles are told by other means: where there are none below the outermost, there are none below the others (G1).
     """
     if step.model is None or not step.model.is_ensemble:
         return ""
     below = ensembles_below(step.model, w.available)
     if not nx.is_directed_acyclic_graph(below):
         return ""
+    rules = {**RULES, "G3": _no_model_is_known_to_have_failed}
+    del rules["G1"]
     for name in reversed(list(nx.lexicographical_topological_sort(below))):
         inside = wire(below.nodes[name]["config"], w.available, w.failed)
-        for number, rule in {**RULES, "G3": _no_model_is_known_to_have_failed}.items():
+        for number, rule in rules.items():
             for problem in rule(inside):
                 return str(replace(problem, rule=number))
     return ""

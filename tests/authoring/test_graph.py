@@ -180,6 +180,41 @@ def test_a_graph_that_would_contain_itself_is_refused_where_it_does() -> None:
             outer(graph.input("V", "FP32[4]"), graph.input("W", "FP32[4]"))
 
 
+def test_what_a_graph_asks_of_its_parts_does_not_double_with_each_graph_around_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two outputs each, and two steps each of the one below: four questions where there was one, at every level."""
+    asked = 0
+    outputs, rows = type(halve).outputs, type(halve).max_batch_size
+
+    def counted(one: property) -> property:
+        def ask(part: object) -> Any:
+            nonlocal asked
+            asked += 1
+            return one.__get__(part)
+
+        return property(ask)
+
+    monkeypatch.setattr(type(halve), "outputs", counted(outputs))  # type: ignore[arg-type]  # properties of a class
+    monkeypatch.setattr(type(halve), "max_batch_size", counted(rows))  # type: ignore[arg-type]
+
+    def asks(depth: int) -> int:
+        nonlocal asked
+        asked = 0
+        inner: Any = halve
+        for level in range(depth):
+            outer = Graph(f"level{level}")
+            once, _ = inner(outer.input("X", "FP32[4]"))
+            twice, total = inner(once)
+            outer.output("Y", twice)
+            outer.output("SUM", total)
+            inner = outer
+        inner.config()
+        return asked
+
+    assert asks(8) <= 3 * asks(4)
+
+
 def test_graphs_that_lie_too_deep_in_each_other_are_refused_where_they_do() -> None:
     part: Any = good("g0")
     with pytest.raises(Problems, match="graph 'g100' nests graphs 101 deep; at most 100 are allowed"):
