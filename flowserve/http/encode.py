@@ -7,6 +7,8 @@ Python's and Triton's readers take. This file knows of HTTP only the headers tha
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Final
 
@@ -17,7 +19,7 @@ from flowserve.errors import Invalid
 from flowserve.http.infer_header import AnswerForm
 from flowserve.memory import raw
 from flowserve.runtime.parameters import STATELESS
-from flowserve.values import Array, DType, Response
+from flowserve.values import Array, DType, Parameter, Response
 
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 _KEPT_MAX: Final = 256
@@ -83,12 +85,21 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], Headers]:
     document["model_name"] = response.model
     document["model_version"] = str(response.version)
     if response.parameters:
-        document["parameters"] = dict(response.parameters)
+        document["parameters"] = json_parameters(response.parameters)
     document["outputs"] = outputs
     text = orjson.dumps(document, option=_NUMPY)
     if not blocks:
         return [text], JSON_HEADERS
     return [text, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % len(text)))
+
+
+def json_parameters(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """What orjson writes as parameters."""
+    said: dict[str, Any] = {}
+    for name, value in parameters.items():
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        said[name] = value if is_finite else orjson.Fragment(_bare_tokens(np.array([value]))[0])
+    return said
 
 
 def json_data(name: str, array: Array, dtype: DType) -> Any:
@@ -107,9 +118,13 @@ def json_data(name: str, array: Array, dtype: DType) -> Any:
 
 def _with_bare_tokens(flat: Array) -> orjson.Fragment:
     between = orjson.dumps(flat, option=_NUMPY).split(b"null")  # which orjson writes for what is not finite
-    strange = flat[~np.isfinite(flat)]
-    tokens = np.where(np.isnan(strange), b"NaN", np.where(strange > 0, b"Infinity", b"-Infinity")).tolist()
+    tokens = _bare_tokens(flat[~np.isfinite(flat)])
     return orjson.Fragment(b"".join(chain.from_iterable(zip(between, [*tokens, b""], strict=True))))
+
+
+def _bare_tokens(strange: Array) -> list[bytes]:
+    tokens: list[bytes] = np.where(np.isnan(strange), b"NaN", np.where(strange > 0, b"Infinity", b"-Infinity")).tolist()
+    return tokens
 
 
 def _strings(name: str, array: Array) -> list[str]:

@@ -24,7 +24,7 @@ from flowserve.http.asked import PREFIX, is_timed, is_version
 from flowserve.http.compression import is_compressed
 from flowserve.http.decode import json_array
 from flowserve.http.documents import ReadBody
-from flowserve.http.encode import json_data
+from flowserve.http.encode import json_data, json_parameters
 from flowserve.http.errors import error_body
 from flowserve.http.events import Say, send_events
 from flowserve.http.fields import is_parameter
@@ -205,7 +205,7 @@ def _document(response: Response) -> bytes:
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model
     document["model_version"] = str(response.version)
-    document |= response.parameters
+    document |= json_parameters(response.parameters)
     document |= {name: _value(response.model, name, array) for name, array in response.outputs.items()}
     return orjson.dumps(document, option=_NUMPY)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import tracemalloc
 from typing import Any
@@ -332,6 +333,15 @@ def test_what_is_not_a_finite_number_travels_both_ways() -> None:
     (answer,), _ = encode(Response("m", 1, {"A": array}), AnswerForm())
     assert b'"data":[NaN,Infinity,-Infinity,0.1]' in answer
     assert json.loads(answer)["outputs"][0]["data"][1:] == [float("inf"), float("-inf"), 0.1]
+
+
+def test_a_parameter_that_is_no_finite_number_is_one_for_whoever_reads_the_answer() -> None:
+    said = {"a": math.inf, "b": -math.inf, "c": 0.1, "d": "NaN", "e": True}
+    response = Response("m", 1, {}, parameters={**said, "nan": math.nan})
+    (answer,), _ = encode(response, AnswerForm())
+    parameters = json.loads(answer)["parameters"]
+    assert math.isnan(parameters.pop("nan"))
+    assert parameters == said
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
