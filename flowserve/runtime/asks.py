@@ -7,17 +7,20 @@ own, so what it says is checked. How it comes here is decided in calls.py and pr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.backends.base import IS_READY, LOAD, METRIC, METRIC_VALUE, OPEN_FAMILY, UNLOAD
-from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable
+from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Unavailable
 from flowserve.observe.model_metrics import Cells, ModelMetrics, cells_of, check_buckets, check_labels
 from flowserve.runtime.repository_calls import CONFIG, allowed, override
 
 if TYPE_CHECKING:
     from flowserve.runtime.control import Control
     from flowserve.runtime.engine import Engine
+
+log = logging.getLogger("flowserve.runtime")
 
 _TYPES: Final[Mapping[str, tuple[Any, ...]]] = {
     LOAD: (str, str),
@@ -51,6 +54,9 @@ class Asks:
             answer = self.is_ready(*_checked(what, arguments)) if what == IS_READY else self.answer(what, arguments)
         except FlowserveError as error:
             answered(error.with_traceback(None))  # its frames hold what runs here, and are nobody's business elsewhere
+        except Exception as error:  # raised further it would end the server
+            log.exception("what a model asked for (%s) failed", what)
+            answered(Internal(f"what was asked ({what}) failed: {type(error).__name__}: {error}"))
         else:
             answered(answer)
 

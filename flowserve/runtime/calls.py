@@ -10,6 +10,7 @@ threads, and how these ask for what else there is (asks.py); those of processes 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from array import array as number_array
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from flowserve.backends.base import (
     Cells,
     answer_or_raise,
 )
-from flowserve.errors import Cancelled, FlowserveError, Unsupported
+from flowserve.errors import Cancelled, FlowserveError, Internal, Unsupported
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.calls import Called
@@ -43,6 +44,8 @@ from flowserve.values import Array, Response
 if TYPE_CHECKING:
     from flowserve.runtime.asks import Asks
     from flowserve.runtime.engine import Engine
+
+log = logging.getLogger("flowserve.runtime")
 
 # Triton's text, as a model that calls reads it.
 _MANY_ANSWERS: Final = (
@@ -99,6 +102,9 @@ class Calls:
                 error = Unsupported(f"Model {call.model} {_MANY_ANSWERS}")
             pending.answered(error)
             return
+        except Exception as error:
+            self._broke(pending, error)
+            return
         self._pending[flow] = pending
         self._tell(flow)
 
@@ -122,9 +128,22 @@ class Calls:
                 )
 
     def _tell(self, flow: Flow) -> None:
+        """Called by the engine in the middle of its own work: nothing may get out."""
         pending = self._pending.get(flow)
-        if pending is None:
-            return
+        if pending is not None:
+            try:
+                self._tell_of(flow, pending)
+            except Exception as error:
+                self._broke(pending, error)
+
+    def _broke(self, pending: Pending, error: Exception) -> None:
+        """A mistake of ours about a call, or there is no memory for what was answered."""
+        log.error("a call of model '%s' failed", pending.call.model, exc_info=error)
+        self.leave(pending)
+        what = f"{type(error).__name__}: {error}"
+        pending.answered(Internal(f"the call of model '{pending.call.model}' failed: {what}"))
+
+    def _tell_of(self, flow: Flow, pending: Pending) -> None:
         if isinstance(flow, StreamFlow):
             self._tell_answers(flow, pending)
             if flow not in self._pending:

@@ -8,6 +8,7 @@ requests, is decided elsewhere. Linux only.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -26,6 +27,8 @@ from flowserve.errors import Unavailable
 from flowserve.runtime.child_log import ChildLog
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.forkservers import ForkServer, Interpreter, own_interpreter
+
+log = logging.getLogger("flowserve.runtime")
 
 
 def _is_supported() -> bool:
@@ -94,7 +97,10 @@ class Child:
         self._is_over.set()
         tell, self.on_end = self.on_end, None
         if tell is not None:
-            tell(self)
+            try:
+                tell(self)
+            except Exception:  # the others are watched over all the same
+                log.exception("what the end of instance %s means could not be dealt with", self.name)
 
 
 class Spawn(Protocol):

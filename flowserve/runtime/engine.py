@@ -31,7 +31,7 @@ from flowserve.runtime.deployment import Deployment, MakeFlow
 from flowserve.runtime.directory import Directory
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import Processes
-from flowserve.runtime.instance import Completions, Host, Outcome, cannot_start, log_raised
+from flowserve.runtime.instance import Completions, Host, Outcome, cannot_start, cannot_take_in, log_raised
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
@@ -86,7 +86,7 @@ class Engine(Directory):
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
         # Around what came at once and is taken in without a wait, by whoever knows that.
         self.begin_burst, self.end_burst = self._pump.begin_burst, self._pump.end_burst
-        self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned, self._pump)
+        self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned, self._broke, self._pump)
         self.generations = Generations(self._forget)
         processes = Processes(self.clock, self._pump) if SUPPORTED else None
         if processes is not None and isinstance(self.dispatcher, RelayingDispatcher):
@@ -294,10 +294,18 @@ class Engine(Directory):
         except Exception as error:
             outcome = cannot_start(host, batch, error)
         if outcome is not None:
-            self._finished(batch, outcome)
+            try:
+                self._finished(batch, outcome)
+            except Exception as error:
+                self._broke(batch, error)
 
     def _returned(self, batch: Batch, outcome: Outcome) -> None:
         self._finished(batch, outcome)
+        self._pump.poke()
+
+    def _broke(self, batch: Batch, error: Exception) -> None:
+        """A mistake of ours about what came of a batch: raised further it would end the server, and all in it."""
+        self.dispatcher.break_off(batch, cannot_take_in(batch.instance, batch, error))
         self._pump.poke()
 
     def _finished(self, batch: Batch, outcome: Outcome) -> None:
@@ -367,7 +375,10 @@ class Engine(Directory):
         for flow in told:
             waiter, flow.waiter = flow.waiter, None
             if waiter is not None:  # its caller may have left in between
-                waiter(flow)
+                try:
+                    waiter(flow)
+                except Exception:  # each answers for itself: here the others are told all the same
+                    log.exception("telling of an answer of '%s' failed", flow.plan.graph.name)
         self._answers.end_burst()
 
     # ------------------------------------------------------------------ beginning and ending

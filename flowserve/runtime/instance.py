@@ -35,15 +35,20 @@ Outcome = Results | Returned | FlowserveError
 
 class Completions:
     """Batches that came back from worker threads, handed to the loop in one piece per turn. `finished` is for whoever
-    is on the loop already.
+    is on the loop already, and who tells `broke` where that raises: a mistake of ours is that batch's business alone.
     """
 
     def __init__(
-        self, token: trio.lowlevel.TrioToken, finished: Callable[[Batch, Outcome], None], pump: Bursts
+        self,
+        token: trio.lowlevel.TrioToken,
+        finished: Callable[[Batch, Outcome], None],
+        broke: Callable[[Batch, Exception], None],
+        pump: Bursts,
     ) -> None:
         self.token = token
         self.pump = pump
         self.finished = finished
+        self.broke = broke
         self.calls: Calls | None = None  # where models' calls of other models go
         self._returned: deque[tuple[Batch, Outcome]] = deque()
 
@@ -60,7 +65,11 @@ class Completions:
         self.pump.begin_burst(0)
         try:
             while returned:
-                self.finished(*returned.popleft())
+                batch, outcome = returned.popleft()
+                try:
+                    self.finished(batch, outcome)
+                except Exception as error:
+                    self.broke(batch, error)
         finally:
             self.pump.end_burst()
 
@@ -222,6 +231,15 @@ def cannot_start(host: Host, batch: Batch, error: Exception) -> Internal:
     log.exception("instance %s: a batch cannot be started", host.name)
     what = f"{type(error).__name__}: {error}"
     return Internal(f"model '{batch.queue.key.name}', instance '{host.name}': a batch cannot be started: {what}")
+
+
+def cannot_take_in(host: Host, batch: Batch, error: Exception) -> Internal:
+    """As `cannot_start`, of a batch that has run."""
+    log.error("instance %s: what came of a batch cannot be taken in", host.name, exc_info=error)
+    what = f"{type(error).__name__}: {error}"
+    return Internal(
+        f"model '{batch.queue.key.name}', instance '{host.name}': what came of a batch cannot be taken in: {what}"
+    )
 
 
 def _raised(text: str, cause: BaseException) -> ModelRaised:

@@ -90,7 +90,7 @@ class ProcessCalls:
         self._token = 0
         self._unsent: deque[tuple[bytes, Segment | None]] = deque()
         self._is_closed = False
-        readiness.watch(self._socket.fileno(), self._read)
+        readiness.watch(self._socket.fileno(), self._read, self._broke)
 
     def close(self) -> None:
         """Its process is no more, or no more talked to: nobody waits for its calls."""
@@ -119,6 +119,11 @@ class ProcessCalls:
         except Garbled as error:
             self.close()
             self._wrong(str(error))
+
+    def _broke(self, error: Exception) -> None:
+        """A mistake of ours: nobody would answer its calls any more."""
+        self.close()
+        self._wrong(f"{type(error).__name__}: {error}")
 
     def _read_one(self) -> bool:
         try:

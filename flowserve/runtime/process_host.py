@@ -130,7 +130,7 @@ class ProcessHost:
             self.child = self.link = None
             self._drop(completions, child, link)
             return
-        completions.token.run_sync_soon(self._begin, child)
+        completions.token.run_sync_soon(self._carry_out, self._begin, (child,))
 
     def give_up(self, why: str) -> None:
         """Nobody wants it any more: whoever waits in `open` is told so. On any thread; harmless once it is open."""
@@ -176,8 +176,7 @@ class ProcessHost:
             child.kill(why=f"its process was killed, because it had not ended {CLOSE_S_MAX:g} s after it was told to")
             log.error("model '%s', instance '%s': %s", self._model, self.name, child.why)
         assert self._completions is not None
-        with suppress(trio.RunFinishedError):
-            self._completions.token.run_sync_soon(self._let_go)
+        self._post(self._completions, self._let_go)
 
     def _drop(self, completions: Completions, child: Child, link: Link) -> None:
         link.close()
@@ -187,12 +186,19 @@ class ProcessHost:
     def _post(self, completions: Completions, what: Callable[..., None], *arguments: Any) -> None:
         """Do it on the loop, where there still is one."""
         with suppress(trio.RunFinishedError):
-            completions.token.run_sync_soon(what, *arguments)
+            completions.token.run_sync_soon(self._carry_out, what, arguments)
 
     def _new_link(self, child: Child) -> Link:
         return Link(child.socket, self._packer, self._reader)
 
     # ------------------------------------------------------------------ on the loop
+
+    def _carry_out(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            what(*arguments)
+        except Exception as error:  # raised further it would end the server
+            log.exception("instance %s: what was to be done about its process failed", self.name)
+            self._broke(error)
 
     def _send(self, link: Link, batch: Batch) -> None:
         link.send(self._gather(batch.tickets))
@@ -207,7 +213,7 @@ class ProcessHost:
         elif self.child is child and self.link is not None:
             self.link.on_calls = self._begin_calls
             self.link.on_relay = partial(self._relays.told, self)
-            self._readiness.watch(child.socket.fileno(), self._read)
+            self._readiness.watch(child.socket.fileno(), self._read, self._broke)
             self._answer = select.poll()
             self._answer.register(child.socket, select.POLLIN)
 
@@ -217,8 +223,8 @@ class ProcessHost:
         self.ended = child.ended
         self._relays.died(self, InstanceDied(child.ended))
         batch = self._is_over()
-        if batch is not None and self._completions is not None:
-            self._completions.finished(batch, self._outcome(batch, InstanceDied(child.ended)))
+        if batch is not None:
+            self._finish(batch, InstanceDied(child.ended))
         if self.on_end is not None:
             self.on_end()
 
@@ -265,11 +271,20 @@ class ProcessHost:
 
     def wrong(self, what: str) -> None:
         """Its process said what cannot be, and is ended."""
+        self._kill(_garbled(what))
+
+    def _broke(self, error: Exception) -> None:
+        """A mistake of ours about its process, or something that the system did not give. Nobody knows what was done,
+        so it is ended: else whoever waits for it might wait for ever.
+        """
+        self._kill(f"its process was killed: the server could not go on with it ({type(error).__name__}: {error})")
+
+    def _kill(self, why: str) -> None:
         if self.child is not None:
             self._readiness.forget(self.child.socket.fileno())
-            self.child.kill(why=_garbled(what))
+            self.child.kill(why=why)
         elif self._opening is not None:
-            self._opening.kill(why=_garbled(what))
+            self._opening.kill(why=why)
 
     def _wait(self, link: Link) -> Outcome | None:
         """The answer where it comes at once; None where it comes later, or the process has ended: `_read` is told."""
@@ -306,14 +321,17 @@ class ProcessHost:
             self.wrong(str(error))
             return
         if outcome is not False:
-            self._finish(outcome)
+            batch = self._is_over()
+            assert batch is not None, "the link takes no answer that was not asked for"
+            self._finish(batch, outcome)
 
-    def _finish(self, outcome: Outcome) -> None:
-        batch = self._is_over()
-        assert batch is not None, "the link takes no answer that was not asked for"
+    def _finish(self, batch: Batch, outcome: Outcome) -> None:
         assert self._completions is not None
-        self._judge(batch, outcome)
-        self._completions.finished(batch, self._outcome(batch, outcome))
+        try:
+            self._judge(batch, outcome)
+            self._completions.finished(batch, self._outcome(batch, outcome))
+        except Exception as error:
+            self._completions.broke(batch, error)
 
     def _is_over(self) -> Batch | None:
         """What its process was busy with, which it is no more."""

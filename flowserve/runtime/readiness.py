@@ -32,12 +32,15 @@ class Readiness:
     def __init__(self, pump: Bursts) -> None:
         self._pump = pump
         self._epoll = select.epoll()
-        self._ready: dict[int, Callable[[], None]] = {}
+        self._ready: dict[int, tuple[Callable[[], None], Callable[[Exception], None]]] = {}
 
-    def watch(self, descriptor: int, ready: Callable[[], None]) -> None:
-        """From now on `ready()` is called whenever `descriptor` is readable or at its end. It reads all there is."""
-        self._ready[descriptor] = ready
+    def watch(self, descriptor: int, ready: Callable[[], None], broke: Callable[[Exception], None]) -> None:
+        """From now on `ready()` is called whenever `descriptor` is readable or at its end. It reads all there is.
+        Raises OSError where no more can be watched. `broke` hears of a mistake of ours in `ready`, after which it is
+        not called any more.
+        """
         self._epoll.register(descriptor, select.EPOLLIN)
+        self._ready[descriptor] = ready, broke
 
     def forget(self, descriptor: int) -> None:
         """Before the descriptor is closed. Harmless where it is not watched, and when `run` has ended."""
@@ -60,12 +63,14 @@ class Readiness:
     def _tell(self, events: list[tuple[int, int]]) -> None:
         self._pump.begin_burst(0)
         for descriptor, _ in events:
-            ready = self._ready.get(descriptor)  # one may have made us forget the next
-            if ready is None:
+            watched = self._ready.get(descriptor)  # one may have made us forget the next
+            if watched is None:
                 continue
+            ready, broke = watched
             try:
                 ready()
-            except Exception:  # a mistake of ours about one child is no reason to go deaf for the others
+            except Exception as error:  # a mistake of ours about one child is no reason to go deaf for the others
                 log.exception("reading from a child process failed")
                 self.forget(descriptor)
+                broke(error)
         self._pump.end_burst()

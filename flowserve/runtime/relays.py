@@ -28,7 +28,7 @@ from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.runtime.accounts import record_batch, record_relay, record_run_through
 from flowserve.runtime.alone import Occupancy
 from flowserve.runtime.clock import SECOND_NS, ClockNs
-from flowserve.runtime.instance import gather
+from flowserve.runtime.instance import cannot_take_in, gather
 from flowserve.runtime.one_processor import OneProcessor
 from flowserve.runtime.parameters import take_parameters
 from flowserve.runtime.process_link import Link, Told
@@ -156,6 +156,8 @@ class Relays:
                 self._came_back(sent, *sent.heard)
             except Garbled as error:
                 sent.path.runners[-1].wrong(str(error))
+            except Exception as error:
+                self._broke(sent, error)
             self._poke()  # others may have been asked for meanwhile
 
     def told(self, runner: Runner, number: int, told: Told) -> None:
@@ -167,7 +169,12 @@ class Relays:
         if sent is None:
             return  # it is over since that was asked
         if not isinstance(told, bool):
-            self._came_back(sent, *told)
+            try:
+                self._came_back(sent, *told)
+            except Garbled:
+                raise
+            except Exception as error:
+                self._broke(sent, error)
         elif runner in sent.path.runners:
             self._fenced(sent, sent.path.runners.index(runner), has_seen=told)
 
@@ -248,6 +255,14 @@ class Relays:
         if not self._dispatcher.relay_returned(relay, outcomes, error, now_ns) and error is not None:
             failed = relay.stop(len(results))
             record_batch(failed.queue.observer, failed, error, now_ns)
+
+    def _broke(self, sent: OnItsWay, error: Exception) -> None:
+        """A mistake of ours about one that is back: whoever of it is not answered yet fails."""
+        if sent.number in self._active:
+            self._end(sent)
+        batch = sent.relay.batch
+        self._dispatcher.break_off(batch, cannot_take_in(batch.instance, batch, error))
+        self._poke()
 
     def _fail(self, sent: OnItsWay, i: int, why: FlowserveError) -> None:
         batch = sent.relay.stop(i)

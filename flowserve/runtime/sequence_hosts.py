@@ -60,6 +60,6 @@ def finishing(completions: Completions, finish: Callable[[Batch, Outcome], Outco
     def finished(batch: Batch, outcome: Outcome) -> None:
         completions.finished(batch, finish(batch, outcome))
 
-    first = Completions(completions.token, finished, completions.pump)
+    first = Completions(completions.token, finished, completions.broke, completions.pump)
     first.calls = completions.calls
     return first

@@ -18,7 +18,7 @@ import trio
 
 from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs
@@ -72,7 +72,7 @@ class Streaming:
         self._streams = dispatcher.streams
         self._dispatcher = dispatcher
         self._clock = clock
-        self._posted: deque[Callable[[], None]] = deque()
+        self._posted: deque[tuple[Callable[[], None], Source | None]] = deque()
         self.notes: Notes | None = None
 
     def start(self, source: Source, sender: Sender, instance: object) -> int:
@@ -161,9 +161,11 @@ class Streaming:
         self._dispatcher.execute_returned(batch)
         self._poke()
 
-    def post(self, what: Callable[[], None]) -> None:
-        """Do this on the loop, after what was posted before. On any thread."""
-        self._posted.append(what)
+    def post(self, what: Callable[[], None], source: Source | None = None) -> None:
+        """Do this on the loop, after what was posted before. On any thread. `source`: the step that it is about, which
+        fails with it where that is a mistake of ours.
+        """
+        self._posted.append((what, source))
         try:
             self._token.run_sync_soon(self._drain, idempotent=True)
         except trio.RunFinishedError:
@@ -180,7 +182,19 @@ class Streaming:
     def _drain(self) -> None:
         posted = self._posted
         while posted:
-            posted.popleft()()
+            what, source = posted.popleft()
+            try:
+                what()
+            except Exception as error:  # raised further it would end the server
+                log.exception("what a model's thread said cannot be taken in")
+                if source is not None:
+                    self._broke(source, error)
+
+    def _broke(self, source: Source, error: Exception) -> None:
+        what = f"what it said cannot be taken in: {type(error).__name__}: {error}"
+        failed = Internal(f"model '{source.node.model.name}': {what}")
+        self._streams.failed(source, traced(failed, source, source.instance))
+        self._poke()
 
 
 class _Keeping(Streaming):
@@ -219,17 +233,17 @@ class ThreadSender(CreditSender):
     def _tell_answer(self, sent: Sent) -> None:
         source = self._source
         if source is not None:
-            self._streaming.post(partial(self._streaming.answered, source, sent))
+            self._streaming.post(partial(self._streaming.answered, source, sent), source)
 
     def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
         source, self._source = self._source, None
         if source is not None:
-            self._streaming.post(partial(self._streaming.over, source, error, is_empty=is_empty))
+            self._streaming.post(partial(self._streaming.over, source, error, is_empty=is_empty), source)
 
     def _tell_waits(self) -> None:
         source = self._source
         if source is not None:
-            self._streaming.post(partial(self._streaming.waits, source, self._execution()))
+            self._streaming.post(partial(self._streaming.waits, source, self._execution()), source)
 
 
 def _observer(source: Source) -> Statistics:

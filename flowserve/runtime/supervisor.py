@@ -158,7 +158,9 @@ class Supervisor:
             return ""
         try:
             await charge.warm_up(charge.host)
-        except FlowserveError as error:
+        except Exception as error:
+            if not isinstance(error, FlowserveError):  # a mistake of ours, as in `_open`
+                log.exception("warming up instance %s failed", charge.host.name)
             if charge.host.child is not None:
                 charge.host.child.kill(why=f"its process was killed: {error}")
             while not charge.host.ended:  # noqa: ASYNC110 - it is about to, and its host is told

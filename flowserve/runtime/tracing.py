@@ -197,8 +197,11 @@ class Tracing:
         except Exception as error:
             outcome = cannot_start(host, batch, error)
         if outcome is not None:
-            self._note(batch, outcome)
-            self._finished(batch, outcome)
+            try:
+                self._note(batch, outcome)
+                self._finished(batch, outcome)
+            except Exception as error:
+                self._completions.broke(batch, error)
 
     def _came_back(self, batch: Batch, outcome: Outcome) -> None:
         self._note(batch, outcome)

@@ -192,6 +192,17 @@ class Dispatcher(Flows):
                 self._fail(ticket.flow, traced(error, ticket, batch.instance))
         return False
 
+    def break_off(self, batch: Batch, error: FlowserveError) -> None:
+        """What came of a batch could not be taken in, perhaps in the middle of that: its instance is free, and whoever
+        is not answered yet fails.
+        """
+        self.pauses.returned(batch)
+        if batch.instance not in batch.queue.free:
+            self._set_free(batch)
+        for ticket in batch.tickets:
+            if not ticket.flow.whole.done:
+                self._fail(ticket.flow, traced(error, ticket, batch.instance))
+
     def pump(self, now_ns: int) -> None:
         """Queue what arrived, in order, then start everything that can start."""
         if self._expiring or self._due is not None:

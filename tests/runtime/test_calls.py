@@ -309,6 +309,31 @@ async def test_an_answer_that_cannot_be_handed_on_for_want_of_memory_fails_its_c
         assert not engine.calls
 
 
+@pytest.mark.parametrize("slips", ["begin", "answer", "ask"])
+async def test_a_call_that_fails_for_a_mistake_of_ours_is_answered_and_disturbs_nobody(
+    served: Served, monkeypatch: pytest.MonkeyPatch, slips: str
+) -> None:
+    await served.add("twice", TWICE)
+    await served.add("caller", CALL.format("twice"))
+    await served.add("asker", "return given + pb_utils.is_model_ready('twice')")
+    engine = served.engine
+    where, name = {"begin": (engine, "call"), "answer": (engine, "response_from"), "ask": (engine, "outage")}[slips]
+    does = getattr(where, name)
+    calls = iter(range(100))
+
+    def slip(*arguments: Any, **more: Any) -> Any:
+        if slips == "answer" and next(calls):  # the first is that of the call
+            return does(*arguments, **more)
+        monkeypatch.setattr(where, name, does)
+        raise RuntimeError("a slip")
+
+    monkeypatch.setattr(where, name, slip)
+    asked = "asker" if slips == "ask" else "caller"
+    with trio.fail_after(20):
+        await fails(served, asked, "failed: RuntimeError: a slip")
+        assert await served.ask(asked, 1) == [2 if slips == "ask" else 3]
+
+
 async def test_a_model_that_calls_itself_and_has_one_instance_is_told_so_at_once(served: Served) -> None:
     await served.add("a", "return value(request('a', given - 1).exec()) if given[0, 0] > 0 else given")
     await fails(served, "a", "4 model 'a' -> 'a': this call can never be answered")

@@ -61,6 +61,24 @@ async def begin(children: Children, text: str, name: str = "m_0") -> Child:
     return await trio.to_thread.run_sync(spawn)
 
 
+async def test_an_end_that_cannot_be_dealt_with_leaves_the_others_watched_over(
+    children: Children, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slip(child: Child) -> None:
+        raise RuntimeError("a slip")
+
+    first, second = await begin(children, "time.sleep(100)"), await begin(children, "time.sleep(100)", "m_1")
+    with first.socket, second.socket:
+        first.on_end = slip
+        first.kill()
+        with trio.fail_after(WITHIN_S):
+            while not first.ended:  # noqa: ASYNC110 - nobody is told of it
+                await trio.sleep(0.01)
+        second.kill()
+        assert "SIGKILL" in await end_of(second)
+    assert "a slip" in caplog.text
+
+
 async def end_of(child: Child) -> str:
     """Waits until it has ended and has been seen to."""
     over = trio.Event()

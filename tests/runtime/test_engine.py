@@ -15,6 +15,7 @@ from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.config.gate import GateOptions
 from flowserve.errors import Internal, Invalid, ModelFailed, NotFound, Unavailable
 from flowserve.graph.types import ModelKey
+from flowserve.runtime import engine as engine_module
 from flowserve.runtime.engine import Engine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.gate import Gate
@@ -442,6 +443,59 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pyt
             with pytest.raises(Internal, match="'double_0': a batch cannot be started: MemoryError: so many bytes"):
                 engine.response(flow)
         assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
+
+
+def slips_once(patch: pytest.MonkeyPatch, where: object, name: str) -> None:
+    """The next call raises, as a mistake of ours would."""
+    does = getattr(where, name)
+
+    def slip(*arguments: object, **more: object) -> object:
+        patch.setattr(where, name, does)
+        raise RuntimeError("a slip")
+
+    patch.setattr(where, name, slip)
+
+
+@pytest.mark.parametrize("keeps_order", [False, True], ids=["any-order", "keeps-order"])
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
+@pytest.mark.parametrize("where", ["before it is taken in", "in the middle"])
+async def test_a_batch_whose_outcome_cannot_be_taken_in_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, inline: bool, keeps_order: bool
+) -> None:
+    async with running() as engine:
+        add_function(engine, "double", [double], inline=inline, keeps_order=keeps_order)
+        deployment = engine.find("double")
+        if where == "in the middle":
+            slips_once(monkeypatch, engine.dispatcher, "_mark" if keeps_order else "_deliver")
+        else:
+            slips_once(monkeypatch, engine_module, "record_batch")
+        with (
+            trio.fail_after(5),
+            pytest.raises(Internal, match="'double_0': what came of a batch cannot be taken in: RuntimeError: a slip"),
+        ):
+            await engine.infer(deployment, request(engine))
+        with trio.fail_after(5):
+            assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
+    assert "Traceback" in caplog.text
+
+
+async def test_somebody_who_cannot_be_told_of_his_answer_keeps_it_from_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        deployment = engine.find("double")
+        told: list[object] = []
+
+        def slip(flow: object) -> None:
+            raise RuntimeError("a slip")
+
+        for waiter in (slip, told.append):
+            flow = engine.submit(deployment, request(engine))
+            flow.waiter = waiter
+        await wait_all_tasks_blocked()
+        assert told == [flow]
+    assert "a slip" in caplog.text
 
 
 async def test_who_waits_at_the_gate_is_let_in_by_models_that_run_on_the_loop() -> None:

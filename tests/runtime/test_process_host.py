@@ -4,6 +4,8 @@ copied, and nobody's data but one's own.
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime import alone, process_host, relay_paths
+from flowserve.runtime import engine as engine_module
 from flowserve.runtime.alone import LOOK_EVERY, STREAK
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.hosts import PROCESS, host_maker
@@ -252,6 +255,59 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
     del answers, answer
     served.results.clear()
     assert served.lent_bytes() == 0
+
+
+async def test_a_batch_whose_answer_cannot_be_taken_in_fails_alone_and_its_process_lives(
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = (await served.add("twice", OUT.format("given * 2"))).child
+    record = engine_module.record_batch
+
+    def slip(*_: object) -> None:
+        monkeypatch.setattr(engine_module, "record_batch", record)
+        raise RuntimeError("a slip")
+
+    monkeypatch.setattr(engine_module, "record_batch", slip)
+    with trio.fail_after(10):
+        with pytest.raises(Internal, match="'twice_0': what came of a batch cannot be taken in: RuntimeError: a slip"):
+            await served.ask("twice", row(1))
+        assert (await served.ask("twice", row(2)))[0, 0] == 4
+    assert served.hosts["twice"].child is child
+
+
+async def test_a_process_whose_answer_cannot_be_read_for_a_mistake_of_ours_is_ended_and_started_again(
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await served.add("twice", OUT.format("given * 2"))
+
+    def slip() -> None:
+        raise RuntimeError("a slip")
+
+    monkeypatch.setattr(host.link, "read", slip)
+    with trio.fail_after(20):
+        with pytest.raises(InstanceDied, match=r"the server could not go on with it \(RuntimeError: a slip\)"):
+            await served.ask("twice", row(1))
+        assert (await served.ask("twice", row(2)))[0, 0] == 4
+
+
+async def test_what_is_to_be_done_about_a_process_and_cannot_be_ends_it_and_nobody_else(
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served.engine.processes is not None
+    await served.add("other", OUT.format("given * 3"))
+
+    def full(*_: object) -> None:
+        monkeypatch.undo()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(served.engine.processes.readiness, "watch", full)
+    twice = await served.add("twice", OUT.format("given * 2"))
+    child = twice.child
+    with trio.fail_after(20):
+        assert (await served.ask("other", row(2)))[0, 0] == 6
+        while twice.child is child:  # noqa: ASYNC110 - nobody is told of it
+            await trio.sleep(0.01)
+        assert (await served.ask("twice", row(2)))[0, 0] == 4, "it was started again"
 
 
 async def test_a_batch_for_whose_answer_there_is_no_memory_fails_and_its_process_lives(

@@ -24,6 +24,10 @@ async def readiness() -> AsyncIterator[Readiness]:
         nursery.cancel_scope.cancel()
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
 class _Turns(trio.abc.Instrument):
     def __init__(self) -> None:
         self.count = 0
@@ -49,8 +53,8 @@ async def test_what_becomes_ready_while_another_is_read_is_read_in_the_same_turn
         done.set()
 
     with first, tell_first, second, tell_second:
-        readiness.watch(first.fileno(), read_first)
-        readiness.watch(second.fileno(), read_second)
+        readiness.watch(first.fileno(), read_first, fail)
+        readiness.watch(second.fileno(), read_second, fail)
         trio.lowlevel.add_instrument(turns)
         tell_first.send(b"x")
         with trio.fail_after(5):
@@ -69,7 +73,7 @@ async def test_one_that_is_always_ready_leaves_the_others_their_turns(readiness:
         calls += 1
 
     with never_read, tell:
-        readiness.watch(never_read.fileno(), count)
+        readiness.watch(never_read.fileno(), count, fail)
         tell.send(b"x")
         with trio.fail_after(5):
             while not calls:
@@ -85,9 +89,33 @@ async def test_what_is_forgotten_after_the_end_does_no_harm() -> None:
     made = Readiness(NoBursts())
     child, other = socket.socketpair()
     with child, other:
-        made.watch(child.fileno(), list)
+        made.watch(child.fileno(), list, fail)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(made.run)
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
         made.forget(child.fileno())
+
+
+async def test_who_cannot_read_hears_why_and_the_others_are_read(
+    readiness: Readiness, caplog: pytest.LogCaptureFixture
+) -> None:
+    (broken, tell_broken), (other, tell_other) = socket.socketpair(), socket.socketpair()
+    heard: list[Exception] = []
+    done = trio.Event()
+
+    def read_broken() -> None:
+        raise RuntimeError("a slip")
+
+    with broken, tell_broken, other, tell_other:
+        readiness.watch(broken.fileno(), read_broken, heard.append)
+        readiness.watch(other.fileno(), done.set, fail)
+        tell_broken.send(b"x")
+        with trio.fail_after(5):
+            while not heard:
+                await trio.lowlevel.checkpoint()
+            tell_other.send(b"x")
+            await done.wait()
+        readiness.forget(other.fileno())
+    assert [str(error) for error in heard] == ["a slip"]
+    assert "Traceback" in caplog.text

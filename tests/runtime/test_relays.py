@@ -20,7 +20,7 @@ from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime import relay_paths
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.process_host import ProcessHost
-from flowserve.scheduling.relays import Relay
+from flowserve.scheduling.relays import Relay, RelayingDispatcher
 from flowserve.testing.backends import config_of
 from flowserve.testing.engine import add_chain
 from flowserve.testing.processes import OUT, ServedInProcesses, row
@@ -431,3 +431,32 @@ async def test_a_tensor_in_between_that_the_client_wants_too_is_answered(served:
     assert seen.ways[-3:] == [3, 3, 3]
     assert served.lent_bytes() == 0
     seen.assert_nobody_is_kept(hosts)
+
+
+async def test_a_relay_that_cannot_be_taken_in_fails_alone(
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = [await served.add(name, OUT.format(what)) for name, what in STEPS.items()]
+    add_chain(served.engine, "chain", [*STEPS])
+    seen = Seen(served, monkeypatch)
+    children = [host.child for host in hosts]
+    for _ in range(20):
+        await served.ask_all("chain", [row(number) for number in range(4)])
+    dispatcher = served.engine.dispatcher
+    assert isinstance(dispatcher, RelayingDispatcher)
+    deliver = dispatcher.relayed
+
+    def slip(*_: object) -> None:
+        monkeypatch.setattr(dispatcher, "relayed", deliver)
+        raise RuntimeError("a slip")
+
+    seen.ways.clear()
+    monkeypatch.setattr(dispatcher, "relayed", slip)
+    with trio.fail_after(20):
+        failed = await served.ask_all("chain", [row(number) for number in range(4)])
+        assert seen.ways == [3], "a relay"
+        assert ["a slip" in str(answer) for answer in failed] == [True] * 4
+        answers = await served.ask_all("chain", [row(number) for number in range(4)])
+    assert [answer[0, 0] for answer in answers if isinstance(answer, np.ndarray)] == [2 * n - 2 for n in range(4)]
+    seen.assert_nobody_is_kept(hosts)
+    assert [host.child for host in hosts] == children

@@ -196,6 +196,24 @@ async def test_what_an_ensemble_within_another_makes_for_nobody_is_not_run(repos
         assert engine.dispatcher.in_flight == 0
 
 
+async def test_an_answer_that_cannot_be_taken_in_fails_its_stream_and_nobody_else(
+    repository: Path, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(repository, execution) as engine:
+        streams = engine.dispatcher.streams
+        answer = streams.answer
+
+        def slip(*_: object) -> None:
+            monkeypatch.setattr(streams, "answer", answer)
+            raise RuntimeError("a slip")
+
+        monkeypatch.setattr(streams, "answer", slip)
+        with pytest.raises(FlowserveError, match="RuntimeError: a slip"):
+            await answers(engine, "repeat", ask(3))
+        assert await answers(engine, "repeat", ask(3)) == [3, 4, 5]
+        assert engine.dispatcher.in_flight == 0
+
+
 async def test_an_error_comes_after_the_answers_before_it_and_is_the_last(repository: Path, execution: str) -> None:
     async with served(repository, execution) as engine:
         for how, text in (({"fails_at": 3}, "no more"), ({"raises_at": 3}, "out of numbers")):

@@ -89,7 +89,8 @@ async def stage(instances: int = 1, timeout_s: float = 0, warm_up: WarmUp | None
     actors = [Actor(f"a_{number}", clock) for number in range(instances)]
     queue = ModelQueue(simple_model(0).key, OneByOne(), actors)
     dispatcher.add(queue)
-    completions = Completions(trio.lowlevel.current_trio_token(), lambda batch, outcome: None, NoBursts())
+    token = trio.lowlevel.current_trio_token()
+    completions = Completions(token, lambda batch, outcome: None, lambda batch, error: None, NoBursts())
     scene: Stage
 
     def poke() -> None:
@@ -219,7 +220,10 @@ async def test_a_batch_is_ended_when_its_time_is_over_and_not_before(autojump_cl
         await until_back(scene)
 
 
-async def test_an_instance_that_is_started_again_is_warmed_up_before_it_serves(autojump_clock: MockClock) -> None:
+@pytest.mark.parametrize("error", [ModelFailed, RuntimeError], ids=["the model's", "ours"])
+async def test_an_instance_that_is_started_again_is_warmed_up_before_it_serves(
+    autojump_clock: MockClock, error: type[Exception]
+) -> None:
     """And one whose warm-up fails is not there, and is started once more."""
     warmed: list[str] = []
 
@@ -227,7 +231,7 @@ async def test_an_instance_that_is_started_again_is_warmed_up_before_it_serves(a
         assert actor in scene.queue.away
         warmed.append(actor.name)
         if len(warmed) == 1:
-            raise ModelFailed("failed to run warmup sample 's': cold")
+            raise error("failed to run warmup sample 's': cold")
 
     async with stage(warm_up=warm_up) as scene:
         (actor,) = scene.actors
