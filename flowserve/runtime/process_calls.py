@@ -45,7 +45,7 @@ from flowserve.memory import bytes_codec
 from flowserve.memory.arena import Arena, Place, aligned
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.runtime.calls import Calls, Pending, is_withdrawn
-from flowserve.runtime.process_outputs import Garbled, OutputReader
+from flowserve.runtime.process_outputs import NO_DESCRIPTOR, Garbled, OutputReader
 from flowserve.runtime.readiness import Readiness
 from flowserve.scheduling.batch import Batch
 from flowserve.values import BY_NUMBER, BY_NUMPY, Array, Request, TensorSpec
@@ -127,7 +127,9 @@ class ProcessCalls:
 
     def _read_one(self) -> bool:
         try:
-            message, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            message, ancillary, flags, _ = self._socket.recvmsg(
+                MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return False
         except ConnectionError:
@@ -136,6 +138,8 @@ class ProcessCalls:
             raise EOFError
         fds = descriptors(ancillary) if ancillary else []
         try:
+            if flags & socket.MSG_CTRUNC and not fds:
+                raise Garbled(NO_DESCRIPTOR)
             self._take(message, fds)
         except (struct.error, ValueError, LookupError, TypeError, RecursionError, FlowserveError) as error:
             raise Garbled(f"{type(error).__name__}: {error}") from None

@@ -13,6 +13,7 @@ This file does not know queues, nor what an ended process means.
 from __future__ import annotations
 
 import json
+import logging
 import marshal
 import os
 import socket
@@ -42,6 +43,7 @@ from flowserve.backends.child.protocol import (
     RELAYED,
     RUN,
     SEGMENT,
+    SHOW,
     SPILLED,
     SPILLED_OUT,
     descriptors,
@@ -49,11 +51,13 @@ from flowserve.backends.child.protocol import (
     unpack,
 )
 from flowserve.backends.child.usual import Usual
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.arena import Place
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.runtime.process_inputs import InputPacker, Packed, run_message
-from flowserve.runtime.process_outputs import Garbled, OutputReader
+from flowserve.runtime.process_outputs import NO_DESCRIPTOR, Garbled, OutputReader
+
+log = logging.getLogger("flowserve.runtime")
 
 Outcome = Results | FlowserveError
 # What a process tells of a relay: what it passed before, in words, and what this one answered, b"" for nothing; or
@@ -76,6 +80,10 @@ class Expected:
         self.packed = packed
         self.rows = rows
         self.usual = usual
+
+
+class Unseen(Exception):
+    """What a child answered lies in memory that the server could not take a descriptor of when the child showed it."""
 
 
 class Link:
@@ -105,6 +113,7 @@ class Link:
         self._ended_paths: deque[int] = deque()  # of those that the child was told of
         self._peers: dict[socket.socket, int] = {}  # those to which the child may hand batches on, by its numbers
         self._segments: dict[int, Segment] = {}  # the child's own, by its numbers
+        self._unseen: set[int] = set()  # ... and those that there was no descriptor for
         self.homes: deque[Place] = deque()
 
     def send(self, work: Work) -> None:
@@ -118,6 +127,8 @@ class Link:
         return self._send_run(work, number, relay)
 
     def _send_run(self, work: Work, number: int, relay: tuple[Any, ...] | None = None) -> Expected:
+        if self._unseen:
+            self.look_again()
         packed = self._packer.pack(work.inputs)
         rows = work.rows
         come_home, ended = self.news()
@@ -163,6 +174,11 @@ class Link:
     def recall(self, number: int) -> None:
         """Nobody will read what the child made of it. Raises OSError."""
         self._socket.send(marshal.dumps((RECALL, number)))
+
+    def look_again(self) -> None:
+        """Ask for the memory that could not be seen, before the next batch. Raises OSError."""
+        for number in self._unseen:
+            self._socket.send(marshal.dumps((SHOW, number)))
 
     def fileno(self) -> int:
         """Of its socket; -1 once it is closed."""
@@ -217,7 +233,9 @@ class Link:
         Raises Garbled, and EOFError where the other end is closed.
         """
         try:
-            message, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            message, ancillary, flags, _ = self._socket.recvmsg(
+                MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return False
         except ConnectionError:
@@ -231,9 +249,15 @@ class Link:
             if results is not None:
                 self._running = None
                 return results
+            if flags & socket.MSG_CTRUNC and not fds:
+                self._has_no_descriptor(message)
+                return True
             return self._take(message, fds)
         except Garbled:
             raise
+        except Unseen as error:  # it has answered, and nobody can read what
+            self._running = None
+            return Internal(str(error))
         except Exception as error:  # whatever comes of what it said, nobody else suffers from it
             raise Garbled(f"{type(error).__name__}: {error}") from None
         finally:
@@ -262,6 +286,7 @@ class Link:
             return self._outcome(running, kind, words, text)
         if kind == SEGMENT:
             self._segments[words[1]] = Segment.read_shared(fds.pop())
+            self._unseen.discard(words[1])
             Link.learned += 1
         elif kind == FENCED and self.on_relay is not None:
             self.on_relay(words[1], bool(words[2]))
@@ -278,6 +303,16 @@ class Link:
             raise Garbled(f"a message of kind {kind}")
         return True
 
+    def _has_no_descriptor(self, message: bytes) -> None:
+        """The one that came with a message was lost: the server has as many open as it may."""
+        kind, words, _ = unpack(message)
+        if kind != SEGMENT:
+            raise Garbled(NO_DESCRIPTOR)
+        if words[1] not in self._unseen:
+            log.error("memory that model '%s' answers in cannot be seen: %s", self._reader.model, NO_DESCRIPTOR)
+        self._unseen.add(words[1])
+        Link.learned += 1  # relays look for what they have to tell
+
     def outcome(self, expected: Expected, message: bytes) -> Outcome:
         """What the child said of a batch of a relay, whoever brings it. Raises Garbled."""
         try:
@@ -285,6 +320,8 @@ class Link:
             return results or self._outcome(expected, *unpack(message))
         except Garbled:
             raise
+        except Unseen as error:
+            return Internal(str(error))
         except Exception as error:
             raise Garbled(f"{type(error).__name__}: {error}") from None
 
@@ -360,14 +397,23 @@ class Link:
         return expected.packed
 
     def _block(self, number: int, offset: int, nbytes: int) -> Lease:
-        segment = self._segments[number]
+        try:
+            segment = self._segments[number]
+        except KeyError:
+            if number not in self._unseen:
+                raise
+            self.homes.append((number, offset))
+            raise Unseen(f"what model '{self._reader.model}' answered cannot be read: {NO_DESCRIPTOR}") from None
         if offset % PAGE or offset + nbytes > segment.size:
             raise Garbled(f"a block at {offset} of {nbytes} bytes in a segment of {segment.size}")
         return Lease(segment, offset, nbytes, self.homes.append, (number, offset))
 
     def _spilled(self, number: int, offset: int, nbytes: int) -> bytes:
         # A copy first: what lies there may change under whoever reads it.
-        return self._block(number, offset, nbytes).view().tobytes()
+        try:
+            return self._block(number, offset, nbytes).view().tobytes()
+        except Unseen as error:  # what the message is about nobody knows
+            raise Garbled(str(error)) from None
 
     def _tell(self, segment: Segment) -> None:
         fd = segment.open_for_reading()

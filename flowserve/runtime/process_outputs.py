@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
 
 Column = list[Tensor | None]
+# Why what a child sent along with a message is not there.
+NO_DESCRIPTOR: Final = "the server has as many files open as it may (RLIMIT_NOFILE)"
 
 
 class Garbled(Exception):
@@ -34,7 +37,7 @@ class OutputReader:
     """Reads the outputs of one model's batches."""
 
     def __init__(self, model: str, specs: Sequence[TensorSpec], *, batches: bool) -> None:
-        self._model = model
+        self.model = model
         self._specs = specs
         self._batches = batches
         self.usual = Usuals(specs, batches=batches).of
@@ -154,7 +157,7 @@ class OutputReader:
         if count * 4 > len(encoded):  # before room for so many is made
             raise Garbled(f"output '{spec.name}' of shape {[*shape]} is said to have {len(encoded)} bytes")
         try:
-            flat = bytes_codec.decode(encoded.tobytes(), count, name=spec.name, model=self._model)
+            flat = bytes_codec.decode(encoded.tobytes(), count, name=spec.name, model=self.model)
         except Invalid as error:
             raise Garbled(str(error)) from None
         return flat.reshape(shape)

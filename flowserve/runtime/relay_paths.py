@@ -133,6 +133,8 @@ class Path:
         if self._looked == Link.learned:
             return links
         looked, known = Link.learned, sum([link.segment_count for link in links])
+        for link in links:
+            link.look_again()
         if known == self._known:
             self._looked = looked
             return links

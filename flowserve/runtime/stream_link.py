@@ -17,9 +17,9 @@ import trio
 
 from flowserve.backends.base import Sent, Work
 from flowserve.backends.child.protocol import ANSWER, GRANT, OVER, SPILLED_OUT, WAITS, WITHDRAW, heard, unpack
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Internal
 from flowserve.runtime.process_inputs import InputPacker, Packed
-from flowserve.runtime.process_link import Expected, Link, Outcome
+from flowserve.runtime.process_link import Expected, Link, Outcome, Unseen
 from flowserve.runtime.process_outputs import Garbled, OutputReader
 from flowserve.runtime.streaming import Streaming
 from flowserve.scheduling.batch import Batch
@@ -125,7 +125,11 @@ class StreamLink(Link):
 
     def _answered(self, words: Sequence[int], text: bytes) -> None:
         number, member, infer_ns, output_ns, rows, segment, offset, nbytes = words[1:9]
-        block = self._block(segment, offset, nbytes) if nbytes else None
+        try:
+            block = self._block(segment, offset, nbytes) if nbytes else None
+        except Unseen as error:
+            self._fail((number, member), Internal(str(error)))
+            return
         source = self._sources.get((number, member))
         if source is None:
             return  # it failed meanwhile
@@ -144,6 +148,11 @@ class StreamLink(Link):
         source = self._sources.pop((number, member), None)
         if source is not None:
             self._streaming.over(source, heard(json.loads(text)) if text else None, is_empty=bool(is_empty))
+
+    def _fail(self, key: tuple[int, int], error: FlowserveError) -> None:
+        source = self._sources.pop(key, None)
+        if source is not None:
+            self._streaming.over(source, error)
 
 
 class LinkSender:

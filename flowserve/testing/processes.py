@@ -5,7 +5,9 @@ Decided here: what such a model looks like, and that each has one instance, FP32
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,6 +104,21 @@ class ServedInProcesses:
     def lent_bytes(self) -> int:
         """What the models' arenas on this side have in somebody's hands."""
         return sum(host._packer.arena.lent_bytes for host in self.hosts.values())
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    """This process has as many files open as it may."""
+    import resource  # Linux's, as all of this
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def all_at_once(ask: Callable[[Array], Awaitable[T]], arrays: Sequence[Array]) -> list[T | FlowserveError]:

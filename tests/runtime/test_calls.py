@@ -31,6 +31,7 @@ from flowserve.runtime.opening import open_engine
 from flowserve.scheduling.limiter import Needs
 from flowserve.testing.backends import Repository, config_of, spec
 from flowserve.testing.engine import add_chain
+from flowserve.testing.processes import no_more_descriptors
 from flowserve.values import Array, Request
 
 NO_PARAMETERS: Mapping[str, str] = {}
@@ -332,6 +333,24 @@ async def test_a_call_that_fails_for_a_mistake_of_ours_is_answered_and_disturbs_
     with trio.fail_after(20):
         await fails(served, asked, "failed: RuntimeError: a slip")
         assert await served.ask(asked, 1) == [2 if slips == "ask" else 3]
+
+
+@pytest.mark.parametrize("lost", ["the socket", "memory"])
+async def test_a_process_whose_calls_cannot_be_heard_for_want_of_descriptors_is_ended_and_says_why(
+    tmp_path: Path, lost: str
+) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add("twice", TWICE)
+        call = "wide = np.tile(given, (1, 500_000 if given[0, 0] > 5 else 1))\n"
+        call += "return value(request('twice', wide).exec())[:, :1] if given[0, 0] > 1 else given"
+        await served.add("caller", call)
+        assert await served.ask("twice", 1) == [2]
+        assert await served.ask("caller", 1 if lost == "the socket" else 2) == [1 if lost == "the socket" else 4]
+        with no_more_descriptors(), pytest.raises(InstanceDied, match="the server has as many files open as it may"):
+            await served.ask("caller", 2 if lost == "the socket" else 6)
+        with trio.fail_after(20):
+            assert await served.ask("caller", 6) == [12]
 
 
 async def test_a_model_that_calls_itself_and_has_one_instance_is_told_so_at_once(served: Served) -> None:

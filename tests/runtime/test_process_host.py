@@ -24,7 +24,7 @@ from flowserve.runtime.hosts import PROCESS, host_maker
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.testing.backends import config_of, spec
 from flowserve.testing.engine import add_chain
-from flowserve.testing.processes import MODEL, OUT, ServedInProcesses, row
+from flowserve.testing.processes import MODEL, OUT, ServedInProcesses, no_more_descriptors, row
 from flowserve.values import DType, Request
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
@@ -308,6 +308,29 @@ async def test_what_is_to_be_done_about_a_process_and_cannot_be_ends_it_and_nobo
         while twice.child is child:  # noqa: ASYNC110 - nobody is told of it
             await trio.sleep(0.01)
         assert (await served.ask("twice", row(2)))[0, 0] == 4, "it was started again"
+
+
+@pytest.mark.parametrize("asked", ["two", "chain"])
+async def test_a_batch_whose_answer_cannot_be_seen_for_want_of_descriptors_fails_and_its_process_lives(
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(relay_paths, "QUICK_NS", 1 << 60)
+    hosts = [await served.add(name, OUT.format("given + 1"), width=1_000_000) for name in ("one", "two")]
+    children = [host.child for host in hosts]
+    add_chain(served.engine, "chain", ["one", "two"])
+    given = row(1, 1_000_000)
+    kept = [await served.ask(asked, given)]  # what comes next needs memory of its own
+    with no_more_descriptors():
+        for _ in range(3):
+            with pytest.raises(Internal, match=r"what model 'two' answered cannot be read: .* \(RLIMIT_NOFILE\)"):
+                await served.ask(asked, given)
+        kept.clear()
+        for results in served.results.values():
+            results.clear()
+        kept = [await served.ask(asked, given)]  # lies where the first did
+    kept += [await served.ask(asked, given) for _ in range(2)]
+    assert [answer[0, 0] for answer in kept] == [kept[0][0, 0]] * 3
+    assert [host.child for host in hosts] == children
 
 
 async def test_a_batch_for_whose_answer_there_is_no_memory_fails_and_its_process_lives(

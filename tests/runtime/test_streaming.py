@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from flowserve.errors import FlowserveError, Unsupported
+from flowserve.errors import FlowserveError, Internal, Unsupported
 from flowserve.observe.trace import Trace
 from flowserve.observe.waits import INFLIGHT, SEND, by_reason
 from flowserve.runtime.control import ControlOptions, open_control
@@ -23,6 +23,7 @@ from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.opening import open_engine
 from flowserve.runtime.streaming import Streaming
 from flowserve.scheduling.streams import UNREAD_MAX, StreamFlow
+from flowserve.testing.processes import no_more_descriptors
 from flowserve.values import Request
 
 # Answers IN times with IN, IN+1, ...; what is special about it is in its parameters.
@@ -209,6 +210,15 @@ async def test_an_answer_that_cannot_be_taken_in_fails_its_stream_and_nobody_els
 
         monkeypatch.setattr(streams, "answer", slip)
         with pytest.raises(FlowserveError, match="RuntimeError: a slip"):
+            await answers(engine, "repeat", ask(3))
+        assert await answers(engine, "repeat", ask(3)) == [3, 4, 5]
+        assert engine.dispatcher.in_flight == 0
+
+
+async def test_an_answer_that_cannot_be_seen_for_want_of_descriptors_fails_its_stream_alone(repository: Path) -> None:
+    async with served(repository, "process") as engine:
+        assert await answers(engine, "repeat", ask(0)) == []
+        with no_more_descriptors(), pytest.raises(Internal, match=r"'repeat' answered cannot be read: .*RLIMIT_NOFILE"):
             await answers(engine, "repeat", ask(3))
         assert await answers(engine, "repeat", ask(3)) == [3, 4, 5]
         assert engine.dispatcher.in_flight == 0

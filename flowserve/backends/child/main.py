@@ -44,6 +44,7 @@ from flowserve.backends.child.protocol import (
     RELAYED,
     RUN,
     SEGMENT,
+    SHOW,
     SPILLED,
     SPILLED_OUT,
     descriptors,
@@ -54,6 +55,7 @@ from flowserve.backends.child.usual import Usual, Usuals
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.arena import Place
 from flowserve.memory.pool import tune_malloc
+from flowserve.memory.segment import Segment
 from flowserve.values import Request, TensorSpec
 
 log = logging.getLogger("flowserve.child")
@@ -200,6 +202,8 @@ class Server:
                 self._peers.know(*message[1:], *descriptors(ancillary))
             elif kind == PATH:
                 self._peers.lead(*message[1:])
+            elif kind == SHOW:
+                self._show(self._outputs.segment(message[1]))
             else:
                 return message
 
@@ -296,8 +300,11 @@ class Server:
         if len(message) > MESSAGE_BYTES_MAX:
             message = pack(SPILLED_OUT, self._outputs.message(message))
         for segment in self._outputs.new_segments():
-            socket.send_fds(self._socket, [pack(SEGMENT, (segment.number,))], [segment.fd])
+            self._show(segment)
         self._socket.send(message)
+
+    def _show(self, segment: Segment) -> None:
+        socket.send_fds(self._socket, [pack(SEGMENT, (segment.number,))], [segment.fd])
 
     def _let_go(self) -> None:
         """Say which batches the model holds no inputs of any more. On any thread, and never waiting."""

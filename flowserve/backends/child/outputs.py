@@ -46,6 +46,10 @@ class Outputs:
         new, self._known = segments[self._known :], len(segments)
         return new
 
+    def segment(self, number: int) -> Segment:
+        """One that the server was told of."""
+        return next(segment for segment in self._arena.segments if segment.number == number)
+
     def message(self, message: bytes) -> list[int]:
         """Lay a message down. Its segment, offset and length."""
         segment, offset = self._arena.take(len(message))

@@ -77,6 +77,8 @@ PATH: Final = 36
 FENCE: Final = 34
 # (RECALL, number): nobody reads what was made of it
 RECALL: Final = 35
+# (SHOW, number): send that SEGMENT once more; the server could take no descriptor when it came
+SHOW: Final = 37
 # ... to a decoupled model, at any time
 # (GRANT, number, member, count, come home): so many more answers may be sent to that member of that batch; before the
 #   batch itself for those it may send from the beginning
