@@ -34,6 +34,7 @@ from flowserve.backends.python_sender import (
     SentRequest,
     SingleResponseSender,
     collect,
+    lacks_some,
     refuse_returned,
 )
 from flowserve.backends.python_source import CLASS, MODEL_FILE, RAISED, Source, reason
@@ -206,7 +207,7 @@ class PythonInstance:
                 del answered
             except RAISED as error:
                 self._raise(error, work.senders or ())
-        if None in responses and work.senders is None:
+        if work.senders is None and lacks_some(responses):
             requests = [*map(Remains, requests)]  # a list of our own: the model may go on using the one it was given
             collect(requests, responses, about.name, self._loop)
         return self._results(requests, responses, work, gathered_ns, clock())

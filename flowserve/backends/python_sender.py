@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, Sender, Sent, Work
@@ -183,6 +184,13 @@ class Remains:
 Executed = GivenRequest | Remains
 
 
+def lacks_some(responses: list[Any]) -> bool:
+    """Whether there is None among them. Only their types are compared: what a model returns by mistake, an array for
+    one, has an equality of its own.
+    """
+    return NoneType in map(type, responses)
+
+
 def collect(
     requests: Sequence[Remains], responses: list[Any], model: str, loop: asyncio.AbstractEventLoop | None
 ) -> None:
@@ -190,7 +198,9 @@ def collect(
     it; meanwhile the `loop` that its coroutines run on goes on, where there is one: a task of it may be who answers.
     Raises ModelFailed where there is nothing at all.
     """
-    if not any(responses) and not any(request.promise or request._is_rescheduled for request in requests):
+    if all(one is None for one in responses) and not any(
+        request.promise or request._is_rescheduled for request in requests
+    ):
         raise ModelFailed(
             f"model '{model}' returned no InferenceResponse: its execute returned None or a list of None, and answered "
             "through no response sender either (does each branch of it return its responses?)"

@@ -16,7 +16,7 @@ from typing import Any
 from flowserve.backends.base import Alike, ClockNs, Results, Work
 from flowserve.backends.python import PythonInstance
 from flowserve.backends.python_requests import give
-from flowserve.backends.python_sender import Remains, collect
+from flowserve.backends.python_sender import Remains, collect, lacks_some
 from flowserve.backends.python_source import RAISED
 from flowserve.values import Array
 
@@ -49,7 +49,7 @@ class WholeInstance(PythonInstance):
             taken = self._answers.at_first_glance(responses, work)
             if taken is not None and self._answers.are_fixed and None not in taken:
                 return Alike(taken, gathered_ns, computed_ns)  # type: ignore[arg-type]  # none of them is None
-        if None in responses:
+        if lacks_some(responses):
             requests = [*map(Remains, requests)]  # as in `run`
             collect(requests, responses, about.name, self._loop)
             computed_ns = clock()

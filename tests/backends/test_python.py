@@ -739,6 +739,24 @@ def test_something_else_than_a_response_fails_its_request_only(python: Open) -> 
     assert str(results.errors[1]) == "model 'm' answered NoneType where InferenceResponse was expected"
 
 
+@pytest.mark.parametrize("others", [answer("x"), "responses.append(x)"])
+def test_an_array_that_is_returned_as_it_is_fails_its_request_with_what_was_expected(python: Open, others: str) -> None:
+    results = python(executing(f"if x[0, 0] == 2:\n    responses.append(x)\nelse:\n    {others}")).whole(rows(1, 2))
+    assert str(results.errors[1]) == "model 'm' answered ndarray where InferenceResponse was expected"
+    assert list(results.errors) == ([1] if others == answer("x") else [0, 1])
+
+
+def test_an_array_beside_what_a_sender_answers_fails_its_request_only(python: Open) -> None:
+    body = (
+        "if x[0, 0] == 2:\n    responses.append(x)\nelse:\n"
+        "    request.get_response_sender().send(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]), 1)\n"
+        "    responses.append(None)"
+    )
+    results = python(executing(body)).whole(rows(1, 2))
+    assert values(results) == [rows(1).tolist(), None]
+    assert str(results.errors[1]) == "model 'm' answered ndarray where InferenceResponse was expected"
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [

@@ -198,6 +198,14 @@ async def test_what_a_model_raises_fails_its_batch_in_its_own_words(served: Serv
     assert served.lent_bytes() == 0
 
 
+async def test_an_array_that_is_returned_as_it_is_fails_its_request_with_what_was_expected(
+    served: ServedInProcesses,
+) -> None:
+    await served.add("bare", "        return given")
+    with pytest.raises(ModelFailed, match="model 'bare' answered ndarray where InferenceResponse was expected"):
+        await served.ask("bare", row(1))
+
+
 async def test_text_and_large_tensors_go_through_processes(served: ServedInProcesses) -> None:
     await served.add(
         "shout", OUT.format("np.array([[t.upper() for t in r] for r in given], object)"), width=2, dtype=DType.BYTES
