@@ -49,6 +49,7 @@ class _Parser:
         self._text = text
         self._next_at = 0
         self._depth = 0
+        self._lists = 0  # that are open
         self._advance()
 
     def file(self) -> Block:
@@ -124,7 +125,7 @@ class _Parser:
         return Entry(at, name, value)
 
     def _why_no_name(self, closing: str, opened_at: int) -> str:
-        if self._kind == END:
+        if self._kind == END or (self._kind == "]" and self._lists):
             return f'what opens at {self._text.place(opened_at)} is not closed with "{closing}"'
         if self._kind == "string":
             return "names of fields stand without quotes; what has keys is written { key: ... value: ... }"
@@ -148,19 +149,21 @@ class _Parser:
 
     def _items(self, has_colon: bool) -> Items:
         at = self._at
+        self._lists += 1
         self._advance()
         values: list[Value] = []
         while not self._accept("]"):
             if values and not self._accept(","):
                 self._expected('"," or "]"')
+            if values and self._kind == "]":
+                self._expected("a value", 'leave out the "," before it')
             if self._kind in CLOSING:
                 values.append(self._block())
             elif has_colon:
-                if values and self._kind == "]":
-                    self._expected("a value", 'leave out the "," before it')
                 values.append(self._scalar())
             else:
                 self._expected('"{" (a list of plain values wants ":" before its "[")')
+        self._lists -= 1
         return Items(at, tuple(values))
 
     def _scalar(self) -> Scalar:

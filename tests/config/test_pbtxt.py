@@ -213,6 +213,12 @@ def test_a_key_given_twice_names_the_first() -> None:
             ),
         ),
         ("x: [1, ]", '1:8: Expected a value, found ] (leave out the "," before it)'),
+        ("input [ {}, ]", '1:13: Expected a value, found ] (leave out the "," before it)'),
+        (
+            "input [ { dims: [ 1 ] ]",
+            '1:23: Expected a field name or "}", found ] (what opens at m/config.pbtxt:1:9 is not closed with "}")',
+        ),
+        ("input { dims: [ 1 ] ] }", '1:21: Expected a field name or "}", found ]'),
         (
             'm { "k": "v" }',
             (
