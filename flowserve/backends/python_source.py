@@ -65,7 +65,10 @@ class Source:
         except (OSError, ValueError) as error:
             why = (isinstance(error, OSError) and error.strerror) or error
             raise Problems([Problem(f"model '{self.config.name}' cannot be read: {why}", Place(self.shown))]) from error
-        return decode_source(raw)
+        try:
+            return decode_source(raw)
+        except UnicodeDecodeError:  # in a comment, which Python's import does not decode
+            return raw.decode(errors="replace")
 
     def mentions(self, name: str) -> bool:
         """Whether the name stands anywhere in the model's code, as far as that is known."""

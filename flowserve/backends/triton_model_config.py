@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from flowserve.config.suggest import did_you_mean
@@ -81,6 +81,11 @@ class ModelConfig:
             raise ValueError(
                 f"{kind} '{tensor['name']}' added in auto_complete_config function has the property '{unknown}', which "
                 f"{kind}s do not have{hint and f' ({hint})'}"
+            )
+        if isinstance(tensor["dims"], str) or not isinstance(tensor["dims"], Iterable):
+            raise ValueError(
+                f"{kind} '{tensor['name']}' added in auto_complete_config function has dims {tensor['dims']!r}, which "
+                "are no list, as in [4]"
             )
         tensors: list[dict[str, Any]] = self._model_config.setdefault(kind, [])
         written = next((entry for entry in tensors if entry["name"] == tensor["name"]), None)

@@ -129,6 +129,11 @@ def test_a_file_may_have_any_encoding_that_python_reads(python: Open, before: by
     assert values(python(before + (HEAD + DOUBLE).encode()).run({"x": rows(1)})) == [rows(2).tolist()]
 
 
+def test_a_comment_in_another_encoding_is_no_more_in_the_way_than_python_finds(python: Open) -> None:
+    source = (HEAD + DOUBLE).encode() + b"# f\xfcr\n"
+    assert values(python(source).run({"x": rows(1)})) == [rows(2).tolist()]
+
+
 def test_a_file_in_no_encoding_at_all_is_told_with_its_line(python: Open) -> None:
     with pytest.raises(
         Problems, match=r"m/1/model\.py:2:\d+: model 'm' is not valid Python 3\.\d+: \(unicode error\) 'utf-8'"
@@ -976,6 +981,11 @@ def test_a_model_without_auto_complete_config_is_not_even_imported(repository: R
             "config.add_input({'name': 'x', 'data_type': 'TYPE_INT8', 'dims': [4]})",
             "model configuration specified data_type TYPE_FP32, but in auto_complete_config function it has data_type ",
         ),
+        (
+            "config.add_input({'name': 'z', 'data_type': 'TYPE_INT8', 'dims': 4})",
+            "input 'z' added in auto_complete_config function has dims 4, which are no list, as in [4]",
+        ),
+        ("config.add_input({'name': 'z', 'data_type': 'TYPE_INT8', 'dims': '4'})", "has dims '4', which are no list"),
         ("config.set_max_batch_size(1)", "configuration specified max_batch_size 2"),
         ("config.set_model_transaction_policy({'other': 1})", "unknown properties other"),
     ],
