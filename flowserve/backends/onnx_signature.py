@@ -229,6 +229,8 @@ def _meant(config: ModelConfig, spec: TensorSpec, port: Port, file: str) -> str:
         return whose
     if not config.max_batch_size and fits(spec.dims, port.shape[1:]):
         return f"{whose}; with `max_batch_size: 8`, or another number above 0, these dims stand for one row"
+    if config.max_batch_size and len(port.shape) == len(spec.dims) == 1:
+        return f"{whose}; a batch of single values has `dims: [ 1 ] reshape {{ shape: [ ] }}`"
     if config.max_batch_size and fits(spec.dims, port.shape):
         return f"{whose}; dims leave out the batch dimension, since max_batch_size > 0: {shown(port.shape[1:])}"
     return whose

@@ -423,6 +423,13 @@ def test_a_fixed_first_dimension_takes_no_batches(repository: Repository) -> Non
     ) in load_error(repository, onnx_config())
 
 
+@pytest.mark.parametrize("dims", [[1], [-1]])
+def test_a_batch_of_single_values_is_told_how_it_is_written(repository: Repository, dims: list[int]) -> None:
+    repository.write("m", FILE, onnx_identity(shape=("N",)))
+    text = load_error(repository, onnx_config(inputs=[spec("x", dims)], outputs=[spec("y", [1], reshape=())]))
+    assert "(shape as in m/1/model.onnx; a batch of single values has `dims: [ 1 ] reshape { shape: [ ] }`)" in text
+
+
 def test_all_disagreements_are_reported_at_once(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity())
     config = onnx_config(inputs=[spec("x", dtype=DType.INT8)], outputs=[spec("q"), spec("y", [5])])
