@@ -127,7 +127,12 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             _log.warning("--rate-limit-resource says nothing without --rate-limit execution_count")
         control_options = ControlOptions(options.model_control_mode, options.load_models, options.repository_poll_s)
         async with (
-            open_engine(engine_options, exit_timeout_s=options.exit_timeout_s, on_close=_must_be_closed) as engine,
+            open_engine(
+                engine_options,
+                exit_timeout_s=options.exit_timeout_s,
+                deadline=lambda: shutdown.deadline,
+                on_close=_must_be_closed,
+            ) as engine,
             open_control(engine, options.repositories, control_options) as control,
         ):
             app_options = _app_options(options, log_settings)

@@ -7,6 +7,7 @@ closed. What closing means is the engine's.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -23,9 +24,16 @@ TRACES_S_MAX: Final = 5.0  # what is not written by then is lost
 
 @asynccontextmanager
 async def open_engine(
-    options: EngineOptions, *, on_close: Callable[[list[str]], None] | None = None, exit_timeout_s: float = 30.0
+    options: EngineOptions,
+    *,
+    on_close: Callable[[list[str]], None] | None = None,
+    exit_timeout_s: float = 30.0,
+    deadline: Callable[[], float] = lambda: math.inf,
 ) -> AsyncIterator[Engine]:
-    """An engine whose pump runs, empty until something is loaded into it. Leaving the block closes every instance."""
+    """An engine whose pump runs, empty until something is loaded into it. Leaving the block closes every instance, for
+    `exit_timeout_s` at most, and not past what `deadline` then says on the loop's clock: whoever waited for requests
+    first has less of it left.
+    """
     async with _machinery() as machinery:
         engine = Engine(options)
         machinery.start_soon(engine.run_pump, name="pump")
@@ -40,7 +48,7 @@ async def open_engine(
             yield engine
         finally:
             with trio.CancelScope(shield=True):
-                hung = await engine.close(trio.current_time() + exit_timeout_s)
+                hung = await engine.close(min(trio.current_time() + exit_timeout_s, deadline()))
                 with trio.move_on_after(TRACES_S_MAX):
                     await trio.to_thread.run_sync(engine.traces.close, abandon_on_cancel=True)
                 if on_close is not None:

@@ -285,6 +285,20 @@ def test_a_model_that_hangs_does_not_keep_the_process_past_its_time_and_is_named
 
 
 @pytest.mark.fault("X5")
+def test_a_model_that_hangs_is_named_where_its_client_leaves_while_the_server_ends(
+    tmp_path: Path, serve: Serve
+) -> None:
+    started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
+    served = serve(tmp_path / "models", "--exit-timeout-secs", "3")
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(infer, served, "stuck", 1.5)  # longer than the loop gets beyond the exit timeout
+        wait_until(started.exists, "the request runs")
+        assert served.stop(within_s=10) == 1
+        assert isinstance(answer.exception(), httpx.ReadTimeout)
+    assert "not closed within the exit timeout (--exit-timeout-secs): stuck_0" in served.log
+
+
+@pytest.mark.fault("X5")
 def test_a_model_that_hangs_on_the_event_loop_does_not_keep_the_process_either(tmp_path: Path, serve: Serve) -> None:
     started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
     served = serve(tmp_path / "models", "--exit-timeout-secs", "1", "--python-execution", "inline")
