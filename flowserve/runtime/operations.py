@@ -165,7 +165,13 @@ class Operations:
             contents = override.files
             files = await _in_thread(lambda: write_files(name, contents))
             private = await _in_thread(lambda: find_models([files.path]).folders)
-            folder = private[0] if private else None
+            if not private:
+                path = next(iter(contents))
+                inside = f"1/{path.rpartition('/')[2]}"
+                raise NotThere(
+                    name, f"no file of the call is in a version folder: not 'file:{path}', but 'file:{inside}'"
+                )
+            folder = private[0]
         if folder is None:
             raise NotThere(name, await _in_thread(lambda: why_missing(self._repositories, name)))
         mark = ""

@@ -649,6 +649,10 @@ def _post(served: Served, path: str, body: bytes) -> bytes:
         ({"config": "{}", "file:1/model.onnx": "%%%"}, "the parameter 'file:1/model.onnx' is not base64"),
         ({"config": "{}", "file:1/model.onnx": 1}, "the parameter 'file:1/model.onnx' is a string of base64"),
         ({"file:1/model.onnx": base64.b64encode(b"x").decode()}, "failed to load 'm', failed to poll from model repo"),
+        (
+            {"config": "{}", "file:model.onnx": base64.b64encode(b"x").decode()},
+            "no file of the call is in a version folder: not 'file:model.onnx', but 'file:1/model.onnx'",
+        ),
         ({"colour": "red"}, "unexpected error on creating Triton parameter: 'colour' is not known here"),
         ([], "'parameters' is a JSON object"),
     ],
