@@ -135,7 +135,9 @@ def _every_mapped_input_exists(w: Wiring) -> Iterator[Problem]:
                     f"in ensemble {w.name}, ensemble tensor {tensor} is mapping to non-existing input {port} in model"
                     f" {model.name}",
                     w.place_of_reader(End(step.index, port)),
-                    hint=did_you_mean(port, names) or listing("its inputs are", names),
+                    hint=_the_other_way_round(port, tensor, names, is_joined=tensor in w.writers)
+                    or did_you_mean(port, names)
+                    or listing("its inputs are", names),
                 )
 
 
@@ -148,8 +150,19 @@ def _every_mapped_output_exists(w: Wiring) -> Iterator[Problem]:
                     f"in ensemble {w.name}, ensemble tensor {tensor} is mapped from non-existing output {port} in model"
                     f" {model.name}",
                     w.place_of_writer(End(step.index, port)),
-                    hint=did_you_mean(port, names) or listing("its outputs are", names),
+                    hint=_the_other_way_round(port, tensor, names, is_joined=tensor in w.readers)
+                    or did_you_mean(port, names)
+                    or listing("its outputs are", names),
                 )
+
+
+def _the_other_way_round(port: str, tensor: str, names: list[str], *, is_joined: bool) -> str:
+    """What to write where the ensemble's name stands in front of the model's. A tensor that leads anywhere in the
+    ensemble may well be called as the model calls it.
+    """
+    if tensor not in names or is_joined:
+        return ""
+    return f'the key is what the model calls it: key: "{tensor}" value: "{port}"'
 
 
 def _every_required_input_is_mapped(w: Wiring) -> Iterator[Problem]:

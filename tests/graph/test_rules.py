@@ -197,6 +197,27 @@ def test_rule_G6_an_output_the_model_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.fault("E2")
+def test_rules_G5_and_G6_a_key_and_a_value_that_changed_places_are_seen() -> None:
+    config = with_steps(
+        ("decode", {"picture": "BYTES"}, {"pixels": "IMAGE"}),
+        ("classify", {"X": "pixels"}, {"SCORES": "scores"}),
+    )
+    hints = {problem.rule: problem.hint for problem in refusals(config)}
+    assert hints["G5"] == 'the key is what the model calls it: key: "BYTES" value: "picture"'
+    assert hints["G6"] == 'the key is what the model calls it: key: "IMAGE" value: "pixels"'
+
+
+@pytest.mark.fault("E2")
+def test_rule_G5_a_tensor_that_is_called_as_the_model_calls_it_has_not_changed_places() -> None:
+    config = with_steps(
+        ("decode", {"BYTES": "picture"}, {"IMAGE": "X"}),
+        ("classify", {"pixels": "X"}, {"SCORES": "scores"}),
+    )
+    hints = {problem.rule: problem.hint for problem in refusals(config)}
+    assert hints["G5"] == "its inputs are 'X'"
+
+
+@pytest.mark.fault("E2")
 def test_rule_G7_a_required_input_must_be_mapped() -> None:
     two = model("two", {"A": "BYTES[1]", "B": "BYTES[1]"}, {"OUT": "FP32[10]"})
     (problem,) = refusals(with_steps(("two", {"A": "picture"}, {"OUT": "scores"})), two)
