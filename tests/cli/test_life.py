@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from flowserve.testing.serve import START_S_MAX, DidNotServe, Served
+from flowserve.testing.serve import START_S_MAX, DidNotServe, Served, serving
 
 pytestmark = pytest.mark.server
 
@@ -89,6 +89,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- starting
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server without any model, on port zero, for whoever leaves it as it is."""
+    with serving(tmp_path_factory.mktemp("empty"), "--http-port", "0") as served:
+        yield served
+
+
 def test_a_start_tells_what_loads_what_is_served_and_where(tmp_path: Path, serve: Serve) -> None:
     write_model(tmp_path, "echo")
     served = serve(tmp_path)
@@ -119,34 +126,30 @@ def test_a_repository_that_is_a_file_is_named(tmp_path: Path, serve: Serve) -> N
 
 
 @pytest.mark.fault("K3")
-def test_an_empty_repository_is_served_and_ready(tmp_path: Path, serve: Serve) -> None:
-    served = serve(tmp_path)
-    assert get(served, "/v2/health/ready").status_code == 200
-    index = httpx.post(served.base_url + "/v2/repository/index", timeout=10, trust_env=False, verify=False)
+def test_an_empty_repository_is_served_and_ready(empty: Served) -> None:
+    assert get(empty, "/v2/health/ready").status_code == 200
+    index = httpx.post(empty.base_url + "/v2/repository/index", timeout=10, trust_env=False, verify=False)
     assert index.json() == []
-    assert "there is no model here: a repository is a folder of models' folders" in served.log
+    assert "there is no model here: a repository is a folder of models' folders" in empty.log
 
 
 @pytest.mark.fault("K4")
-def test_a_port_in_use_ends_the_start_before_anything_is_loaded(tmp_path: Path, serve: Serve) -> None:
+def test_a_port_in_use_ends_the_start_before_anything_is_loaded(tmp_path: Path, empty: Served) -> None:
     started = tmp_path / "initialized"
     write_model(tmp_path / "models", "echo", initialize=f"pathlib.Path({str(started)!r}).touch()")
-    (tmp_path / "empty").mkdir()
-    first = serve(tmp_path / "empty")
-    command = [sys.executable, "-m", "flowserve", "run", str(tmp_path / "models"), "--http-port", str(first.port)]
+    command = [sys.executable, "-m", "flowserve", "run", str(tmp_path / "models"), "--http-port", str(empty.port)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=START_S_MAX, check=False)
     assert second.returncode == 1
-    assert second.stderr.startswith(f"flowserve: cannot listen on 127.0.0.1 port {first.port}: address already in use;")
+    assert second.stderr.startswith(f"flowserve: cannot listen on 127.0.0.1 port {empty.port}: address already in use;")
     assert "--http-port" in second.stderr
     assert not started.exists()
-    assert get(first, "/v2/health/live").status_code == 200
+    assert get(empty, "/v2/health/live").status_code == 200
 
 
 @pytest.mark.fault("K5")
-def test_port_zero_picks_a_port_and_the_last_line_says_which(tmp_path: Path, serve: Serve) -> None:
-    served = serve(tmp_path, "--http-port", "0")
-    assert re.fullmatch(r"listening on http://127\.0\.0\.1:[1-9]\d*", served.lines[-1])
-    assert get(served, "/v2/health/live").status_code == 200
+def test_port_zero_picks_a_port_and_the_last_line_says_which(empty: Served) -> None:
+    assert re.fullmatch(r"listening on http://127\.0\.0\.1:[1-9]\d*", empty.lines[-1])
+    assert get(empty, "/v2/health/live").status_code == 200
 
 
 @pytest.mark.fault("K6")

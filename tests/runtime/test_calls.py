@@ -79,6 +79,15 @@ class Served:
         self.place = place
         self.repository = Repository(folder)
         self.hosts: dict[str, list[Any]] = {}
+        self._opened = folder / "opened"
+
+    @property
+    def gated(self) -> str:
+        """The body of a model that answers with what it was given once `open_gate` was called."""
+        return f"while not os.path.exists({str(self._opened)!r}): time.sleep(0.002)\nreturn given"
+
+    def open_gate(self) -> None:
+        self._opened.touch()
 
     async def add(
         self,
@@ -410,29 +419,32 @@ async def test_models_that_call_each_other_under_load_never_hang(served: Served)
 
 
 async def test_whoever_leaves_takes_his_models_calls_with_him(served: Served) -> None:
-    await served.add("slow", "time.sleep(0.3)\nreturn given")
+    await served.add("slow", served.gated)
     await served.add("caller", CALL.format("slow"))
-    with trio.move_on_after(0.15) as left:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(served.ask, "slow", 1)
-            nursery.start_soon(served.ask, "caller", 2)
-    assert left.cancelled_caught
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(served.ask, "slow", 1)
+        await until(lambda: served.is_busy("slow"))
+        nursery.start_soon(served.ask, "caller", 2)
+        await until(lambda: bool(served.engine.calls))
+        nursery.cancel_scope.cancel()
+    served.open_gate()
     await until(lambda: not served.is_busy("slow") and not served.is_busy("caller"))
     assert served.counted("slow")[0] <= 1, "what was queued for the caller never ran"
     assert await served.ask("caller", 3) == [4]
 
 
 async def test_a_call_that_waits_longer_than_it_may_is_told_so(served: Served) -> None:
-    await served.add("slow", "time.sleep(0.4)\nreturn given", may_time_out=True)
+    await served.add("slow", served.gated, may_time_out=True)
     await served.add("caller", "return value(request('slow', given, timeout=50_000).exec())")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(served.ask, "slow", 1)
         await until(lambda: served.is_busy("slow"))
         await fails(served, "caller", "4 Request timeout expired: it waited .* in the queue of model 'slow'")
+        served.open_gate()
 
 
 async def test_a_deadline_bounds_what_is_called_meanwhile(served: Served) -> None:
-    await served.add("slow", "time.sleep(0.4)\nreturn given")
+    await served.add("slow", served.gated)
     await served.add("caller", CALL.format("slow"), parameters={"deadline_ms": "100"})
     async with trio.open_nursery() as nursery:
         nursery.start_soon(served.ask, "slow", 1)
@@ -441,12 +453,13 @@ async def test_a_deadline_bounds_what_is_called_meanwhile(served: Served) -> Non
             await served.ask("caller", 2)
         assert served.is_busy("slow")
         assert not served.engine.calls, "its call is withdrawn, and does not wait for the one before it"
+        served.open_gate()
         await until(lambda: not served.is_busy("caller"))
     assert served.counted("slow")[0] == 1
 
 
 async def test_a_call_whose_deadline_passes_with_that_of_its_caller_is_over_once(served: Served) -> None:
-    await served.add("slow", "time.sleep(0.3)\nreturn given", parameters={"deadline_ms": "100"})
+    await served.add("slow", served.gated, parameters={"deadline_ms": "100"})
     await served.add("caller", CALL.format("slow"), parameters={"deadline_ms": "100"})
 
     async def ask() -> None:
@@ -457,6 +470,7 @@ async def test_a_call_whose_deadline_passes_with_that_of_its_caller_is_over_once
         nursery.start_soon(ask)
         await until(lambda: served.is_busy("slow"))
         time.sleep(0.15)  # noqa: ASYNC251 - nobody looks before both are over
+    served.open_gate()
     assert served.engine.dispatcher.in_flight == 0
     await until(lambda: not served.is_busy("slow"))
     await until(lambda: not served.is_busy("caller"))
@@ -510,7 +524,7 @@ async def test_a_model_that_is_unloaded_is_missed_until_it_is_back(served: Serve
 
 @pytest.mark.fault("L6")
 async def test_a_model_that_is_unloaded_answers_the_calls_it_has(served: Served) -> None:
-    await served.add("slow", "time.sleep(0.3)\nreturn given * 2")
+    await served.add("slow", served.gated + " * 2")
     await served.add("caller", CALL.format("slow"))
     answers: list[list[float]] = []
 
@@ -521,6 +535,7 @@ async def test_a_model_that_is_unloaded_answers_the_calls_it_has(served: Served)
         nursery.start_soon(ask)
         await until(lambda: served.is_busy("slow"))
         served.engine.withdraw_name("slow", "unloaded")
+        served.open_gate()
     assert answers == [[3]]
 
 
@@ -554,13 +569,14 @@ async def test_a_model_on_the_event_loop_is_told_that_it_cannot_call(served: Ser
 async def test_calls_of_a_process_that_ends_are_withdrawn(tmp_path: Path) -> None:
     async with open_engine(EngineOptions()) as engine:
         served = Served(engine, tmp_path, "process")
-        await served.add("slow", "time.sleep(0.3)\nreturn given")
+        await served.add("slow", served.gated)
         await served.add(
             "caller",
             "pending = [request('slow', given).async_exec() for _ in range(9)]\nawait asyncio.sleep(0.1)\nos._exit(3)",
         )
         with pytest.raises(InstanceDied):
             await served.ask("caller", 1)
+        served.open_gate()
         await until(lambda: not served.is_busy("slow"))
         assert served.counted("slow")[0] <= 4
         assert not engine.dispatcher.in_flight
@@ -946,11 +962,12 @@ async def test_a_process_that_a_model_forks_takes_no_metrics_along(tmp_path: Pat
 
 
 async def test_a_call_that_nobody_waits_for_is_made_whoever_leaves(served: Served) -> None:
-    await served.add("slow", "time.sleep(0.2)\nreturn given")
+    await served.add("slow", served.gated)
     await served.add("caller", "request('slow', given).async_exec().close()\nawait asyncio.sleep(0)\nreturn given")
     assert await served.ask("caller", 1) == [1]
     with trio.move_on_after(0.05):
         await served.ask("slow", 2)  # withdrawn
+    served.open_gate()
     await until(lambda: not served.engine.calls)
     assert served.counted("slow")[0] >= 1
     assert await served.ask("caller", 1) == [1]
