@@ -31,7 +31,7 @@ from flowserve.runtime.deployment import Deployment, MakeFlow
 from flowserve.runtime.directory import Directory
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import Processes
-from flowserve.runtime.instance import Completions, Host, Outcome, cannot_start, cannot_take_in, log_raised
+from flowserve.runtime.instance import Completions, Host, Outcome, break_off, cannot_start, log_raised
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
@@ -305,7 +305,7 @@ class Engine(Directory):
 
     def _broke(self, batch: Batch, error: Exception) -> None:
         """A mistake of ours about what came of a batch: raised further it would end the server, and all in it."""
-        self.dispatcher.break_off(batch, cannot_take_in(batch.instance, batch, error))
+        break_off(self.dispatcher, batch, error)
         self._pump.poke()
 
     def _finished(self, batch: Batch, outcome: Outcome) -> None:

@@ -12,6 +12,7 @@ not over, calls of models among them; (2) nobody waits while there is room for t
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import count
@@ -27,6 +28,8 @@ from flowserve.scheduling.calls import Called
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.flows import Late
 from flowserve.scheduling.router import Flow
+
+log = logging.getLogger("flowserve.runtime")
 
 _loads = count(1)
 
@@ -240,8 +243,13 @@ class Gate:
         began_ns = self._clock()
         slots = {name: self._output_slot[name] for name in flow.wanted}
         made = {name: flow.tensors[slot] for name, slot in slots.items() if flow.tensors[slot] is not None}
-        answer, nbytes = kept(made, flow.parameters)
-        cache.put(leader.key, answer, nbytes)
+        try:
+            answer, nbytes = kept(made, flow.parameters)
+            cache.put(leader.key, answer, nbytes)
+        except Exception:  # there is no memory for a copy: nothing is remembered, and somebody else leads
+            log.exception("an answer of '%s' cannot be remembered", flow.plan.graph.name)
+            self._lead_no_more(flow, passing_on=True)
+            return
         self._statistics.missed(leader.lookup_ns + self._clock() - began_ns)
         self._lead_no_more(flow, passing_on=False)
         for follower in leader.followers:

@@ -26,6 +26,7 @@ from flowserve.runtime.placement import Placement
 from flowserve.runtime.pump import Bursts
 from flowserve.runtime.streaming import Returned
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.router import Ticket
 
 log = logging.getLogger("flowserve.runtime")
@@ -233,13 +234,15 @@ def cannot_start(host: Host, batch: Batch, error: Exception) -> Internal:
     return Internal(f"model '{batch.queue.key.name}', instance '{host.name}': a batch cannot be started: {what}")
 
 
-def cannot_take_in(host: Host, batch: Batch, error: Exception) -> Internal:
-    """As `cannot_start`, of a batch that has run."""
-    log.error("instance %s: what came of a batch cannot be taken in", host.name, exc_info=error)
-    what = f"{type(error).__name__}: {error}"
-    return Internal(
-        f"model '{batch.queue.key.name}', instance '{host.name}': what came of a batch cannot be taken in: {what}"
-    )
+def break_off(dispatcher: Dispatcher, batch: Batch, error: Exception) -> None:
+    """As `cannot_start`, of a batch that has run: whoever of it is not answered yet is told so."""
+    model, name = batch.queue.key.name, batch.instance.name
+    log.error("instance %s: what came of a batch cannot be taken in", name, exc_info=error)
+    what = f"what came of a batch cannot be taken in: {type(error).__name__}: {error}"
+    try:
+        dispatcher.break_off(batch, Internal(f"model '{model}', instance '{name}': {what}"))
+    except Exception:
+        log.exception("not everybody could be told that a batch of model '%s' failed", model)
 
 
 def _raised(text: str, cause: BaseException) -> ModelRaised:

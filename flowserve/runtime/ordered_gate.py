@@ -60,8 +60,10 @@ class OrderedGate(Gate):
         if self._is_going_on:
             return
         self._is_going_on = True
-        while self._line and (self._line[0].done or self._line[0] in self._known):
-            flow = self._line.popleft()
-            if not flow.done:
-                self._share(flow, self._known.pop(flow))
-        self._is_going_on = False
+        try:
+            while self._line and (self._line[0].done or self._line[0] in self._known):
+                flow = self._line.popleft()
+                if not flow.done:
+                    self._share(flow, self._known.pop(flow))
+        finally:
+            self._is_going_on = False

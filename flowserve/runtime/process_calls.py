@@ -245,8 +245,6 @@ class ProcessCalls:
         if pending is None:
             return
         is_last = answer is None or isinstance(answer, FlowserveError) or not pending.call.is_stream
-        if is_last:
-            del self._pending[number]
         home = [*self._come_home]
         self._come_home.clear()
         token, columns, error = 0, None, None
@@ -262,6 +260,8 @@ class ProcessCalls:
             self._lent.pop(token, None)
             error = said(Internal(f"the answer of model '{pending.call.model}' has too many outputs for a call"))
             message = marshal.dumps((RESULT, number, is_last, home, 0, error, None))
+        if is_last:
+            del self._pending[number]
         self._say(message)
 
     def _columns(self, outputs: Mapping[str, Array]) -> tuple[int, list[Any]]:

@@ -221,12 +221,16 @@ class ProcessHost:
         """Its process has ended: what ran there fails at once, and is never tried again; nobody knows what it did."""
         self._let_go()
         self.ended = child.ended
-        self._relays.died(self, InstanceDied(child.ended))
-        batch = self._is_over()
-        if batch is not None:
-            self._finish(batch, InstanceDied(child.ended))
-        if self.on_end is not None:
-            self.on_end()
+        try:
+            self._relays.died(self, InstanceDied(child.ended))
+        finally:  # whatever is wrong with one: each of them is what somebody waits for
+            batch = self._is_over()
+            try:
+                if batch is not None:
+                    self._finish(batch, InstanceDied(child.ended))
+            finally:
+                if self.on_end is not None:
+                    self.on_end()
 
     def _let_go(self) -> None:
         link, child = self.link, self.child

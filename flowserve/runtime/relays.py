@@ -28,7 +28,7 @@ from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.runtime.accounts import record_batch, record_relay, record_run_through
 from flowserve.runtime.alone import Occupancy
 from flowserve.runtime.clock import SECOND_NS, ClockNs
-from flowserve.runtime.instance import cannot_take_in, gather
+from flowserve.runtime.instance import break_off, gather
 from flowserve.runtime.one_processor import OneProcessor
 from flowserve.runtime.parameters import take_parameters
 from flowserve.runtime.process_link import Link, Told
@@ -260,8 +260,7 @@ class Relays:
         """A mistake of ours about one that is back: whoever of it is not answered yet fails."""
         if sent.number in self._active:
             self._end(sent)
-        batch = sent.relay.batch
-        self._dispatcher.break_off(batch, cannot_take_in(batch.instance, batch, error))
+        break_off(self._dispatcher, sent.relay.batch, error)
         self._poke()
 
     def _fail(self, sent: OnItsWay, i: int, why: FlowserveError) -> None:

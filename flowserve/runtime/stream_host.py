@@ -90,9 +90,11 @@ class StreamProcessHost(ProcessHost):
 
     def _over(self, child: Child) -> None:
         link = self.link
-        super()._over(child)
-        if isinstance(link, StreamLink):
-            link.over(InstanceDied(child.ended))
+        try:
+            super()._over(child)
+        finally:
+            if isinstance(link, StreamLink):
+                link.over(InstanceDied(child.ended))
 
     def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
         if isinstance(outcome, Results):

@@ -7,6 +7,7 @@ nothing. What a trace holds is decided in observe/trace.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final
@@ -38,6 +39,8 @@ from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.iterations import Iteration, Source
 from flowserve.scheduling.router import Flow, Ticket
 from flowserve.scheduling.streams import StreamFlow
+
+log = logging.getLogger("flowserve.runtime")
 
 STEPS_MAX: Final = 10_000  # of a request are told
 _KEPT_MAX: Final = 1024
@@ -171,7 +174,10 @@ class Tracing:
     # ------------------------------------------------------------------ between the dispatcher and the engine
 
     def _over(self, flow: Flow) -> None:
-        self.end(flow)
+        try:
+            self.end(flow)
+        except Exception:  # a trace is lost, and not who waits for the answer
+            log.exception("a request to '%s' cannot be traced", flow.plan.graph.name)
         self._answered(flow)
 
     def _run(self, batch: Batch) -> None:
@@ -187,8 +193,11 @@ class Tracing:
                 if (live := self._live.get(ticket.flow.whole)) is not None
             ]
             if members:
-                self._take(batch, members, spells, now_ns)
-                contexts = self._contexts(batch)
+                try:
+                    self._take(batch, members, spells, now_ns)
+                    contexts = self._contexts(batch)
+                except Exception:
+                    log.exception("a batch of model '%s' cannot be traced", queue.key.name)
             if not queue.free:
                 spells.begin(now_ns)
         host: Host = batch.instance

@@ -80,15 +80,16 @@ class ModelQueue:
 
 
 class Batch:
-    """Tickets that run together on one instance. `rows` is their sum."""
+    """Tickets that run together on one instance, until it `is_back`. `rows` is their sum."""
 
-    __slots__ = ("instance", "queue", "rows", "started_ns", "tickets")
+    __slots__ = ("instance", "is_back", "queue", "rows", "started_ns", "tickets")
 
     def __init__(self, queue: ModelQueue, instance: Any, tickets: list[Ticket], started_ns: int) -> None:
         self.queue = queue
         self.instance = instance
         self.tickets = tickets
         self.started_ns = started_ns
+        self.is_back = False
         rows = 0
         for ticket in tickets:
             rows += ticket.rows

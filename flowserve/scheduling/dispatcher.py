@@ -194,14 +194,20 @@ class Dispatcher(Flows):
 
     def break_off(self, batch: Batch, error: FlowserveError) -> None:
         """What came of a batch could not be taken in, perhaps in the middle of that: its instance is free, and whoever
-        is not answered yet fails.
+        is not answered yet fails. Raises what is raised by telling them so, when all were told.
         """
         self.pauses.returned(batch)
-        if batch.instance not in batch.queue.free:
+        if not batch.is_back:
             self._set_free(batch)
+        raised: Exception | None = None
         for ticket in batch.tickets:
             if not ticket.flow.whole.done:
-                self._fail(ticket.flow, traced(error, ticket, batch.instance))
+                try:
+                    self._fail(ticket.flow, traced(error, ticket, batch.instance))
+                except Exception as one:  # the others are told all the same
+                    raised = one
+        if raised is not None:
+            raise raised
 
     def pump(self, now_ns: int) -> None:
         """Queue what arrived, in order, then start everything that can start."""
@@ -298,6 +304,7 @@ class Dispatcher(Flows):
             self._run(Batch(queue, queue.free.popleft(), tickets, now_ns))
 
     def _set_free(self, batch: Batch) -> None:
+        batch.is_back = True
         self._free(batch.queue, batch.instance)
 
     def _free(self, queue: ModelQueue, instance: Any) -> None:

@@ -121,6 +121,8 @@ class RelayingDispatcher(Dispatcher):
     def set_free(self, relay: Relay, stops: Iterable[int]) -> None:
         """These instances have nothing more to do with a relay."""
         for i in stops:
+            if not i:
+                relay.batch.is_back = True
             self._free(relay.way.queues[i], relay.instances[i])
 
     def relayed(self, relay: Relay, outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> None:

@@ -21,6 +21,7 @@ from flowserve.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.segment import Segment
+from flowserve.runtime import gate
 from flowserve.runtime.batchers import batcher_for
 from flowserve.runtime.calls import Pending
 from flowserve.runtime.children import SUPPORTED
@@ -498,6 +499,21 @@ async def test_a_call_that_is_answered_or_refused_at_the_gate_is_traced_no_longe
         assert watch.trace is not None
         assert len(watch.trace.steps[0].execution.calls) == 1
         assert not tracing.is_live
+
+
+async def test_an_answer_that_there_is_no_memory_to_remember_is_given_and_nobody_waits_for_another(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await served.add("twice", TWICE, remembers=True)
+
+    def full(*_: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(gate, "kept", full)
+    with trio.fail_after(10):
+        assert await served.ask("twice", 1) == [2]
+        assert await served.ask("twice", 1) == [2]
 
 
 async def test_what_is_remembered_answers_models_too(served: Served) -> None:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from flowserve.errors import ModelFailed, Unavailable
+from flowserve.errors import Internal, ModelFailed, Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.batch import Batch, ModelQueue
@@ -392,3 +392,44 @@ def test_pumping_again_at_the_same_time_changes_nothing(server: Recorder, waitin
     server.turn(at=1)
     assert server.turn(at=1) == []
     assert server.dispatcher.waiting() == {A.key: waiting}
+
+
+# --------------------------------------------------------------------------------------------------------- broken off
+
+
+def test_a_batch_that_is_broken_off_when_it_is_back_does_not_free_its_instance_again(server: Recorder) -> None:
+    server.serve(A)
+    server.submit(ALONE, "first")
+    server.turn()
+    (first,) = server.running
+    server.done(first)
+    server.submit(ALONE, "second")
+    server.turn()
+    server.dispatcher.break_off(first, Internal("a slip"))
+    server.submit(ALONE, "third")
+    assert server.turn() == [], "the second has the instance"
+    server.done(server.running[0])
+    assert server.turn() == [("a", ["third"])]
+    assert server.answered() == ["first", "second"]
+
+
+def test_of_a_batch_that_is_broken_off_all_are_told_though_telling_one_fails(server: Recorder) -> None:
+    server.serve(A)
+    told: list[tuple[object, str]] = []
+
+    def answered(flow: Flow) -> None:
+        told.append((flow.request, str(flow.error)))
+        if flow.request == "slips":
+            raise RuntimeError("a slip")
+
+    server.dispatcher.tell(server._run, answered)
+    for request in ("slips", "other"):
+        server.submit(ALONE, request)
+    server.turn()
+    (batch,) = server.running
+    with pytest.raises(RuntimeError, match="a slip"):
+        server.dispatcher.break_off(batch, Internal("not taken in"))
+    assert [request for request, _ in told] == ["slips", "other"]
+    assert all("not taken in" in text for _, text in told)
+    server.submit(ALONE, "next")
+    assert server.turn() == [("a", ["next"])]
