@@ -196,7 +196,7 @@ def test_what_a_graph_asks_of_its_parts_does_not_double_with_each_graph_around_i
         return property(ask)
 
     monkeypatch.setattr(type(halve), "outputs", counted(outputs))  # type: ignore[arg-type]  # properties of a class
-    monkeypatch.setattr(type(halve), "max_batch_size", counted(rows))  # type: ignore[arg-type]
+    monkeypatch.setattr(type(halve), "max_batch_size", counted(rows))  # type: ignore[arg-type]  # as above
 
     def asks(depth: int) -> int:
         nonlocal asked
