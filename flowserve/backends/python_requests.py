@@ -21,7 +21,9 @@ from flowserve.backends.triton_objects import (
 )
 from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Input, inner_shape
 from flowserve.errors import FlowserveError
+from flowserve.memory.assemble import in_one_piece
 from flowserve.memory.columns import Together
+from flowserve.memory.tensor import Tensor as Rows
 from flowserve.values import Array, TensorSpec
 
 
@@ -117,17 +119,30 @@ class GivenRequest(InferenceRequest):
 
 
 def hand_out(requests: Sequence[GivenRequest], work: Work, specs: Sequence[TensorSpec]) -> None:
-    """Give each request its tensors now, where they lie as one array. Only a process of the model's own has its inputs
-    so, and there it may write into all of them.
-    """
+    """Give each request its tensors now, where all lie as one array that it may write into."""
     for i, spec in enumerate(specs):
-        column: object = work.inputs[i]
-        if type(column) is not Together:
+        whole = _whole(work, i, spec)
+        if whole is None:
             if i:
                 for request in requests:
                     request._inputs = None  # all or none: they stand in the configuration's order
             return
-        give(requests, spec, column.array, column.rows)
+        give(requests, spec, whole, work.rows)
+
+
+def _whole(work: Work, i: int, spec: TensorSpec) -> Array | None:
+    """One input of all members as one array that they may write into; None where there is none."""
+    column: Any = work.inputs[i]
+    if type(column) is Together:  # in a process of the model's own, where it may write into all that it gets
+        array: Array = column.array
+        return array
+    count = len(column)
+    if count == 1 or spec.optional or work.may_write is None or work.may_write[i].count(True) != count:
+        return None
+    if type(column[0]) is not Rows:  # on a device
+        return None
+    whole = in_one_piece(column)
+    return whole if whole is not None and whole.flags.writeable and whole.flags.aligned else None
 
 
 def give(requests: Sequence[GivenRequest], spec: TensorSpec, whole: Array, rows: Sequence[int]) -> None:

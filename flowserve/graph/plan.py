@@ -34,7 +34,9 @@ class PlanNode:
     What the hot path would otherwise find out for every request: `sole[i]`: only this node reads the slot of input i,
     and only there. `plain` is the slot of a node's only input where nothing of it is left to check but its rows, else
     NO_SLOT. `then` is where all that a step makes goes to one node that waits for nothing else: (j, slot, that node's
-    index), else None.
+    index), else None. `goes_on`: it is so, this node reads one slot, which nobody else does, and that node is plain.
+    `ends`: all that it makes is read by nobody but the graph: (j, slot), else None. `frees` are the slots that nobody
+    else reads.
     """
 
     index: int
@@ -53,6 +55,9 @@ class PlanNode:
     sole: tuple[bool, ...]
     plain: int
     then: tuple[int, int, int] | None
+    goes_on: bool
+    ends: tuple[int, int] | None
+    frees: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,13 +190,10 @@ def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], 
     written = tuple(slot if slot in wires.read else NO_SLOT for slot in made)
     writes = tuple((j, slot, tuple(wires.consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT)
     converted = [slot for slot in inputs if slot >= wires.count]
-    checks, converts = wires.checks[node.index], wires.converts[node.index]
-    variable = tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged)
-    optional = any(spec.optional for spec in node.inputs)
+    then = _then(writes, wires.readers, missing)
     sole = tuple(
         not is_nested and 0 <= slot < wires.count and wires.readers[slot] == inputs.count(slot) == 1 for slot in inputs
     )
-    is_plain = len(inputs) == 1 and not (variable or optional or checks or converts or not node.max_batch_size)
     return PlanNode(
         index=node.index,
         name=node.name,
@@ -201,15 +203,32 @@ def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], 
         outputs=written,
         writes=writes,
         max_batch_size=node.max_batch_size,
-        variable=variable,
-        optional=optional,
-        checks=tuple(checks),
+        variable=_variable(node),
+        optional=_may_lack(node),
+        checks=tuple(wires.checks[node.index]),
         wanted=_names(node, written) if graph.is_ensemble else (),
-        converts=tuple(converts),
+        converts=tuple(wires.converts[node.index]),
         sole=sole,
-        plain=inputs[0] if is_plain else NO_SLOT,
-        then=_then(writes, wires.readers, missing),
+        plain=inputs[0] if _is_plain(node, wires) else NO_SLOT,
+        then=then,
+        goes_on=then is not None and sole == (True,) and _is_plain(graph.nodes[then[2]], wires),
+        ends=writes[0][:2] if len(writes) == 1 and not writes[0][2] else None,
+        frees=tuple(slot for slot, is_sole in zip(inputs, sole, strict=True) if is_sole),
     )
+
+
+def _variable(node: Node) -> tuple[int, ...]:
+    return tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged)
+
+
+def _may_lack(node: Node) -> bool:
+    return any(spec.optional for spec in node.inputs)
+
+
+def _is_plain(node: Node, wires: _Wires) -> bool:
+    is_checked = wires.checks[node.index] or wires.converts[node.index]
+    is_single = len(node.inputs) == 1 and node.max_batch_size > 0
+    return is_single and not (is_checked or _variable(node) or _may_lack(node))
 
 
 def _then(

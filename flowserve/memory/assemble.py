@@ -28,14 +28,9 @@ def gather(tensors: Sequence[Tensor], pool: Pool) -> tuple[Array, int]:
     in spirit: it may be the very block the tensors lie in. It is always aligned for its dtype: a view into a request
     body can lie at any address, and this is the one place where such a view is copied.
     """
-    first = tensors[0]
-    block = first.block
-    stop = first.start
-    for tensor in tensors:
-        if tensor.block is not block or tensor.start != stop:
-            return _concatenate(tensors, pool)
-        stop = tensor.stop
-    array = block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]
+    array = in_one_piece(tensors)
+    if array is None:
+        return _concatenate(tensors, pool)
     if not array.flags.aligned:
         return _copy_aligned(array, pool)
     return array, 0
@@ -43,14 +38,20 @@ def gather(tensors: Sequence[Tensor], pool: Pool) -> tuple[Array, int]:
 
 def pieces(tensors: Sequence[Tensor]) -> list[Array]:
     """The tensors' rows in order, as few arrays as they lie in: one where all are neighbours. Nothing is copied."""
+    whole = in_one_piece(tensors)
+    return [tensor.array for tensor in tensors] if whole is None else [whole]
+
+
+def in_one_piece(tensors: Sequence[Tensor]) -> Array | None:
+    """The tensors' rows in order, where they lie as one array; else None. Nothing is copied."""
     first = tensors[0]
     block = first.block
     stop = first.start
     for tensor in tensors:
         if tensor.block is not block or tensor.start != stop:
-            return [tensor.array for tensor in tensors]
+            return None
         stop = tensor.stop
-    return [block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]]
+    return block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]
 
 
 def scatter(array: Array, rows: Sequence[int]) -> list[Tensor]:

@@ -83,6 +83,7 @@ class Statistics:
     left: set[object] = field(default_factory=set)
     load_s: float = 0.0
     _noted: list[tuple[int, ...]] = field(default_factory=list)
+    _totals: list[int] = field(default_factory=list)  # of successful requests that are counted otherwise
 
     @property
     def fail_count(self) -> int:
@@ -107,8 +108,42 @@ class Statistics:
         if len(noted) >= _NOTED_MAX:
             self.add_up()
 
+    def ran_apart(
+        self,
+        rows: int,
+        totals: Sequence[int],
+        queue_ns: int,
+        input_ns: int,
+        infer_ns: int,
+        output_ns: int,
+        now_ns: int,
+    ) -> None:
+        """Requests of `rows` rows each went through an ensemble together, and are answered at `now_ns`, each after one
+        of `totals`. All the rest is as in `ran`, of each.
+        """
+        count = len(totals)
+        self.execution_count += count
+        self.inference_count += rows * count
+        self.last_inference_ns = max(now_ns, self.last_inference_ns or 0)
+        self._add_batches(rows, count, input_ns * count, infer_ns * count, output_ns * count)
+        self.success_count += count
+        self.success_ns += sum(totals)
+        self.queue_ns += queue_ns * count
+        self.compute_input_ns += input_ns * count
+        self.compute_infer_ns += infer_ns * count
+        self.compute_output_ns += output_ns * count
+        self.queue_duration.observe(queue_ns, count)
+        self.compute_duration.observe(input_ns + infer_ns + output_ns, count)
+        self._totals += totals
+        if len(self._totals) >= _NOTED_MAX:
+            self.add_up()
+
     def add_up(self) -> None:
         """Count what was noted. Called on the loop's thread before anything is read."""
+        if self._totals:
+            totals = np.array(self._totals)
+            self.request_duration.observe_all(totals, np.ones_like(totals))
+            self._totals.clear()
         if not self._noted:
             return
         noted = np.fromiter(chain.from_iterable(self._noted), np.int64, len(self._noted) * _FIGURES)

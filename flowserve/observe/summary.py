@@ -104,6 +104,22 @@ class SummarisedStatistics(Statistics):
         self.queue_window.observe(queue_ns, now_ns, count)
         self._computed(now_ns, count, input_ns, infer_ns, output_ns)
 
+    def ran_apart(
+        self,
+        rows: int,
+        totals: Sequence[int],
+        queue_ns: int,
+        input_ns: int,
+        infer_ns: int,
+        output_ns: int,
+        now_ns: int,
+    ) -> None:
+        Statistics.ran_apart(self, rows, totals, queue_ns, input_ns, infer_ns, output_ns, now_ns)
+        for total_ns in totals:
+            self.request_window.observe(total_ns, now_ns)
+        self.queue_window.observe(queue_ns, now_ns, len(totals))
+        self._computed(now_ns, len(totals), input_ns, infer_ns, output_ns)
+
     def succeeded(self, queued: Sequence[int], started_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         Statistics.succeeded(self, queued, started_ns, input_ns, infer_ns, output_ns)
         now_ns = started_ns + input_ns + infer_ns + output_ns

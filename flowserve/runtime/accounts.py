@@ -19,7 +19,7 @@ from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.relays import Relay, Way
-from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.router import TOOK_NOTHING, Flow, Ticket, longer
 from flowserve.scheduling.streams import StreamFlow
 
 if TYPE_CHECKING:
@@ -80,12 +80,13 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
     else:
         _share_out(batch, outcome)
         members = [ticket for ticket in tickets if ticket.flow.plan.graph.is_ensemble]
+    before = after = None
     for ticket in members:
         flow = ticket.flow
-        flow.queue_ns += started_ns - ticket.queued_ns
-        flow.compute_input_ns += input_ns
-        flow.compute_infer_ns += infer_ns
-        flow.compute_output_ns += output_ns
+        if flow.took is not before or ticket.queued_ns != queued_ns or after is None:
+            before, queued_ns = flow.took, ticket.queued_ns
+            after = longer(before, started_ns - queued_ns, input_ns, infer_ns, output_ns)
+        flow.took = after
 
 
 def record_relay(relay: Relay, results: Sequence[Results], now_ns: int) -> None:
@@ -107,10 +108,7 @@ def record_run_through(relay: Relay, copied: Sequence[int], stops: Sequence[Stop
         relay.way, batch.tickets[0].flow.owner, batch.rows, len(batch.tickets), stops, now_ns
     )
     for ticket in batch.tickets:
-        flow = ticket.flow
-        flow.compute_input_ns += input_ns
-        flow.compute_infer_ns += infer_ns
-        flow.compute_output_ns += output_ns
+        ticket.flow.took = longer(ticket.flow.took, 0, input_ns, infer_ns, output_ns)
 
 
 def sizes_of(inputs: Sequence[Tensor | None]) -> list[int]:
@@ -161,17 +159,37 @@ def record_ensemble(flow: Flow, now_ns: int) -> None:
     if flow.error is not None:
         statistics.failed(1, total_ns, OTHER)  # the model whose step it was has counted the reason
         return
-    rows = len(next(iter(flow.request.inputs.values()), ())) if flow.plan.graph.max_batch_size else 1
     statistics.ran(
-        rows or 1,
+        _rows_of(flow),
         1,
         total_ns,
-        flow.queue_ns,
-        flow.compute_input_ns,
-        flow.compute_infer_ns,
-        flow.compute_output_ns,
+        *flow.took,
         now_ns,
     )
+
+
+def record_together(flows: Sequence[Flow], now_ns: int) -> None:
+    """As `record_ensemble`, of requests that were answered out of one batch and have not failed, with one answer each.
+    What those who stayed together have in common is written once.
+    """
+    owner: Deployment | None = None
+    took = TOOK_NOTHING
+    rows = 0
+    totals: list[int] = []
+    for flow in flows:
+        here = _rows_of(flow)
+        if flow.owner is not owner or flow.took is not took or here != rows:
+            if owner is not None:
+                owner.statistics.ran_apart(rows, totals, *took, now_ns)
+            owner, took, rows, totals = flow.owner, flow.took, here, []
+        totals.append(now_ns - flow.arrived_ns)
+    if owner is not None:
+        owner.statistics.ran_apart(rows, totals, *took, now_ns)
+
+
+def _rows_of(flow: Flow) -> int:
+    """What a request counts for."""
+    return len(next(iter(flow.request.inputs.values()), ())) or 1 if flow.plan.graph.max_batch_size else 1
 
 
 def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError, now_ns: int) -> None:

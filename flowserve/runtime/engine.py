@@ -21,7 +21,14 @@ from flowserve.errors import FlowserveError, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
-from flowserve.runtime.accounts import leave_batch, record_batch, record_ensemble, record_refused, who_stayed
+from flowserve.runtime.accounts import (
+    leave_batch,
+    record_batch,
+    record_ensemble,
+    record_refused,
+    record_together,
+    who_stayed,
+)
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.asks import Asks
 from flowserve.runtime.calls import Calls
@@ -108,6 +115,7 @@ class Engine(Directory):
         self.traces = Traces(options.trace, self.tracing)
         self._turnstile = Turnstile()
         self._told: list[Flow] = []  # answered, and whoever waits for them is not told yet
+        self._together: list[Flow] | None = None  # ensembles' requests that are answered out of the batch that is back
         self._answers: Bursts = NoBursts()
         self._stamps = count(1)
         self.stopping = trio.Event()  # for whatever would go on for as long as somebody listens
@@ -314,7 +322,14 @@ class Engine(Directory):
             record_batch(batch.queue.observer, batch, outcome, now_ns)
             if outcome.parameters:
                 outcome.errors = take_parameters(batch, outcome.parameters, outcome.errors)
-            self.dispatcher.batch_done(batch, outcome.outputs, outcome.errors, now_ns)
+            together: list[Flow] = []
+            self._together = together
+            try:
+                self.dispatcher.batch_done(batch, outcome.outputs, outcome.errors, now_ns)
+            finally:
+                self._together = None
+                if together:
+                    record_together(together, now_ns)
         elif isinstance(outcome, Returned):
             self.streaming.returned(batch, outcome)
         else:
@@ -344,7 +359,10 @@ class Engine(Directory):
             is_counted = flow.owner.gate.leave(flow)
             self._pump.poke()  # others may be let in
         if flow.plan.graph.is_ensemble and not is_counted:
-            record_ensemble(flow, self.clock())
+            if self._together is not None and flow.error is None and type(flow) is Flow:
+                self._together.append(flow)
+            else:
+                record_ensemble(flow, self.clock())
         if flow.error is not None and self.calls:  # what runs of it may have called others
             self.calls.sweep()
 

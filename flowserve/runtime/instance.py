@@ -276,14 +276,26 @@ def gather(tickets: Sequence[Ticket], inputs: Iterable[int], *, may_write: bool 
         tensors = flow.tensors
         columns: list[list[Tensor | None]] = [[tensors[slot] if slot >= 0 else None] for slot in node.inputs]
         rows, requests, wanted = [ticket.rows], [flow.request], [node.wanted or flow.wanted]
-    else:
+        return Work(columns, rows, requests, wanted, [_writable(tickets, i) for i in inputs] if may_write else None)
+    node = tickets[0].node
+    count = len(tickets)
+    rows = [ticket.rows for ticket in tickets]
+    requests = [ticket.flow.request for ticket in tickets]
+    if [ticket.node for ticket in tickets].count(node) == count:  # nearly every batch: what they share is asked once
+        slots = node.inputs
         columns = [
-            [ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets]
+            [ticket.flow.tensors[slot] for ticket in tickets] if (slot := slots[i]) >= 0 else [None] * count
             for i in inputs
         ]
-        rows = [ticket.rows for ticket in tickets]
-        requests = [ticket.flow.request for ticket in tickets]
-        wanted = [ticket.node.wanted or ticket.flow.wanted for ticket in tickets]
+        wanted = [node.wanted] * count if node.wanted else [ticket.flow.wanted for ticket in tickets]
+        sole = node.sole
+        writable = [[True] * count if sole[i] else _writable(tickets, i) for i in inputs] if may_write else None
+        return Work(columns, rows, requests, wanted, writable)
+    columns = [
+        [ticket.flow.tensors[slot] if (slot := ticket.node.inputs[i]) >= 0 else None for ticket in tickets]
+        for i in inputs
+    ]
+    wanted = [ticket.node.wanted or ticket.flow.wanted for ticket in tickets]
     return Work(columns, rows, requests, wanted, [_writable(tickets, i) for i in inputs] if may_write else None)
 
 

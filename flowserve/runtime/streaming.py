@@ -27,6 +27,7 @@ from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.iterations import Sender, Source
 from flowserve.scheduling.lineage import traced
+from flowserve.scheduling.router import longer
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -132,8 +133,7 @@ class Streaming:
             took_ns = now_ns - source.started_ns
             statistics.succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
             flow = source.flow
-            flow.queue_ns += source.started_ns - source.queued_ns
-            flow.compute_infer_ns += took_ns
+            flow.took = longer(flow.took, source.started_ns - source.queued_ns, 0, took_ns, 0)
             self._streams.last(source, now_ns)
         else:
             statistics.failed(1, now_ns - source.queued_ns, BACKEND)

@@ -102,7 +102,7 @@ class Batcher(Protocol):
     def check(self) -> None: ...
 
 
-class _Fifo:
+class Fifo:
     """First come, first served, by whoever is patient for ever and never refused."""
 
     __slots__ = ("_waiting",)
@@ -113,6 +113,9 @@ class _Fifo:
 
     def put(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
+
+    def put_all(self, tickets: Iterable[Ticket]) -> None:
+        self._waiting.extend(tickets)
 
     def expiry(self) -> int | None:
         return None
@@ -138,7 +141,7 @@ class _Fifo:
         assert not any(ticket.flow.done for ticket in self._waiting), "a ticket of an answered flow still waits"
 
 
-class OneByOne(_Fifo):
+class OneByOne(Fifo):
     """Triton's default scheduler: every request is an execution of its own, first come first served."""
 
     __slots__ = ()
@@ -151,7 +154,7 @@ class OneByOne(_Fifo):
         return None
 
 
-class DynamicBatcher(_Fifo):
+class DynamicBatcher(Fifo):
     """Triton's dynamic batcher: preferred sizes, a delay, a maximum; sizes are rows, not requests."""
 
     __slots__ = ("_policy", "delay_ns", "may_wait")

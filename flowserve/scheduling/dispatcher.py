@@ -18,18 +18,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from flowserve.errors import FlowserveError, InstanceDied, Unavailable
 from flowserve.scheduling.affinity import Affine
 from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batcher import Fifo
 from flowserve.scheduling.calls import Called
 from flowserve.scheduling.closed import Closed
 from flowserve.scheduling.flows import Flows, tell_nobody
 from flowserve.scheduling.iterative import Iterative
 from flowserve.scheduling.lineage import located, traced
 from flowserve.scheduling.ordering import Order
-from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.router import Facts, Flow, Ticket, end, go_on
 from flowserve.scheduling.sequences import Sequences
 from flowserve.scheduling.streams import StreamFlow
 
@@ -78,9 +80,31 @@ class Dispatcher(Flows):
         if errors:
             errors = {m: traced(error, batch.tickets[m], batch.instance) for m, error in errors.items()}
         if batch.queue.order is None:
-            self._deliver(enumerate(batch.tickets), outputs, errors, now_ns)
+            gone_on = 0 if errors or self._ending else self._go_on(batch.tickets, outputs, now_ns)
+            if gone_on < len(batch.tickets):
+                self._deliver(islice(enumerate(batch.tickets), gone_on, None), outputs, errors, now_ns)
         else:
             batch.queue.order.hold(batch.tickets, outputs, errors)
+
+    def _go_on(self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> int:
+        """Take as many of these, from the first, one step on together as are as usual. Returns how many."""
+        first = tickets[0]
+        then = first.node.then
+        if then is None:
+            flows = end(tickets, outputs)
+            for flow in flows:
+                if not flow.done:  # one before it may have withdrawn it
+                    self._over(flow)
+            return len(flows)
+        queue: ModelQueue = first.flow.route[then[2]]
+        batcher = queue.batcher
+        if not isinstance(batcher, Fifo):  # others may refuse one
+            return 0
+        ready = go_on(tickets, outputs, now_ns)
+        if ready:
+            batcher.put_all(ready)
+            self._mark(queue)
+        return len(ready)
 
     def _deliver(
         self,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from flowserve.graph.nesting import Nesting
 from flowserve.graph.plan import PlanNode
-from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.router import TOOK_NOTHING, Facts, Flow, Ticket
 from flowserve.scheduling.slots import Hold
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Iteration(Flow):
         self.arrived_ns = stream.arrived_ns
         self.stamp = stream.stamp
         self.waiter = self.parameters = self.error = None
-        self.queue_ns = self.compute_input_ns = self.compute_infer_ns = self.compute_output_ns = 0
+        self.took = TOOK_NOTHING
         self.tensors = [*parent.tensors]
         self._begin_at(parent, parent.depth + 1, stream.nesting)
 

@@ -14,7 +14,7 @@ Always true of a flow that is not done (see `Flow.check`):
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.graph.plan import Plan, PlanNode
@@ -34,6 +34,16 @@ class Facts(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
+# Nanoseconds of several steps, all together: in queues, gathering inputs, computing, taking outputs over.
+Took = tuple[int, int, int, int]
+TOOK_NOTHING: Final[Took] = (0, 0, 0, 0)
+
+
+def longer(took: Took, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> Took:
+    """That, and one step more."""
+    return took[0] + queue_ns, took[1] + input_ns, took[2] + infer_ns, took[3] + output_ns
+
+
 class Ticket:
     """A step as a queue sees it: rows, a key that all members of a batch must share, and when it was queued. No
     tensor data. `lane` is the mark of a queue that has several lines, `line` the sequence it belongs to (sequences.py);
@@ -45,12 +55,12 @@ class Ticket:
     lane: int
     line: Any
 
-    def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable) -> None:
+    def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
         self.flow = flow
         self.node = node
         self.rows = rows
         self.key = key
-        self.queued_ns = 0
+        self.queued_ns = queued_ns
 
     def __repr__(self) -> str:
         return f"Ticket({self.node.name}, rows={self.rows})"
@@ -62,14 +72,11 @@ class Flow:
     `route[n]` is the queue of node n's model, which pins the flow to what its graph was loaded with.
     `priority` (1 is the highest, 0 none) and `timeout_ns` (0 none) are the request's own; every step of it has them
     whole. `request`, `owner`, `wanted`, `waiter` and `parameters` belong to the runtime; nothing here reads them.
-    `queue_ns` and `compute_*_ns` sum what its steps took, for the statistics of the graph.
+    `took` is how long its steps took, for the statistics of the graph; who stays together shares one.
     """
 
     __slots__ = (
         "arrived_ns",
-        "compute_infer_ns",
-        "compute_input_ns",
-        "compute_output_ns",
         "done",
         "error",
         "missing",
@@ -78,13 +85,13 @@ class Flow:
         "parameters",
         "plan",
         "priority",
-        "queue_ns",
         "readers",
         "request",
         "route",
         "stamp",
         "tensors",
         "timeout_ns",
+        "took",
         "waiter",
         "wanted",
     )
@@ -118,10 +125,7 @@ class Flow:
         self.waiter: Any = None
         self.parameters: Any = None
         self.wanted: tuple[str, ...] = ()
-        self.queue_ns = 0
-        self.compute_input_ns = 0
-        self.compute_infer_ns = 0
-        self.compute_output_ns = 0
+        self.took = TOOK_NOTHING
 
     @property
     def whole(self) -> Flow:
@@ -306,6 +310,58 @@ class Flow:
 
     def __repr__(self) -> str:
         return f"Flow({self.plan.graph.name}, open={self.open}, done={self.done})"
+
+
+def go_on(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> list[Ticket]:
+    """`finish_step` for those of a batch who go straight on as the first does, together: their next steps, as queued
+    now. It ends before the first about whom anything is unusual; nothing is done for that one and those behind it.
+    """
+    first = tickets[0]
+    node, route = first.node, first.flow.route
+    ready: list[Ticket] = []
+    if not node.goes_on or node.then is None:
+        return ready
+    j, slot, consumer = node.then
+    following = first.flow.plan.nodes[consumer]
+    rows_max = following.max_batch_size
+    read = node.inputs[0]
+    for ticket, handle in zip(tickets, outputs[j], strict=True):
+        flow = ticket.flow
+        if ticket.node is not node or flow.done or handle is None or type(flow) is not Flow or flow.route is not route:
+            break
+        rows = handle.stop - handle.start
+        if not 0 <= rows <= rows_max:
+            break
+        tensors = flow.tensors
+        tensors[slot] = handle
+        tensors[read] = None
+        flow.readers[read] = 0
+        flow.missing[consumer] = 0
+        ready.append(Ticket(flow, following, rows, None, now_ns))
+    return ready
+
+
+def end(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]]) -> list[Flow]:
+    """`finish_step` for those of a batch whose last step this was, if it is the first's: their flows, which are not
+    done yet. It ends before the first about whom anything is unusual, as in `go_on`.
+    """
+    node = tickets[0].node
+    flows: list[Flow] = []
+    if node.ends is None:
+        return flows
+    j, slot = node.ends
+    frees = node.frees
+    for ticket, handle in zip(tickets, outputs[j], strict=True):
+        flow = ticket.flow
+        if ticket.node is not node or flow.done or flow.open != 1 or type(flow) is not Flow:
+            break
+        tensors = flow.tensors
+        tensors[slot] = handle
+        for read in frees:
+            tensors[read] = None
+        flow.open = 0
+        flows.append(flow)
+    return flows
 
 
 def _list(shape: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from typing import Any, Final
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import Plan, PlanNode
 from flowserve.scheduling.iterations import Iteration, Source
-from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.router import Flow, Ticket, longer
 from flowserve.scheduling.slots import Gauge, Hold, Slots
 
 # So many answers of one decoupled step are ready and not yet taken by whoever reads them, and it may not answer again.
@@ -235,7 +235,4 @@ def _tell_nobody(stream: StreamFlow) -> None:
 
 def _add_up(iteration: Iteration, above: Iteration) -> None:
     """What its steps took is part of what the request took."""
-    above.queue_ns += iteration.queue_ns
-    above.compute_input_ns += iteration.compute_input_ns
-    above.compute_infer_ns += iteration.compute_infer_ns
-    above.compute_output_ns += iteration.compute_output_ns
+    above.took = longer(above.took, *iteration.took)

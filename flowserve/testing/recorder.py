@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flowserve.errors import FlowserveError, ModelFailed
-from flowserve.graph.plan import make_plan
+from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Batcher, BatchPolicy
@@ -57,6 +57,7 @@ class Recorder:
         else:
             self.dispatcher = LimitedDispatcher(self._run, self.answers.append, self.limiter)
         self._stamps = 0
+        self._plans: dict[int, tuple[Graph, Plan, list[ModelQueue]]] = {}
 
     def serve(
         self,
@@ -87,9 +88,12 @@ class Recorder:
     ) -> Flow:
         """A request by the name of `request`; one row in every input unless `inputs` says otherwise."""
         self._stamps += 1
-        plan = make_plan(graph)
+        _, plan, route = self._plans.get(id(graph), (None, None, None))
+        queues = [self.queues[node.model] for node in graph.nodes]
+        if plan is None or route != queues:  # requests of one deployment have these in common
+            plan, route = make_plan(graph), queues
+            self._plans[id(graph)] = graph, plan, route
         given = [rows_of() for _ in graph.inputs] if inputs is None else inputs
-        route = [self.queues[node.model] for node in plan.nodes]
         stamp = self._stamps if stamp is None else stamp
         flow = Flow(plan, route, given, 0, stamp, request, None, priority, timeout_ns)
         if is_held:

@@ -24,6 +24,7 @@ from flowserve.runtime.opening import open_engine
 from flowserve.runtime.placement import Placement
 from flowserve.runtime.pump import LONE_TURNS
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
+from flowserve.scheduling.router import Flow
 from flowserve.testing.engine import add_chain, add_function
 from flowserve.values import Array, Request
 
@@ -466,7 +467,7 @@ async def test_a_batch_whose_outcome_cannot_be_taken_in_fails_alone(
         add_function(engine, "double", [double], inline=inline, keeps_order=keeps_order)
         deployment = engine.find("double")
         if where == "in the middle":
-            slips_once(monkeypatch, engine.dispatcher, "_mark" if keeps_order else "_deliver")
+            slips_once(monkeypatch, engine.dispatcher, "_mark" if keeps_order else "_over")
         else:
             slips_once(monkeypatch, engine_module, "record_batch")
         with (
@@ -477,6 +478,33 @@ async def test_a_batch_whose_outcome_cannot_be_taken_in_fails_alone(
         with trio.fail_after(5):
             assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
     assert "Traceback" in caplog.text
+
+
+async def test_a_slip_about_one_of_a_batch_leaves_nobody_of_it_unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as engine:
+        add_function(engine, "double", [double])
+        deployment = engine.find("double")
+        answered = engine._answered
+
+        def slip(flow: Flow) -> None:
+            if flow is flows[1] and flow.error is None:
+                raise RuntimeError("a slip")
+            answered(flow)
+
+        monkeypatch.setattr(engine.dispatcher, "_answered", slip)
+        engine.begin_burst(3)
+        flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
+        told: list[Flow] = []
+        for flow in flows:
+            flow.waiter = told.append
+        engine.end_burst()
+        await wait_all_tasks_blocked()
+        assert engine.response(flows[0]).outputs["OUT"][0, 0] == 2
+        with pytest.raises(Internal, match="'double_0': what came of a batch cannot be taken in: RuntimeError: a slip"):
+            engine.response(flows[2])
+        assert [flow.done for flow in flows] == [True] * 3
+        assert set(told) >= {flows[0], flows[2]}
+        assert engine.dispatcher.in_flight == 0
 
 
 async def test_somebody_who_cannot_be_told_of_his_answer_keeps_it_from_nobody_else(

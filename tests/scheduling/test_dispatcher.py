@@ -59,6 +59,27 @@ def test_a_batch_of_sixteen_is_a_batch_of_sixteen_at_the_last_node_and_lies_in_o
     assert server.answered() == everybody
 
 
+def test_one_of_a_batch_that_its_next_step_cannot_take_fails_alone_and_the_others_keep_their_order(
+    server: Recorder,
+) -> None:
+    fixed = (TensorSpec("X", DType.FP32, (2,)),)
+    first, narrow = simple_model(0, 16, fixed, fixed), simple_model(1, 2, fixed, fixed)
+    server.serve(first)
+    server.serve(narrow)
+    through = chain_graph("through", [first, narrow])
+    for request, rows in enumerate([1, 1, 3, 1]):
+        server.submit(through, request, [rows_of(rows)])
+    assert server.turn() == [("a", [0, 1, 2, 3])]
+    server.done(server.running[0])
+    told = (2, "inference request batch-size must be <= 2 for 'b'")
+    assert server.answered() == [told]
+    assert server.turn() == [("b", [0, 1])]
+    server.done(server.running[0])
+    assert server.turn() == [("b", [3])]
+    server.done(server.running[0])
+    assert server.answered() == [told, 0, 1, 3]
+
+
 def test_a_batch_takes_on_whoever_waits_behind_it(server: Recorder) -> None:
     serve_chain(server)
     server.submit(plain_graph(B), "busy")
