@@ -31,6 +31,8 @@ def tls_context(certificate: Path, key: Path, clients: Path | None) -> ssl.SSLCo
     """What the server shows, and (`clients`) the authority whose certificates clients must have. Raises `Invalid`."""
     try:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # Debian's Python leaves it to a file of OpenSSL's what the oldest version is.
+        context.minimum_version = max(context.minimum_version, ssl.TLSVersion.TLSv1_2)
         context.load_cert_chain(certificate, key)
         if clients is not None:
             context.load_verify_locations(clients)
