@@ -67,14 +67,17 @@ class Stream:
         """Until the client has said everything and was answered, or the server is `stopping` and those who asked
         before were answered. Raises the error that ends it.
         """
+        ended: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_until(context, stopping))
                 await self._write(context)
         except* FlowserveError as errors:
-            raise errors.exceptions[0] from None
+            ended = errors.exceptions[0]  # raised in here, Python before 3.11.4 would put it into a group again
         finally:
             self._let_go()
+        if ended is not None:
+            raise ended from None
         if self._is_cut:
             raise Unavailable(STOPPING)
 

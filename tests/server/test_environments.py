@@ -75,12 +75,12 @@ LIKE_CONDA = "import os\ndel os.memfd_create, os.pidfd_open\n"
 SETS_ARGUMENTS = "[ $# = 0 ] || exit 1\nset -- of its own\n"
 
 
-def make(folder: Path, name: str, *, has_numpy: bool = True, sitecustomize: str = "") -> Path:
+def make(folder: Path, name: str, *, has_numpy: bool = True, at_start: str = "") -> Path:
     """An environment whose package `only_here` has this NAME."""
     venv.create(folder, symlinks=True)
     packages = folder / f"lib/python3.{sys.version_info[1]}/site-packages"
     (packages / "only_here.py").write_text(f"NAME = {name!r}\n")
-    (packages / "sitecustomize.py").write_text(sitecustomize)
+    (packages / "at_start.pth").write_text(at_start)  # not sitecustomize.py: Debian's Python has one of its own
     installed = Path(np.__file__).parent
     for one in ("numpy", "numpy.libs") if has_numpy else ():
         if (installed.parent / one).exists():
@@ -110,7 +110,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environments")
-    make(folder / "plain", "plain", sitecustomize=LIKE_CONDA)
+    make(folder / "plain", "plain", at_start=LIKE_CONDA)
     with (folder / "plain/bin/activate").open("a") as script:
         script.write(SETS_ARGUMENTS)
     make(folder / "packed", "packed")
@@ -247,7 +247,7 @@ def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
     make(folder / "other_numpy", "", has_numpy=False)
     (lib,) = folder.glob("other_numpy/lib/python3*/site-packages")
     (lib / "numpy.py").write_text("raise ImportError('\\n\\nREAD THIS!\\n\\nOriginal error was: no library\\n')")
-    make(folder / "old", "", sitecustomize="import sys; sys.version_info = (3, 9, 18)")
+    make(folder / "old", "", at_start="import sys; sys.version_info = (3, 9, 18)")
     (folder / "moved/bin").mkdir(parents=True)
     (folder / "moved/bin/python").symlink_to("/nowhere/python3.12")
     (folder / "ends/bin").mkdir(parents=True)
