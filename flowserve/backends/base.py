@@ -98,7 +98,8 @@ class Work:
     to. `wanted[m]` names the outputs asked of it. `may_write[i][m]` tells whether the member is the last reader of
     that input. `senders[m]`, of a decoupled model only, is where answers to it go: `run` then returns empty `Results`,
     and inputs may be kept until the last answer. `contexts[m]`, where anybody is traced, is the `traceparent` of the
-    span that the member runs in, "" for none.
+    span that the member runs in, "" for none. `keeps_whole`: outputs may be columns (memory/columns.py), since they are
+    mostly read whole.
     """
 
     inputs: list[list[Tensor | None]]
@@ -108,6 +109,7 @@ class Work:
     may_write: list[list[bool]] | None = None
     senders: Sequence[Sender] | None = None
     contexts: Sequence[str] | None = None
+    keeps_whole: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -168,10 +168,13 @@ class FunctionInstance:
         except BaseException as error:  # its sys.exit() is its own failure too
             raise ModelRaised(self._failure(error)) from error
         computed_ns = clock()
-        outputs: list[list[Tensor | None]] = []
-        columns = self._answers.of_batch(answer, self._rows(work))
+        outputs: list[Any] = []  # what is no list is read as one
+        columns = self._answers.of_batch(answer, self._rows(work), keeps_whole=work.keeps_whole)
         for spec, tensors in zip(self._outputs, columns, strict=True):
-            outputs.append([one if spec.name in work.wanted[m] else None for m, one in enumerate(tensors)])
+            if all(spec.name in names for names in work.wanted):
+                outputs.append(tensors)
+            else:
+                outputs.append([one if spec.name in work.wanted[m] else None for m, one in enumerate(tensors)])
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import ModelFailed
 from flowserve.graph.functions import FunctionModel
 from flowserve.memory.assemble import scatter
+from flowserve.memory.columns import Together
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
 
@@ -35,27 +36,33 @@ class FunctionAnswers:
         self._batches = config.max_batch_size > 0
         self._is_one_list = len(self._names) == 1 and self._names[0] in self._ragged
 
-    def of_batch(self, answer: list[Any], rows: Sequence[int]) -> list[list[Tensor]]:
+    def of_batch(self, answer: list[Any], rows: Sequence[int], *, keeps_whole: bool = False) -> list[Sequence[Tensor]]:
         """One tensor per output and member, which have `rows` rows each. `answer` is a list that nobody else has, of
-        the one thing that the function returned; it is emptied. Raises ModelFailed.
+        the one thing that the function returned; it is emptied. `keeps_whole` is as in `Work`. Raises ModelFailed.
         """
         made = self._in_order(answer)
-        columns: list[list[Tensor]] = []
+        taken: list[Array] = []
+        columns: list[Sequence[Tensor]] = []
         for number, spec in enumerate(self._outputs):
             if self._ragged and spec.name in self._ragged:
                 columns.append(self._one_by_one(made, number, spec, rows))
                 continue
             array = self._own(made, number, spec)
             self._judge(array, spec, sum(rows))
-            columns.append(scatter(array, rows) if self._batches else [Tensor(array)])
+            array = _apart(array, taken)
+            if keeps_whole and self._batches:
+                columns.append(Together(array, rows))
+            else:
+                columns.append(scatter(array, rows) if self._batches else [Tensor(array)])
         return columns
 
     def of_request(self, answer: list[Any]) -> list[Tensor]:
         """One tensor per output, of any number of rows as long as it is the same. As `of_batch`."""
         made = self._in_order(answer)
+        taken: list[Array] = []
         tensors = []
         for number, spec in enumerate(self._outputs):
-            array = self._own(made, number, spec)
+            array = _apart(self._own(made, number, spec), taken)
             self._judge(array, spec, ANY_ROWS)
             tensors.append(Tensor(array, 0, len(array)) if self._batches else Tensor(array))
         if self._batches and len({len(tensor.array) for tensor in tensors}) > 1:
@@ -126,6 +133,14 @@ class FunctionAnswers:
         dims = (rows, *spec.dims) if self._batches else spec.dims
         if not fits(array.shape, dims):
             raise self.broken(f"promises shape {shown(dims)} and returned {shown(array.shape)}", spec)
+
+
+def _apart(array: Array, taken: list[Array]) -> Array:
+    """An array that shares no memory with those before it, which it joins: whoever reads one may write into it."""
+    if any(np.may_share_memory(array, one) for one in taken):
+        array = array.copy()
+    taken.append(array)
+    return array
 
 
 def _holders(made: list[Any], number: int) -> int:

@@ -22,6 +22,7 @@ from flowserve.backends.onnx_signature import Port
 from flowserve.backends.onnx_values import checked, cleaned, prepared, promised
 from flowserve.errors import ModelFailed
 from flowserve.memory.assemble import gather, pieces, scatter
+from flowserve.memory.columns import Together
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, TensorSpec
@@ -148,7 +149,8 @@ class OnnxInstance:
                 # Right at first glance in nearly every case; all the others are looked at closely.
                 if usual is None or array.dtype is not usual[0] or array.shape != (total, *usual[1]):
                     array = self._judge(array, model.outputs[j], total, model.name, self.wrong_rows)
-                outputs[j] = scatter(array, rows)  # type: ignore[assignment]  # nobody puts None among them
+                column = Together(array, rows) if work.keeps_whole else scatter(array, rows)
+                outputs[j] = column  # type: ignore[assignment]  # nobody puts None among them
             else:
                 outputs[j] = [Tensor(self._judge(array, model.outputs[j], -1, model.name, self.wrong_rows))]
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)

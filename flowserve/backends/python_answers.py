@@ -38,7 +38,7 @@ from flowserve.errors import (
 from flowserve.graph.conversion import reshaped
 from flowserve.memory.assemble import scatter
 from flowserve.memory.bytes_codec import to_bytes
-from flowserve.memory.columns import Apart
+from flowserve.memory.columns import Apart, Together
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
@@ -172,7 +172,10 @@ class AnswerReader:
                 placed.append(0)
             elif self._copies:
                 block = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
-                outputs.append([*scatter(block, work.rows)] if self._batches else [Tensor(block)])
+                if work.keeps_whole and self._batches:
+                    outputs.append(Together(block, work.rows))
+                else:
+                    outputs.append([*scatter(block, work.rows)] if self._batches else [Tensor(block)])
                 placed.append(block.nbytes)
             else:
                 outputs.append(Apart(arrays) if self._batches else [Tensor(arrays[0])])

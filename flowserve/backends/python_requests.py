@@ -23,6 +23,7 @@ from flowserve.backends.triton_tensors import Tensor, TritonModelException, _Inp
 from flowserve.errors import FlowserveError
 from flowserve.memory.assemble import in_one_piece
 from flowserve.memory.columns import Together
+from flowserve.memory.pool import POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor as Rows
 from flowserve.values import Array, TensorSpec
 
@@ -119,7 +120,7 @@ class GivenRequest(InferenceRequest):
 
 
 def hand_out(requests: Sequence[GivenRequest], work: Work, specs: Sequence[TensorSpec]) -> None:
-    """Give each request its tensors now, where all lie as one array that it may write into."""
+    """Give each request its tensors now, where all lie as one array: to write into, or a copy of what is small."""
     for i, spec in enumerate(specs):
         whole = _whole(work, i, spec)
         if whole is None:
@@ -131,18 +132,17 @@ def hand_out(requests: Sequence[GivenRequest], work: Work, specs: Sequence[Tenso
 
 
 def _whole(work: Work, i: int, spec: TensorSpec) -> Array | None:
-    """One input of all members as one array that they may write into; None where there is none."""
+    """One input of all members as one array that they may write into; None where it is better asked for one by one."""
     column: Any = work.inputs[i]
-    if type(column) is Together:  # in a process of the model's own, where it may write into all that it gets
-        array: Array = column.array
-        return array
-    count = len(column)
-    if count == 1 or spec.optional or work.may_write is None or work.may_write[i].count(True) != count:
-        return None
-    if type(column[0]) is not Rows:  # on a device
+    if type(column) is not Together and (len(column) == 1 or spec.optional or type(column[0]) is not Rows):
         return None
     whole = in_one_piece(column)
-    return whole if whole is not None and whole.flags.writeable and whole.flags.aligned else None
+    if whole is None:
+        return None
+    flags = whole.flags
+    if flags.writeable and flags.aligned and work.may_write is not None and all(work.may_write[i]):
+        return whole
+    return whole.copy() if whole.nbytes < POOLED_BYTES_MIN else None
 
 
 def give(requests: Sequence[GivenRequest], spec: TensorSpec, whole: Array, rows: Sequence[int]) -> None:

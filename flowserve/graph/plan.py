@@ -34,9 +34,9 @@ class PlanNode:
     What the hot path would otherwise find out for every request: `sole[i]`: only this node reads the slot of input i,
     and only there. `plain` is the slot of a node's only input where nothing of it is left to check but its rows, else
     NO_SLOT. `then` is where all that a step makes goes to one node that waits for nothing else: (j, slot, that node's
-    index), else None. `goes_on`: it is so, this node reads one slot, which nobody else does, and that node is plain.
-    `ends`: all that it makes is read by nobody but the graph: (j, slot), else None. `frees` are the slots that nobody
-    else reads.
+    index), else None. `goes_on`: the same where this node reads one slot, which nobody else does, and that one is
+    plain. `ends`: all that it makes is read by nobody but the graph: (j, slot), else None. `frees` are the slots that
+    nobody else reads.
     """
 
     index: int
@@ -55,7 +55,7 @@ class PlanNode:
     sole: tuple[bool, ...]
     plain: int
     then: tuple[int, int, int] | None
-    goes_on: bool
+    goes_on: tuple[int, int, int] | None
     ends: tuple[int, int] | None
     frees: tuple[int, ...]
 
@@ -190,10 +190,11 @@ def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], 
     written = tuple(slot if slot in wires.read else NO_SLOT for slot in made)
     writes = tuple((j, slot, tuple(wires.consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT)
     converted = [slot for slot in inputs if slot >= wires.count]
-    then = _then(writes, wires.readers, missing)
     sole = tuple(
         not is_nested and 0 <= slot < wires.count and wires.readers[slot] == inputs.count(slot) == 1 for slot in inputs
     )
+    then = _then(writes, wires.readers, missing)
+    goes_on = then is not None and sole == (True,) and _is_plain(graph.nodes[then[2]], wires)
     return PlanNode(
         index=node.index,
         name=node.name,
@@ -211,7 +212,7 @@ def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], 
         sole=sole,
         plain=inputs[0] if _is_plain(node, wires) else NO_SLOT,
         then=then,
-        goes_on=then is not None and sole == (True,) and _is_plain(graph.nodes[then[2]], wires),
+        goes_on=then if goes_on else None,
         ends=writes[0][:2] if len(writes) == 1 and not writes[0][2] else None,
         frees=tuple(slot for slot, is_sole in zip(inputs, sole, strict=True) if is_sole),
     )

@@ -44,6 +44,10 @@ def pieces(tensors: Sequence[Tensor]) -> list[Array]:
 
 def in_one_piece(tensors: Sequence[Tensor]) -> Array | None:
     """The tensors' rows in order, where they lie as one array; else None. Nothing is copied."""
+    if type(tensors) is not list:  # a column may know that, and not be taken apart to find out (columns.py)
+        known: Array | None = getattr(tensors, "array", None)
+        if known is not None:
+            return known
     first = tensors[0]
     block = first.block
     stop = first.start

@@ -43,8 +43,7 @@ class EdgeTraffic:
         self.producer = REQUEST if edge.producer == GRAPH else graph.nodes[edge.producer].name
         self.tensor = edge.tensor
         self.input = edge.input
-        spec = graph.nodes[edge.consumer].inputs[edge.input]
-        self.row_bytes = 0 if spec.optional else _row_bytes(spec)
+        self.row_bytes = _bytes_of(graph, edge)
         self.is_joined = any(
             other.consumer == edge.consumer and other.producer not in (edge.producer, GRAPH) for other in graph.edges
         )
@@ -90,16 +89,19 @@ class NodeTraffic:
             for j, nbytes in enumerate(placed):
                 self.placed[j] += nbytes
 
-    def took_in(self, rows: int, sizes: Sequence[int] | None, copied: Sequence[int]) -> None:
+    def took_in(
+        self, rows: int, sizes: Sequence[int] | None, copied: Sequence[int], *, out_of_one: bool = False
+    ) -> None:
         """A batch that was all its own, of one request or out of one batch, brought so many `rows`, of which so many
         bytes of each input were `copied`. `sizes`: the bytes of each input; None where its rows tell (`is_fixed`).
+        `out_of_one`: it came out of one batch.
         """
         if self.is_fixed and not any(copied):
             self.whole_rows += rows
             return
         for edge in self.edges:
             nbytes = rows * edge.row_bytes if sizes is None else sizes[edge.input]
-            edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
+            edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=out_of_one)
 
     def handed_on(self, edge: EdgeTraffic) -> int:
         """Bytes that went over one of this node's edges as they lay."""
@@ -136,6 +138,20 @@ def node_traffics(graph: Graph) -> tuple[NodeTraffic, ...]:
 def share(nbytes: Sequence[int], own: int, rows: int) -> list[int]:
     """What falls to `own` of a batch's `rows` rows."""
     return [number * own // rows if rows else 0 for number in nbytes]
+
+
+def _bytes_of(graph: Graph, edge: Edge) -> int:
+    """What a row weighs that goes over an edge: what its consumer leaves open its producer may say. 0: neither does."""
+    reader = graph.nodes[edge.consumer]
+    spec = reader.inputs[edge.input]
+    if spec.optional:
+        return 0
+    own = _row_bytes(spec)
+    if own or edge.conversion is not None:
+        return own
+    maker = graph if edge.producer == GRAPH else graph.nodes[edge.producer]
+    made = graph.inputs[edge.output] if edge.producer == GRAPH else graph.nodes[edge.producer].outputs[edge.output]
+    return _row_bytes(made) if (maker.max_batch_size > 0) == (reader.max_batch_size > 0) else 0
 
 
 def _row_bytes(spec: TensorSpec) -> int:

@@ -92,23 +92,31 @@ def record_batch(statistics: Statistics, batch: Batch, outcome: Results | Flowse
 def record_relay(relay: Relay, results: Sequence[Results], now_ns: int) -> None:
     """Write what a relay came by. Each stop waits for nothing and takes over where the one before was done."""
     last = len(results) - 1
+    since_ns = relay.batch.started_ns
     for i, made in enumerate(results):
-        record_batch(relay.way.queues[i].observer, relay.stop(i), made, now_ns if i == last else made.computed_ns)
+        batch = relay.stop(i, since_ns)
+        since_ns = made.computed_ns
+        record_batch(relay.way.queues[i].observer, batch, made, now_ns if i == last else since_ns)
 
 
-def record_run_through(relay: Relay, copied: Sequence[int], stops: Sequence[Stop], now_ns: int) -> None:
+def record_run_through(relay: Relay, copied: Sequence[Sequence[int]], stops: Sequence[Stop], now_ns: int) -> None:
     """As `record_relay`, for one that has run through with no member failing. `copied`: bytes of each input of the
-    first stop.
+    first stop, and of those after it as far as anything was copied there.
     """
     batch = relay.batch
     gathered_ns, since_ns, placed = stops[0]
-    first = Results([], _NONE, gathered_ns, since_ns, copied, placed, _NONE)
+    first = Results([], _NONE, gathered_ns, since_ns, copied[0], placed, _NONE)
     record_batch(batch.queue.observer, batch, first, since_ns)
-    input_ns, infer_ns, output_ns = _record_stops(
-        relay.way, batch.tickets[0].flow.owner, batch.rows, len(batch.tickets), stops, now_ns
+    durations = _record_stops(
+        relay.way, batch.tickets[0].flow.owner, batch.rows, len(batch.tickets), copied, stops, now_ns
     )
+    before = after = None
     for ticket in batch.tickets:
-        ticket.flow.took = longer(ticket.flow.took, 0, input_ns, infer_ns, output_ns)
+        flow = ticket.flow
+        if flow.took is not before or after is None:
+            before = flow.took
+            after = longer(before, 0, *durations)
+        flow.took = after
 
 
 def sizes_of(inputs: Sequence[Tensor | None]) -> list[int]:
@@ -116,13 +124,14 @@ def sizes_of(inputs: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.nbytes for tensor in inputs]
 
 
-def carry_on(node: NodeTraffic, rows: int, reads: Sequence[tuple[int, int]], stops: Sequence[Stop]) -> None:
-    """What a stop of a relay after its first took in: what is handed on in one lies where it was made."""
-    node.took_in(rows, None if node.is_fixed else [stops[i][2][j] for i, j in reads], ())
-
-
 def _record_stops(
-    way: Way, deployment: Deployment, rows: int, count: int, stops: Sequence[Stop], now_ns: int
+    way: Way,
+    deployment: Deployment,
+    rows: int,
+    count: int,
+    copied: Sequence[Sequence[int]],
+    stops: Sequence[Stop],
+    now_ns: int,
 ) -> tuple[int, int, int]:
     """Those of a relay after the first. Returns how long they took, all together: inputs, computing, outputs."""
     since_ns = stops[0][1]
@@ -143,7 +152,8 @@ def _record_stops(
         )
         node: NodeTraffic = deployment.traffic[way.nodes[i].index]
         node.ran(rows, placed)
-        carry_on(node, rows, way.reads[i - 1], stops)
+        # Whoever hands on makes what weighs the same in every row.
+        node.took_in(rows, None, copied[i] if i < len(copied) else (), out_of_one=True)
         input_ns += gathered_ns - since_ns
         infer_ns += computed_ns - gathered_ns
         since_ns = computed_ns

@@ -17,7 +17,7 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import FlowserveError, ModelRaised, Unavailable
+from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
@@ -27,23 +27,23 @@ from flowserve.runtime.accounts import (
     record_ensemble,
     record_refused,
     record_together,
-    who_stayed,
 )
 from flowserve.runtime.answers import Answers
 from flowserve.runtime.asks import Asks
 from flowserve.runtime.calls import Calls
+from flowserve.runtime.carriers import Carrier, join
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.deployment import Deployment, MakeFlow
 from flowserve.runtime.directory import Directory
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.hosts import Processes
-from flowserve.runtime.instance import Completions, Host, Outcome, break_off, cannot_start, log_raised
+from flowserve.runtime.instance import Completions, Host, Outcome, as_told, break_off, cannot_start, note_failure
 from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Bursts, NoBursts, Pump
-from flowserve.runtime.relay_paths import join
+from flowserve.runtime.relays_here import RelaysHere
 from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor, WarmUp
 from flowserve.runtime.traces import Traces
@@ -84,20 +84,22 @@ class Engine(Directory):
                 told=self._has_answers,
                 withdrawn=_withdrawn,
             )
-        elif SUPPORTED:
+        else:
             self.dispatcher = RelayingDispatcher(
                 self._start, self._answered, self._refused, self._has_answers, _withdrawn, relay=self._relay
             )
-        else:
-            self.dispatcher = Dispatcher(self._start, self._answered, self._refused, self._has_answers, _withdrawn)
         self._pump = Pump(self.dispatcher, self.clock, self._tell)
         # Around what came at once and is taken in without a wait, by whoever knows that.
         self.begin_burst, self.end_burst = self._pump.begin_burst, self._pump.end_burst
         self.completions = Completions(trio.lowlevel.current_trio_token(), self._returned, self._broke, self._pump)
         self.generations = Generations(self._forget)
         processes = Processes(self.clock, self._pump) if SUPPORTED else None
-        if processes is not None and isinstance(self.dispatcher, RelayingDispatcher):
-            processes.relays.serve(self.dispatcher, self._pump.poke)
+        self._carriers: list[Carrier] = []
+        if isinstance(self.dispatcher, RelayingDispatcher):
+            self._carriers.append(RelaysHere(self.dispatcher, self._take_in, self._pump.poke, self.clock))
+            if processes is not None:
+                processes.relays.serve(self.dispatcher, self._pump.poke)
+                self._carriers.append(processes.relays)
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
         self.calls = self.completions.calls = Calls(self)
         self.asks = self.calls.asks = Asks(self)
@@ -306,6 +308,7 @@ class Engine(Directory):
                 self._finished(batch, outcome)
             except Exception as error:
                 self._broke(batch, error)
+            del outcome  # the frames of an error hold this one, and with it the batch
 
     def _returned(self, batch: Batch, outcome: Outcome) -> None:
         self._finished(batch, outcome)
@@ -322,32 +325,29 @@ class Engine(Directory):
             record_batch(batch.queue.observer, batch, outcome, now_ns)
             if outcome.parameters:
                 outcome.errors = take_parameters(batch, outcome.parameters, outcome.errors)
-            together: list[Flow] = []
-            self._together = together
-            try:
-                self.dispatcher.batch_done(batch, outcome.outputs, outcome.errors, now_ns)
-            finally:
-                self._together = None
-                if together:
-                    record_together(together, now_ns)
+            self._take_in(now_ns, self.dispatcher.batch_done, batch, outcome.outputs, outcome.errors)
         elif isinstance(outcome, Returned):
             self.streaming.returned(batch, outcome)
         else:
             self._failed(batch, outcome, now_ns)
 
+    def _take_in(self, now_ns: int, take_in: Callable[..., None], *outcome: Any) -> None:
+        """Have the dispatcher take in what came of a batch now. Who is answered by that is written down together."""
+        together = self._together = []
+        try:
+            take_in(*outcome, now_ns)
+        finally:
+            self._together = None
+            if together:
+                record_together(together, now_ns)
+
     def _failed(self, batch: Batch, error: FlowserveError, now_ns: int) -> None:
-        told = error.as_told() if isinstance(error, ModelRaised) else error
-        if self.dispatcher.batch_failed(batch, told):
-            who_stayed(batch.queue.observer, batch.tickets)
-            return  # it is tried again
-        record_batch(batch.queue.observer, batch, told, now_ns)
-        if isinstance(error, ModelRaised):
-            host: Host = batch.instance
-            log_raised(error, batch.queue.key.name, host.name)
+        is_tried_again = self.dispatcher.batch_failed(batch, as_told(error))
+        note_failure(batch, error, now_ns, is_tried_again=is_tried_again)
 
     def _relay(self, relay: Relay) -> bool:
-        # What is traced is told step by step.
-        return not self.tracing.is_live and self.processes is not None and self.processes.relays.start(relay)
+        carrier: Carrier = relay.way.queues[0].carrier
+        return not self.tracing.is_live and carrier.start(relay)  # what is traced is told step by step
 
     def _refused(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
         record_refused(queue.observer, ticket, error, self.clock())
@@ -427,7 +427,7 @@ class Engine(Directory):
             key, batcher, hosts, is_pure=model.is_pure, observer=statistics, needs=needs, keeps_order=keeps_order
         )
         if not (keeps_order or execution_timeout_ns):
-            join(queue)
+            join(queue, self._carriers)
         self.dispatcher.add(queue)
         self.generations.add(Generation(queue, [*hosts, *passive], model, files))
         mortals = [host for host in hosts if isinstance(host, ProcessHost)]

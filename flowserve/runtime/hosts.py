@@ -19,6 +19,7 @@ from flowserve.backends.device import OnDevice
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
 from flowserve.runtime.alone import Occupancy
+from flowserve.runtime.carriers import passes_on, receives
 from flowserve.runtime.children import SUPPORTED, Children, Spawn
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.device_host import DeviceHost
@@ -123,6 +124,8 @@ def host_maker(
             clock,
             always_inline=execution == "inline",
             may_write=not model.is_pure,
+            passes_on=passes_on(config),
+            receives=receives(config),
         )
 
     return make

@@ -20,6 +20,7 @@ import trio
 from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
 from flowserve.errors import FlowserveError, Internal, ModelFailed, ModelRaised
 from flowserve.memory.tensor import Tensor
+from flowserve.runtime.accounts import record_batch, who_stayed
 from flowserve.runtime.calls import Calls, ThreadCaller
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.placement import Placement
@@ -106,7 +107,10 @@ class LocalHost:
         *,
         always_inline: bool,
         may_write: bool,
+        passes_on: bool = False,
+        receives: bool = False,
     ) -> None:
+        """`passes_on`, `receives`: how its model may take part in relays, as far as its tensors go (carriers.py)."""
         self.name = name
         self._model = model
         self._instance = instance
@@ -114,8 +118,10 @@ class LocalHost:
         self._output_count = output_count
         self._placement = placement
         self._clock = clock
-        self._may_write = may_write
+        self.may_write = may_write
         self.always_inline = always_inline
+        self.passes_on = passes_on
+        self.receives = receives
         self._caller: ThreadCaller | None = None  # where its model may call others
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Work] | None] = queue.SimpleQueue()
@@ -148,20 +154,33 @@ class LocalHost:
     def start(self, batch: Batch) -> Outcome | None:
         """Run a batch now and return its outcome, or hand it to the thread and return None."""
         work = self._gather(batch.tickets)
-        if self.always_inline or (self._placement is not None and self._placement.is_inline(batch.rows)):
+        if self.is_inline(batch.rows):
             return self._run(batch, work, inline=True)
         self.running = batch
         self._work.put((batch, work))
         return None
+
+    @property
+    def may_run_inline(self) -> bool:
+        """Whether any batch could ever run on the loop."""
+        return self.always_inline or self._placement is not None
+
+    def is_inline(self, rows: int) -> bool:
+        """Whether a batch of so many rows would run on the loop now."""
+        return self.always_inline or (self._placement is not None and self._placement.is_inline(rows))
+
+    def run_here(self, work: Work, rows: int) -> Results | FlowserveError:
+        """Run a batch of so many rows, in place, on the loop."""
+        return self._compute(work, rows, self._clock(), inline=True)
 
     def run_alone(self, work: Work) -> Results | None:
         """Run one member on the loop. None where its place is not there, and where anything is not as usual: it was
         run for nothing.
         """
         rows = work.rows[0]
-        placement = self._placement
-        if not self.always_inline and (placement is None or not placement.is_inline(rows)):
+        if not self.is_inline(rows):
             return None
+        placement = self._placement
         begun_ns = self._clock()
         try:
             results = self._instance.run(work, self._clock)
@@ -181,21 +200,23 @@ class LocalHost:
         self._thread.join()
 
     def _gather(self, tickets: Sequence[Ticket]) -> Work:
-        return gather(tickets, self._inputs, may_write=self._may_write)
+        return gather(tickets, self._inputs, may_write=self.may_write)
 
     def _run(self, batch: Batch, work: Work, *, inline: bool) -> Outcome:
-        begun_ns = self._clock()
-        batch.started_ns = begun_ns
+        batch.started_ns = self._clock()
+        return self._compute(work, batch.rows, batch.started_ns, inline=inline)
+
+    def _compute(self, work: Work, rows: int, begun_ns: int, *, inline: bool) -> Results | FlowserveError:
         try:
             results = self._instance.run(work, self._clock)
         except FlowserveError as error:
             return error
         except BaseException as error:  # whatever it is: behind a dead thread requests would wait for ever
             return _raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
-        if [*map(len, results.outputs)] != [len(batch.tickets)] * self._output_count:
+        if [*map(len, results.outputs)] != [len(work.rows)] * self._output_count:
             return ModelFailed(f"model '{self._model}', instance '{self.name}': its backend lost a member")
         if self._placement is not None:
-            self._placement.measured(batch.rows, self._clock() - begun_ns, inline=inline)
+            self._placement.measured(rows, self._clock() - begun_ns, inline=inline)
         return results
 
     def _serve(self, completions: Completions, opened: queue.SimpleQueue[BaseException | None]) -> None:
@@ -223,6 +244,22 @@ class LocalHost:
 def log_raised(error: ModelRaised, model: str, instance: str) -> None:
     """Nothing of the batch that it came of is run again."""
     log.error("model '%s', instance '%s' failed", model, instance, exc_info=error.__cause__)
+
+
+def as_told(error: FlowserveError) -> FlowserveError:
+    """What whoever waits for a batch hears of its failure."""
+    return error.as_told() if isinstance(error, ModelRaised) else error
+
+
+def note_failure(batch: Batch, error: FlowserveError, now_ns: int, *, is_tried_again: bool) -> None:
+    """Say of a batch that raised what statistics and the log are to know."""
+    observer = batch.queue.observer
+    if is_tried_again:
+        who_stayed(observer, batch.tickets)
+        return
+    record_batch(observer, batch, as_told(error), now_ns)
+    if isinstance(error, ModelRaised):
+        log_raised(error, batch.queue.key.name, batch.instance.name)
 
 
 def cannot_start(host: Host, batch: Batch, error: Exception) -> Internal:

@@ -14,7 +14,7 @@ from typing import Final
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic
-from flowserve.runtime.accounts import Stop, carry_on, sizes_of
+from flowserve.runtime.accounts import Stop, sizes_of
 from flowserve.runtime.deployment import Deployment
 from flowserve.scheduling.relays import Way
 
@@ -57,7 +57,6 @@ class LoneAccounts:
         self._stops: list[tuple[Statistics, NodeTraffic]] = [
             (queue.observer, deployment.traffic[node.index]) for queue, node in stops
         ]
-        self._reads = way.reads
         self._ensemble = deployment.statistics if deployment.graph.is_ensemble else None
         self._is_fixed = self._stops[0][1].is_fixed
 
@@ -96,7 +95,7 @@ class LoneAccounts:
             statistics.ran(rows, 1, until_ns - since_ns, 0, *took_ns, until_ns - computed_ns, until_ns)
             traffic.ran(rows, placed)
             if i:
-                carry_on(traffic, rows, self._reads[i - 1], stops)
+                traffic.took_in(rows, None, (), out_of_one=True)
             else:
                 traffic.took_in(rows, sizes, copied)
             input_ns += took_ns[0]

@@ -21,11 +21,11 @@ import trio
 
 from flowserve.backends.base import Remote, Results, Work
 from flowserve.backends.child.main import Job
-from flowserve.backends.shapes import has_fixed_shapes
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.memory.arena import Arena
 from flowserve.runtime.alone import WAIT_NS_MAX, Occupancy, Pace
+from flowserve.runtime.carriers import passes_on, receives
 from flowserve.runtime.children import Child, Spawn
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.instance import Completions, Outcome, gather
@@ -38,7 +38,6 @@ from flowserve.runtime.relay_paths import OnItsWay
 from flowserve.runtime.relays import Relays
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.router import Ticket
-from flowserve.values import DType, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -85,8 +84,7 @@ class ProcessHost:
         self._relays = relays
         self.relay: OnItsWay | None = None  # that its process takes part in
         # It hands on what the next process can find without looking, and is handed what lies in one piece.
-        self.passes_on = batches and bool(config.outputs) and has_fixed_shapes(config.outputs)
-        self.receives = batches and not any(map(_is_in_pieces, config.inputs))
+        self.passes_on, self.receives = passes_on(config), receives(config)
         self.pace = Pace()
         self._answer = select.poll()  # on which it is waited for in place
         self._clock = clock
@@ -355,10 +353,6 @@ class ProcessHost:
 
     def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
         return outcome
-
-
-def _is_in_pieces(spec: TensorSpec) -> bool:
-    return spec.optional or spec.ragged or spec.dtype is DType.BYTES
 
 
 def _garbled(what: str) -> str:

@@ -1,8 +1,8 @@
-"""The processes that a relay goes through: who can be one, and what they must know of each other before.
+"""The processes that a relay goes through, and what they must know of each other before.
 
-Decided here: how a model may take part, which of its instances are quick enough, what each process is told of the next
-one, on which processor the loop waits for them in place, and what is known of a batch on its way. What becomes of it is
-decided in relays.py, how things are said in process_link.py.
+Decided here: which instances are quick enough, what each process is told of the next one, on which processor the loop
+waits for them in place, and what is known of a batch on its way. What becomes of it is decided in relays.py, how things
+are said in process_link.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from flowserve.runtime.children import Child
 from flowserve.runtime.comparison import Comparison
 from flowserve.runtime.one_processor import OneProcessor
 from flowserve.runtime.process_link import Expected, Link, Outcome
-from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.batcher import DynamicBatcher, OneByOne
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.relays import Relay, Way
 
 # A model is quick, here, whose batches take no longer: some three times what the server's own part of a hop costs.
 QUICK_NS: Final = 500_000
-_ANY: Final = 1 << 30  # requests
 # What is tried for those that are waited for in place: everybody runs where the system likes, the processes share one
 # processor, or the loop shares it with them.
 _APART, _TOGETHER, _WITH_LOOP = _WAYS = range(3)
@@ -195,17 +193,3 @@ class OnItsWay:
     def batch_of(self, runner: Runner) -> Batch:
         """The batch as an instance has it."""
         return self.relay.stop(self.path.runners.index(runner))
-
-
-def join(queue: ModelQueue) -> None:
-    """Say of a model how it may take part."""
-    hosts = [host for host in queue.instances if isinstance(host, Runner)]
-    if not hosts or len(hosts) < len(queue.instances):
-        return
-    batcher = queue.batcher
-    queue.passes_on = all(host.passes_on for host in hosts)
-    if all(host.receives for host in hosts):
-        if isinstance(batcher, OneByOne):
-            queue.receives = 1
-        elif isinstance(batcher, DynamicBatcher) and batcher.takes_all:
-            queue.receives = _ANY

@@ -54,6 +54,9 @@ _FIRST_NUMBER: Final = 1 << 48
 class Relays:
     """Those of a server. Touched on the loop."""
 
+    private_only = False
+    members_min = 1
+
     def __init__(self, occupancy: Occupancy, one_processor: OneProcessor, clock: ClockNs) -> None:
         self._occupancy = occupancy
         self._one_processor = one_processor
@@ -69,6 +72,10 @@ class Relays:
         """Whose batches these are, and what makes it look again. Before the first."""
         self._dispatcher = dispatcher
         self._poke = poke
+
+    def carries(self, instance: object) -> bool:
+        """As any carrier (carriers.py) says."""
+        return isinstance(instance, Runner)
 
     def start(self, relay: Relay) -> bool:
         """Send it to its first process. False: it is not worth it, or cannot be now."""
@@ -208,7 +215,7 @@ class Relays:
             if through is not None:
                 stops, last = through
                 self._end(sent)
-                record_run_through(relay, sent.expected.packed.copied, stops, now_ns)
+                record_run_through(relay, [sent.expected.packed.copied], stops, now_ns)
                 self._dispatcher.relayed(relay, last.outputs, now_ns)
                 return
         count = reached(sent, passed, answer)
@@ -237,11 +244,6 @@ class Relays:
         relay = sent.relay
         before_ns = sent.started_ns
         for i, one in enumerate(results):
-            batch = relay.stop(i)
-            batch.started_ns = before_ns
-            if i:
-                for ticket in batch.tickets:
-                    ticket.queued_ns = before_ns
             if not before_ns <= one.gathered_ns <= one.computed_ns <= now_ns:
                 one.gathered_ns = min(max(one.gathered_ns, before_ns), now_ns)
                 one.computed_ns = min(max(one.computed_ns, one.gathered_ns), now_ns)
@@ -253,7 +255,7 @@ class Relays:
                 one.errors = take_parameters(relay.stop(i), one.parameters, one.errors)
         outcomes = [(one.outputs, one.errors) for one in results]
         if not self._dispatcher.relay_returned(relay, outcomes, error, now_ns) and error is not None:
-            failed = relay.stop(len(results))
+            failed = relay.stop(len(results), before_ns)
             record_batch(failed.queue.observer, failed, error, now_ns)
 
     def _broke(self, sent: OnItsWay, error: Exception) -> None:

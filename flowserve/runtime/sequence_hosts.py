@@ -32,7 +32,7 @@ class SequenceLocalHost(LocalHost):
         return None if outcome is None else self._ports.finish(batch, outcome)
 
     def _gather(self, tickets: Sequence[Ticket]) -> Work:
-        return self._ports.gather(tickets, may_write=self._may_write)
+        return self._ports.gather(tickets, may_write=self.may_write)
 
 
 class SequenceProcessHost(ProcessHost):

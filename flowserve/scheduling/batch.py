@@ -26,6 +26,7 @@ class ModelQueue:
         "away",
         "batcher",
         "bound",
+        "carrier",
         "closed",
         "free",
         "instances",
@@ -37,6 +38,7 @@ class ModelQueue:
         "order",
         "passes_on",
         "receives",
+        "relayed_min",
         "running",
     )
 
@@ -67,10 +69,13 @@ class ModelQueue:
         self.observer = observer  # the runtime's statistics of this model; nothing here reads it
         self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: they need nothing
         self.order = Order() if keeps_order else None
-        # For relays (relays.py): whether its instances can hand a batch on to others, and how many requests they may be
-        # handed at once.
+        # For relays (relays.py): whether its instances can hand a batch on to others, how many requests they may be
+        # handed at once, and who hands on: only those of one carrier to each other. That is the runtime's; nothing here
+        # reads of it but `private_only`, whether it takes private ways only.
         self.passes_on = False
         self.receives = 0
+        self.carrier: Any = None
+        self.relayed_min = 1  # requests of a batch that is handed on
         self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
 
     @property

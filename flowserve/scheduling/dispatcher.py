@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any
 
 from flowserve.errors import FlowserveError, InstanceDied, Unavailable
+from flowserve.graph.plan import PlanNode
 from flowserve.scheduling.affinity import Affine
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import Fifo
@@ -91,11 +92,7 @@ class Dispatcher(Flows):
         first = tickets[0]
         then = first.node.then
         if then is None:
-            flows = end(tickets, outputs)
-            for flow in flows:
-                if not flow.done:  # one before it may have withdrawn it
-                    self._over(flow)
-            return len(flows)
+            return self._end_all(tickets, outputs, first.node)
         queue: ModelQueue = first.flow.route[then[2]]
         batcher = queue.batcher
         if not isinstance(batcher, Fifo):  # others may refuse one
@@ -105,6 +102,14 @@ class Dispatcher(Flows):
             batcher.put_all(ready)
             self._mark(queue)
         return len(ready)
+
+    def _end_all(self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], last: PlanNode) -> int:
+        """The same, of those whose last step was `last`."""
+        flows = end(tickets, outputs, last)
+        for flow in flows:
+            if not flow.done:  # one before it may have withdrawn it
+                self._over(flow)
+        return len(flows)
 
     def _deliver(
         self,

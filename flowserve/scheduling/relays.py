@@ -36,11 +36,12 @@ class Way:
     """The steps of a relay, in order, and their queues. `row_max`: the largest batch that all but the first may be
     given, of so many requests at most. `is_private`: what is made before the last stop is nobody's but the relay's; for
     a flow that has run through, `inner` are then those slots, each with 1 where the last stop reads it and else 0.
-    `reads` says of each stop but the first what its inputs are: which output of which stop.
+    `reads` says of each stop but the first what its inputs are: which output of which stop; `last_reads` of each of
+    these whether no stop reads it afterwards.
     `paths` belongs to the runtime: what it keeps of this way goes with it.
     """
 
-    __slots__ = ("inner", "is_private", "member_max", "nodes", "paths", "queues", "reads", "row_max")
+    __slots__ = ("inner", "is_private", "last_reads", "member_max", "nodes", "paths", "queues", "reads", "row_max")
 
     def __init__(self, plan: Plan, nodes: Sequence[PlanNode], route: Sequence[ModelQueue]) -> None:
         self.nodes = tuple(nodes)
@@ -55,6 +56,8 @@ class Way:
         self.inner = [(slot, int(slot in nodes[-1].distinct_inputs)) for slot in slots]
         made = {slot: (i, j) for i, node in enumerate(nodes) for j, slot in enumerate(node.outputs) if slot >= 0}
         self.reads = [[made[slot] for slot in node.inputs] for node in nodes[1:]]
+        last = {read: i for i, reads in enumerate(self.reads) for read in reads}
+        self.last_reads = [[last[read] == i for read in reads] for i, reads in enumerate(self.reads)]
         self.paths: dict[tuple[Any, ...], Any] = {}
 
 
@@ -69,15 +72,12 @@ class Relay:
         self.instances = instances
         self._stops: dict[int, Batch] = {0: batch}
 
-    def stop(self, i: int) -> Batch:
-        """The batch as the `i`-th stop has it."""
+    def stop(self, i: int, since_ns: int = 0) -> Batch:
+        """The batch as the `i`-th stop has it, from `since_ns` on: where that is known, asked first with it."""
         batch = self._stops.get(i)
         if batch is None:
-            node, since_ns = self.way.nodes[i], self.batch.started_ns
-            tickets = []
-            for ticket in self.batch.tickets:
-                tickets.append(Ticket(ticket.flow, node, ticket.rows, None))
-                tickets[-1].queued_ns = since_ns
+            node, since_ns = self.way.nodes[i], since_ns or self.batch.started_ns
+            tickets = [Ticket(ticket.flow, node, ticket.rows, None, since_ns) for ticket in self.batch.tickets]
             batch = self._stops[i] = Batch(self.way.queues[i], self.instances[i], tickets, since_ns)
         return batch
 
@@ -131,6 +131,8 @@ class RelayingDispatcher(Dispatcher):
         """
         way = relay.way
         first, *later = way.nodes
+        if self._end_all(relay.batch.tickets, outputs, way.nodes[-1]) == len(relay.batch.tickets):
+            return
         for ticket in relay.batch.tickets:
             if later and not ticket.flow.done:
                 ticket.flow.pass_over(first, way.nodes, way.inner)
@@ -189,6 +191,8 @@ class RelayingDispatcher(Dispatcher):
     def _is_relayed(self, batch: Batch) -> bool:
         """Start a relay with this batch, where there is one."""
         tickets = batch.tickets
+        if len(tickets) < batch.queue.relayed_min:
+            return False
         first = tickets[0]
         flow, node = first.flow, first.node
         plan, route = flow.plan, flow.route
@@ -246,7 +250,7 @@ def whole_way(plan: Plan, route: Sequence[ModelQueue]) -> Way | None:
 
 
 def find_way(plan: Plan, first: PlanNode, route: Sequence[ModelQueue]) -> Way | None:
-    """Where a relay that begins with `first` goes; None where there is none.
+    """Where a relay that begins with `first` goes; None where there is none. One carrier goes all of it.
 
     Each step reads nothing but what was made on the way, on a model of its own. What is made before the last is read on
     the way, so that no other step waits for the relay's end.
@@ -256,16 +260,22 @@ def find_way(plan: Plan, first: PlanNode, route: Sequence[ModelQueue]) -> Way | 
     way = [first]
     made = set(first.outputs)
     models = {first.model}
+    carrier = route[first.index].carrier
     for node in plan.nodes[first.index + 1 :]:
         if not route[way[-1].index].passes_on:
             break
-        if route[node.index].receives and node.model not in models and _reads_only(node, made):
+        queue = route[node.index]
+        is_carried = queue.receives and queue.carrier is carrier
+        if is_carried and node.model not in models and _reads_only(node, made):
             way.append(node)
             made.update(node.outputs)
             models.add(node.model)
     while len(way) > 1 and not _is_closed(way):
         way.pop()
-    return Way(plan, way, route) if len(way) > 1 else None
+    if len(way) < 2:
+        return None
+    found = Way(plan, way, route)
+    return None if not found.is_private and carrier is not None and carrier.private_only else found
 
 
 def _reads_only(node: PlanNode, made: set[int]) -> bool:

@@ -319,9 +319,9 @@ def go_on(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], 
     first = tickets[0]
     node, route = first.node, first.flow.route
     ready: list[Ticket] = []
-    if not node.goes_on or node.then is None:
+    if node.goes_on is None:
         return ready
-    j, slot, consumer = node.then
+    j, slot, consumer = node.goes_on
     following = first.flow.plan.nodes[consumer]
     rows_max = following.max_batch_size
     read = node.inputs[0]
@@ -341,16 +341,17 @@ def go_on(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], 
     return ready
 
 
-def end(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]]) -> list[Flow]:
-    """`finish_step` for those of a batch whose last step this was, if it is the first's: their flows, which are not
-    done yet. It ends before the first about whom anything is unusual, as in `go_on`.
+def end(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], last: PlanNode) -> list[Flow]:
+    """`finish_step` for those of a batch of whom nothing more is to be done once it is through `last`, which made
+    `outputs`: their flows, which are not done yet. The tickets are of that step, or of the first of several that all
+    were gone through. It ends before the first about whom anything is unusual, as in `go_on`.
     """
-    node = tickets[0].node
     flows: list[Flow] = []
-    if node.ends is None:
+    if last.ends is None:
         return flows
-    j, slot = node.ends
+    node = tickets[0].node
     frees = node.frees
+    j, slot = last.ends
     for ticket, handle in zip(tickets, outputs[j], strict=True):
         flow = ticket.flow
         if ticket.node is not node or flow.done or flow.open != 1 or type(flow) is not Flow:

@@ -122,8 +122,21 @@ def add_function(
 ) -> list[FunctionInstance]:
     """Serve a model made of functions, one instance for each, FP32 `dims` in and out. Blocks while instances open."""
     instances = [FunctionInstance(function) for function in functions]
+    is_fixed = max_batch_size > 0 and -1 not in dims
     hosts = [
-        LocalHost(f"{name}_{i}", name, one, 1, 1, placement, engine.clock, always_inline=inline, may_write=False)
+        LocalHost(
+            f"{name}_{i}",
+            name,
+            one,
+            1,
+            1,
+            placement,
+            engine.clock,
+            always_inline=inline,
+            may_write=False,
+            passes_on=is_fixed,
+            receives=is_fixed,
+        )
         for i, one in enumerate(instances)
     ]
     queue = DynamicBatcher(BatchPolicy.simple(max_batch_size)) if batcher is None else batcher

@@ -157,6 +157,18 @@ def test_an_array_that_a_function_keeps_is_copied_unless_it_promised_not_to_writ
         assert arrays(results) == ([[[7, 7]]] if is_pure else [[[0, 0]]])
 
 
+@pytest.mark.parametrize("answer", [lambda x: (x + 1,) * 2, lambda x: ((y := x + 1), y[:, ::-1])])
+@pytest.mark.parametrize("is_pure", [True, False])
+def test_outputs_share_no_memory_since_whoever_reads_one_may_write_into_it(
+    answer: Callable[[Array], Any], is_pure: bool
+) -> None:
+    results = run(function(answer, {"Y": "FP32[2]", "Z": "FP32[2]"}, is_pure=is_pure), [row(1, 2)])
+    first, second = (column[0] for column in results.outputs)
+    assert first is not None
+    assert second is not None
+    assert not np.shares_memory(first.array, second.array)
+
+
 def test_a_fresh_array_is_taken_as_it_is() -> None:
     addresses: list[int] = []
 

@@ -70,7 +70,7 @@ COMPLETES = """
 """
 
 # As in the Pythons that conda builds, which are for old C libraries.
-LIKE_CONDA = "import os\ndel os.memfd_create, os.pidfd_open\n"
+LIKE_CONDA = "import os; del os.memfd_create, os.pidfd_open"  # one line, as in any .pth file
 # As any script may, which knows of no other caller than a shell of its own.
 SETS_ARGUMENTS = "[ $# = 0 ] || exit 1\nset -- of its own\n"
 
