@@ -182,6 +182,9 @@ def record_together(flows: Sequence[Flow], now_ns: int) -> None:
     """As `record_ensemble`, of requests that were answered out of one batch and have not failed, with one answer each.
     What those who stayed together have in common is written once.
     """
+    if len(flows) == 1:
+        record_ensemble(flows[0], now_ns)
+        return
     owner: Deployment | None = None
     took = TOOK_NOTHING
     rows = 0

@@ -81,9 +81,14 @@ class Dispatcher(Flows):
         if errors:
             errors = {m: traced(error, batch.tickets[m], batch.instance) for m, error in errors.items()}
         if batch.queue.order is None:
-            gone_on = 0 if errors or self._ending else self._go_on(batch.tickets, outputs, now_ns)
-            if gone_on < len(batch.tickets):
-                self._deliver(islice(enumerate(batch.tickets), gone_on, None), outputs, errors, now_ns)
+            members: Iterable[tuple[int, Ticket]] = enumerate(batch.tickets)
+            count = len(batch.tickets)
+            if count > 1 and not errors and not self._ending:  # who is alone has nothing in common with anybody
+                gone_on = self._go_on(batch.tickets, outputs, now_ns)
+                if gone_on == count:
+                    return
+                members = islice(members, gone_on, None)
+            self._deliver(members, outputs, errors, now_ns)
         else:
             batch.queue.order.hold(batch.tickets, outputs, errors)
 

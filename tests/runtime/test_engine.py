@@ -467,7 +467,7 @@ async def test_a_batch_whose_outcome_cannot_be_taken_in_fails_alone(
         add_function(engine, "double", [double], inline=inline, keeps_order=keeps_order)
         deployment = engine.find("double")
         if where == "in the middle":
-            slips_once(monkeypatch, engine.dispatcher, "_mark" if keeps_order else "_over")
+            slips_once(monkeypatch, engine.dispatcher, "_mark" if keeps_order else "_deliver")
         else:
             slips_once(monkeypatch, engine_module, "record_batch")
         with (
