@@ -280,11 +280,11 @@ async def test_a_request_that_is_alone_goes_step_by_step(tmp_path: Path, relayed
 
 async def test_ensembles_that_share_a_model_meet_in_its_batch(tmp_path: Path, relayed: list[int]) -> None:
     """A batch that went on by itself would leave the others behind."""
-    chain(tmp_path, "plus", "plus", "plus", name="one")
+    chain(tmp_path, "plus", "plus", name="one")
     steps = (
         'step { model_name: "first" model_version: -1 input_map { key: "X" value: "X" } '
         'output_map { key: "Y" value: "t" } } '
-        'step { model_name: "m2" model_version: -1 input_map { key: "X" value: "t" } '
+        'step { model_name: "m1" model_version: -1 input_map { key: "X" value: "t" } '
         'output_map { key: "Y" value: "u" } }'
     )
     graph = Graph(tmp_path, 4)
@@ -306,10 +306,9 @@ async def test_ensembles_that_share_a_model_meet_in_its_batch(tmp_path: Path, re
             request.stamp = inner.next_stamp()
             flows.append(inner.submit(inner.find(name, ""), request))
         inner.end_burst()
-        assert [next(iter(inner.response(flow).outputs.values()))[0, 0] for flow in flows] == [3, 5, 5, 7]
+        assert [next(iter(inner.response(flow).outputs.values()))[0, 0] for flow in flows] == [3, 4, 5, 6]
         counted = executions(engine)
         assert (counted["first"], counted["m0"], counted["m1"]) == (1, 1, 1)
-        assert counted["m2"] <= 2
 
 
 async def test_a_model_that_raises_on_the_way_fails_who_is_there_and_nobody_after(
