@@ -28,6 +28,9 @@ class DeviceWork(Work):
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """What an `Instance` has besides where it computes on a GPU and takes `DeviceWork`."""
+    """What an `Instance` has besides where it computes on a GPU and takes `DeviceWork`. `is_of_any_thread`: runs may
+    come from one thread after the other, as long as it is one at a time; else all come from the one that opened it.
+    """
 
     place: MemoryPlace
+    is_of_any_thread: bool

@@ -26,7 +26,8 @@ from flowserve.memory.tensor import Tensor
 from flowserve.values import DType, TensorSpec
 
 WRONG_ROWS: Final = "its first dimension is no batch dimension, so set max_batch_size to 0"
-_GPU: Final = "cuda"  # onnxruntime's word
+NO_GRAPH: Final = -1  # onnxruntime's word for a run that is none
+_GPU: Final = "cuda"  # as the last
 _ONNX_BFLOAT16: Final = 16  # TensorProto.DataType; the one type that numpy has no name for
 
 
@@ -44,20 +45,23 @@ class Facts(Protocol):
 
 
 class OnnxDeviceInstance:
-    """A session and a stream on one GPU. `open_session` gets the address of that stream."""
+    """A session and a stream on one GPU. `open_session` gets the address of that stream, `run_options` the number of
+    the captured graph that runs are, or NO_GRAPH.
+    """
 
     def __init__(
         self,
         model: Facts,
         memory: DeviceMemory,
         open_session: Callable[[int], Any],
-        run_options: Callable[[], Any],
+        run_options: Callable[[int], Any],
     ) -> None:
         self.place = memory.place
+        self.is_of_any_thread = True
         self._model = model
         self._memory = memory
         self._open_session = open_session
-        self._run_options = run_options
+        self._options = run_options(NO_GRAPH)
 
     def open(self) -> None:
         self._stream = DeviceStream(self._memory)
@@ -80,7 +84,7 @@ class OnnxDeviceInstance:
             _, indices = model.asked(work.wanted)
             made = [self._bind_output(binding, j, total) for j in indices]
             gathered_ns = clock()
-            self._compute(binding, self._run_options())
+            self._compute(binding, self._options)
             values = binding.get_outputs() if None in made else ()
             arrays = [
                 self._adopted(values[k], model.outputs[j]) if array is None else array

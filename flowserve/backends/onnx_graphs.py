@@ -11,7 +11,7 @@ Which sizes is the configuration's to say (`optimization.cuda`), in onnx_provide
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final
+from typing import Any
 
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.backends.onnx_device import Facts, OnnxDeviceInstance
@@ -19,23 +19,22 @@ from flowserve.backends.onnx_values import fed_shape, made_shape
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.device_tensor import DeviceArray
 
-NO_GRAPH: Final = -1  # onnxruntime's word for a run that is none
-
 
 class _Room:
-    """Where a graph of one size reads and writes, bound once."""
+    """Where a graph of one size reads and writes, bound once, and what its runs are told."""
 
-    __slots__ = ("binding", "inputs", "outputs")
+    __slots__ = ("binding", "inputs", "options", "outputs")
 
-    def __init__(self, binding: Any, inputs: list[DeviceArray], outputs: list[DeviceArray]) -> None:
+    def __init__(self, binding: Any, options: Any, inputs: list[DeviceArray], outputs: list[DeviceArray]) -> None:
         self.binding = binding
+        self.options = options
         self.inputs = inputs
         self.outputs = outputs
 
 
 class OnnxGraphInstance(OnnxDeviceInstance):
-    """A session that captures runs of some `sizes` of batch (1 for a model without batching). `run_options` gets a
-    graph's number, which is its size, or NO_GRAPH.
+    """A session that captures runs of some `sizes` of batch (1 for a model without batching). A graph's number is its
+    size.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class OnnxGraphInstance(OnnxDeviceInstance):
         run_options: Callable[[int], Any],
         sizes: Collection[int],
     ) -> None:
-        super().__init__(model, memory, open_session, lambda: run_options(NO_GRAPH))
+        super().__init__(model, memory, open_session, run_options)
         self._graph_options = run_options
         self._sizes = frozenset(sizes)
         self._rooms: dict[int, _Room | None] = {}
@@ -73,7 +72,7 @@ class OnnxGraphInstance(OnnxDeviceInstance):
                 stream.copy(array, place)
                 copied.append(nbytes)
             gathered_ns = clock()
-            self._compute(room.binding, self._graph_options(size))
+            self._compute(room.binding, room.options)
             made = []
             for output in room.outputs:
                 made.append(stream.empty(output.dtype, output.shape))
@@ -100,7 +99,7 @@ class OnnxGraphInstance(OnnxDeviceInstance):
         ]
         if None in inputs or None in outputs:
             return None
-        room = _Room(self._session.io_binding(), _present(inputs), _present(outputs))
+        room = _Room(self._session.io_binding(), self._graph_options(size), _present(inputs), _present(outputs))
         for spec, port, array in zip(model.inputs, model.ports, room.inputs, strict=True):
             shape = fed_shape(array.shape, spec, port, is_batching=model.is_batching)
             self._bind_input(room.binding, spec, array, shape)

@@ -108,13 +108,13 @@ def to_be_asked_only() -> Any:
     return settings
 
 
-def run_without_waiting(graph: int | None = None) -> Any:
-    """For a run that returns when its work is on the device's stream. `graph`: the number of the captured graph that it
-    is, -1 for none; None in a session that captures none.
+def run_without_waiting(graph: int) -> Any:
+    """For runs that return when their work is on the device's stream. `graph`: the number of the captured graph that
+    they are, -1 for none.
     """
     options = ort.RunOptions()
-    if graph is not None:
-        options.add_run_config_entry("gpu_graph_id", str(graph))
+    # Said in any case: newer versions ask for it at each run, and an entry that is not there costs them an exception.
+    options.add_run_config_entry("gpu_graph_id", str(graph))
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 

@@ -127,6 +127,7 @@ class DevicePythonInstance(PythonInstance):
     def __init__(self, source: Source, name: str, group: InstanceGroup, memory: DeviceMemory) -> None:
         super().__init__(source, name, group)
         self.place = memory.place
+        self.is_of_any_thread = False  # models keep things by thread
         self._memory = memory
 
     def open(self) -> None:

@@ -213,6 +213,8 @@ class TensorRtInstance:
 class TensorRtDeviceInstance(TensorRtInstance):
     """One that takes tensors where they lie, and leaves them where they are read."""
 
+    is_of_any_thread = True
+
     @property
     def place(self) -> MemoryPlace:
         """Its memory."""

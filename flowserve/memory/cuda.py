@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from flowserve.memory.cuda_context import why_lost
 from flowserve.memory.device import Device, Event, Memory, OpenedMemory, OutOfMemory, Stream
 from flowserve.values import Array
 
@@ -150,6 +151,9 @@ class CudaDevice:
     def close_handle(self, opened: OpenedMemory) -> None:
         with cupy.cuda.Device(self.number):
             cupy.cuda.runtime.ipcCloseMemHandle(opened.address)
+
+    def why_lost(self) -> str:
+        return why_lost()
 
     def current(self) -> AbstractContextManager[object]:
         device: AbstractContextManager[object] = cupy.cuda.Device(self.number)

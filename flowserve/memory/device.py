@@ -102,6 +102,9 @@ class Device(Protocol):
     def close_handle(self, opened: OpenedMemory) -> None:
         """Nothing reads or writes it any more."""
 
+    def why_lost(self) -> str:
+        """What is wrong with it for as long as this process lives, "" where nothing is. Waits for nothing."""
+
     def current(self) -> AbstractContextManager[object]:
         """Within it, this is what CUDA calls the thread's current device, for libraries that ask it."""
 

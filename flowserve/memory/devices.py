@@ -25,6 +25,7 @@ log = logging.getLogger("flowserve.memory")
 
 GPU_POOL_BYTES: Final = 1 << 30  # what lies between the steps of pipelines, of each GPU
 PINNED_POOL_BYTES: Final = 1 << 28  # as tritonserver's
+LOST: Final = "the GPU cannot be used by this process any more ({why}); restart the server"
 NO_DRIVER: Final = "this machine has no GPU that can be used: no NVIDIA driver is installed"
 
 
@@ -40,6 +41,7 @@ class Devices:
         pinned_bytes: int = PINNED_POOL_BYTES,
     ) -> None:
         self.why_none = why_none
+        self.lost = ""  # why this process cannot use them any more
         self.ledger = Ledger()
         # One for all: what is pinned, every device may copy from and to.
         self.pinned = BlockPool(devices[0], PINNED_MEMORY, pinned_bytes) if devices else None
@@ -74,6 +76,17 @@ class Devices:
             else:
                 log.warning("there is no GPU %d here whose pool could be limited", number)
 
+    def look_for_loss(self) -> None:
+        """Ask the devices, and say once what is found."""
+        if self.lost:
+            return
+        for memory in self._memories:
+            why = memory.device.why_lost()
+            if why:
+                self.lost = LOST.format(why=why)
+                log.error("%s. Until then the server says that it is not live", self.lost)
+                return
+
     def statistics(self) -> Mapping[MemoryPlace, BlockStatistics]:
         """Of every pool there is."""
         pools = [] if self.pinned is None else [self.pinned, *(memory.pool for memory in self._memories)]
@@ -100,6 +113,17 @@ def using(found: Devices) -> Iterator[Devices]:
         yield found
     finally:
         _current = before
+
+
+def lost() -> str:
+    """Why this process cannot use its GPUs any more, "" where it can, or never did."""
+    return "" if _current is None else _current.lost
+
+
+def look_for_loss() -> None:
+    """Something failed: was it a GPU? May be called from any thread, and costs nothing where none is in use."""
+    if _current is not None and _current.count:
+        _current.look_for_loss()
 
 
 def _look() -> Devices:

@@ -11,18 +11,58 @@ of configurations). Where any of a reader's instances is on the host, the output
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
-from flowserve.backends.device import DeviceWork
+from flowserve.backends.base import Results, Work
+from flowserve.backends.device import DeviceWork, OnDevice
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.graph.plan import PlanNode
 from flowserve.memory.delivery import ON_DEVICE, ON_HOST
 from flowserve.memory.device_tensor import SHARED, DeviceMirror, DeviceTensor, Mirror
+from flowserve.memory.devices import lost
 from flowserve.runtime.instance import LocalHost
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.router import Flow, Ticket
+from flowserve.values import MemoryPlace
 
 
 class DeviceHost(LocalHost):
-    """One instance on a device. Always on its thread: it may wait for the device, and must not hold up the loop."""
+    """One instance on a device. Always on a thread: it may wait for the device, and must not hold up the loop.
+
+    `elsewhere` is held while another instance's thread runs a batch of this one.
+    """
+
+    elsewhere: threading.Lock | None = None
+
+    @property
+    def place(self) -> MemoryPlace:
+        """The device."""
+        return self._on_device.place
+
+    @property
+    def is_of_any_thread(self) -> bool:
+        """Whether another thread than its own may run a batch of it, while its own has nothing to do."""
+        return self._on_device.is_of_any_thread
+
+    @property
+    def _on_device(self) -> OnDevice:
+        assert isinstance(self._instance, OnDevice)
+        return self._instance
+
+    def _compute(self, work: Work, rows: int, begun_ns: int, *, inline: bool) -> Results | FlowserveError:
+        return Unavailable(why) if (why := lost()) else super()._compute(work, rows, begun_ns, inline=inline)
+
+    def close(self) -> None:
+        """As that of any host. Everybody may have left a batch that still runs."""
+        if self.elsewhere is not None:
+            with self.elsewhere:
+                pass
+        super().close()
+
+    def gather(self, tickets: Sequence[Ticket]) -> DeviceWork:
+        """What it is given of a batch."""
+        return self._gather(tickets)
 
     def _gather(self, tickets: Sequence[Ticket]) -> DeviceWork:
         crossings: dict[tuple[int, int], _Crossings] = {}  # most tickets of a batch are the same step of one graph
@@ -31,14 +71,27 @@ class DeviceHost(LocalHost):
             key = (id(ticket.flow.plan), ticket.node.index)
             found = crossings.get(key)
             if found is None:
-                found = crossings[key] = _Crossings(ticket, self._output_count)
+                found = crossings[key] = _Crossings(ticket)
             found.share_inputs(ticket.flow)
-            for column, readers in zip(outputs, found.readers, strict=True):
-                column.append(readers)
-        work = super()._gather(tickets)
-        return DeviceWork(
-            work.inputs, work.rows, work.requests, work.wanted, work.may_write, work.senders, read_at=outputs
-        )
+            for column, where in zip(outputs, found.readers, strict=True):
+                column.append(where)
+        return on_device(super()._gather(tickets), outputs)
+
+
+def on_device(work: Work, read_at: Sequence[Sequence[int]]) -> DeviceWork:
+    """The same batch for an instance on a device; `read_at[j][m]` says who reads output j of member m."""
+    return DeviceWork(work.inputs, work.rows, work.requests, work.wanted, work.may_write, work.senders, read_at=read_at)
+
+
+def readers(flow: Flow, node: PlanNode) -> list[int]:
+    """Who reads each output of a step."""
+    plan, route = flow.plan, flow.route
+    found = [0] * len(node.outputs)
+    for j, slot, consumers in node.writes:
+        found[j] = ON_HOST if slot in plan.output_slots else 0
+        for consumer in consumers:
+            found[j] |= _reads(route[consumer])
+    return found
 
 
 class _Crossings:
@@ -46,13 +99,9 @@ class _Crossings:
 
     __slots__ = ("_shared", "readers")
 
-    def __init__(self, ticket: Ticket, output_count: int) -> None:
+    def __init__(self, ticket: Ticket) -> None:
         plan, node, route = ticket.flow.plan, ticket.node, ticket.flow.route
-        self.readers = [0] * output_count
-        for j, slot, consumers in node.writes:
-            self.readers[j] = ON_HOST if slot in plan.output_slots else 0
-            for consumer in consumers:
-                self.readers[j] |= _reads(route[consumer])
+        self.readers = readers(ticket.flow, node)
         self._shared = [
             slot
             for slot in set(node.inputs)

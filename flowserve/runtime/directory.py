@@ -16,12 +16,14 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, NotFound, Unavailable
 from flowserve.graph.types import GRAPH, Graph, ModelKey
 from flowserve.memory.arena import Arena
+from flowserve.memory.devices import lost
 from flowserve.observe.statistics import Statistics, rows_as_json
 from flowserve.observe.summary import summarising
 from flowserve.runtime.batchers import keeps_order
 from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.clock import ClockNs, wall_clock_ns
 from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
+from flowserve.runtime.device_host import DeviceHost
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.fast_path import FastPath, OnTheSpot
 from flowserve.runtime.gate import Gate
@@ -70,8 +72,8 @@ class Directory:
 
     @property
     def is_live(self) -> bool:
-        """The loop turns, or nobody could ask."""
-        return True
+        """The loop turns, or nobody could ask; and no GPU is lost, which only another process gets back."""
+        return not lost()
 
     @property
     def is_ready(self) -> bool:
@@ -88,7 +90,12 @@ class Directory:
         )
 
     def outage(self, deployment: Deployment) -> str:
-        """Why a deployment that is loaded does not answer just now, or "": no instance of a model it needs lives."""
+        """Why a deployment that is loaded does not answer just now, or "": no instance of a model it needs lives, or it
+        is on a GPU that is lost.
+        """
+        why = lost()
+        if why and any(isinstance(host, DeviceHost) for queue in deployment.route for host in queue.instances):
+            return why
         return self.supervisor.outage(deployment.route)
 
     def find(self, name: str, version: str = "") -> Deployment:

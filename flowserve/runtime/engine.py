@@ -43,7 +43,9 @@ from flowserve.runtime.lifecycle import Generation, Generations
 from flowserve.runtime.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.process_host import ProcessHost
 from flowserve.runtime.pump import Bursts, NoBursts, Pump
+from flowserve.runtime.relay_runs import Arrivals
 from flowserve.runtime.relays_here import RelaysHere
+from flowserve.runtime.relays_on_gpu import RelaysOnGpu
 from flowserve.runtime.streaming import Returned, Streaming
 from flowserve.runtime.supervisor import Supervisor, WarmUp
 from flowserve.runtime.traces import Traces
@@ -96,9 +98,12 @@ class Engine(Directory):
         processes = Processes(self.clock, self._pump) if SUPPORTED else None
         self._carriers: list[Carrier] = []
         if isinstance(self.dispatcher, RelayingDispatcher):
-            self._carriers.append(RelaysHere(self.dispatcher, self._take_in, self._pump.poke, self.clock))
+            arrivals, poke = Arrivals(self.dispatcher, self._take_in, self.clock), self._pump.poke
+            token = self.completions.token
+            self._carriers.append(RelaysHere(self.dispatcher, arrivals, poke, self.clock))
+            self._carriers.append(RelaysOnGpu(self.dispatcher, arrivals, token, self._pump, poke, self.clock))
             if processes is not None:
-                processes.relays.serve(self.dispatcher, self._pump.poke)
+                processes.relays.serve(self.dispatcher, poke)
                 self._carriers.append(processes.relays)
         self.streaming = Streaming(self.completions.token, self.dispatcher, self.clock, self._pump.poke)
         self.calls = self.completions.calls = Calls(self)

@@ -13,12 +13,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import trio
 
 from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
 from flowserve.errors import FlowserveError, Internal, ModelFailed, ModelRaised
+from flowserve.memory.devices import look_for_loss
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.accounts import record_batch, who_stayed
 from flowserve.runtime.calls import Calls, ThreadCaller
@@ -34,10 +36,42 @@ log = logging.getLogger("flowserve.runtime")
 
 Outcome = Results | Returned | FlowserveError
 
+T = TypeVar("T")
+_Run = tuple[Callable[[], Any], Callable[[Any], None]]
 
-class Completions:
-    """Batches that came back from worker threads, handed to the loop in one piece per turn. `finished` is for whoever
-    is on the loop already, and who tells `broke` where that raises: a mistake of ours is that batch's business alone.
+
+class Returns(Generic[T]):
+    """What comes back from worker threads, handed to the loop in one piece per turn. `take` is called there with one
+    after the other; it does not raise.
+    """
+
+    def __init__(self, token: trio.lowlevel.TrioToken, take: Callable[[T], None], pump: Bursts) -> None:
+        self.token = token
+        self.pump = pump
+        self._take = take
+        self._returned: deque[T] = deque()
+
+    def add(self, returned: T) -> None:
+        """Called on a worker thread."""
+        self._returned.append(returned)
+        try:
+            self.token.run_sync_soon(self._drain, idempotent=True)
+        except trio.RunFinishedError:
+            log.debug("a batch came back after the server was gone")
+
+    def _drain(self) -> None:
+        returned, take = self._returned, self._take
+        self.pump.begin_burst(0)
+        try:
+            while returned:
+                take(returned.popleft())
+        finally:
+            self.pump.end_burst()
+
+
+class Completions(Returns[tuple[Batch, Outcome]]):
+    """Batches that came back. `finished` is for whoever is on the loop already, and who tells `broke` where that
+    raises: a mistake of ours is that batch's business alone.
     """
 
     def __init__(
@@ -47,33 +81,17 @@ class Completions:
         broke: Callable[[Batch, Exception], None],
         pump: Bursts,
     ) -> None:
-        self.token = token
-        self.pump = pump
+        super().__init__(token, self._take_in, pump)
         self.finished = finished
         self.broke = broke
         self.calls: Calls | None = None  # where models' calls of other models go
-        self._returned: deque[tuple[Batch, Outcome]] = deque()
 
-    def put(self, batch: Batch, outcome: Outcome) -> None:
-        """Called on a worker thread."""
-        self._returned.append((batch, outcome))
+    def _take_in(self, returned: tuple[Batch, Outcome]) -> None:
+        batch, outcome = returned
         try:
-            self.token.run_sync_soon(self._drain, idempotent=True)
-        except trio.RunFinishedError:
-            log.debug("a batch came back after the server was gone")
-
-    def _drain(self) -> None:
-        returned = self._returned
-        self.pump.begin_burst(0)
-        try:
-            while returned:
-                batch, outcome = returned.popleft()
-                try:
-                    self.finished(batch, outcome)
-                except Exception as error:
-                    self.broke(batch, error)
-        finally:
-            self.pump.end_burst()
+            self.finished(batch, outcome)
+        except Exception as error:
+            self.broke(batch, error)
 
 
 class Host(Protocol):
@@ -124,7 +142,8 @@ class LocalHost:
         self.receives = receives
         self._caller: ThreadCaller | None = None  # where its model may call others
         self._thread: threading.Thread | None = None
-        self._work: queue.SimpleQueue[tuple[Batch, Work] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
+        self._completions: Completions  # where what its thread has run goes
         self.running: Batch | None = None  # what its thread is busy with
 
     def open(self, completions: Completions) -> None:
@@ -135,11 +154,10 @@ class LocalHost:
         if self.always_inline:
             self._instance.open()
             return
+        self._completions = completions
         opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         # Daemon: a model that never returns must not keep the process alive past its exit timeout.
-        self._thread = threading.Thread(
-            target=self._serve, args=(completions, opened), name=f"flowserve {self.name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._serve, args=(opened,), name=f"flowserve {self.name}", daemon=True)
         self._thread.start()
         error = opened.get()
         if error is not None:
@@ -156,9 +174,17 @@ class LocalHost:
         work = self._gather(batch.tickets)
         if self.is_inline(batch.rows):
             return self._run(batch, work, inline=True)
-        self.running = batch
-        self._work.put((batch, work))
+        self._run_later(batch, work)
         return None
+
+    def _run_later(self, batch: Batch, work: Work) -> None:
+        run = partial(self._run, batch, work, inline=False)
+        self.run_on_thread(batch, run, lambda outcome: self._completions.add((batch, outcome)))
+
+    def run_on_thread(self, batch: Batch, run: Callable[[], T], back: Callable[[T], None]) -> None:
+        """Have its thread call `run`, which does not raise, and then `back` with what that returned."""
+        self.running = batch
+        self._work.put((run, back))
 
     @property
     def may_run_inline(self) -> bool:
@@ -170,7 +196,7 @@ class LocalHost:
         return self.always_inline or (self._placement is not None and self._placement.is_inline(rows))
 
     def run_here(self, work: Work, rows: int) -> Results | FlowserveError:
-        """Run a batch of so many rows, in place, on the loop."""
+        """Run a batch of so many rows, in place: on the loop, or on another instance's thread while this is idle."""
         return self._compute(work, rows, self._clock(), inline=True)
 
     def run_alone(self, work: Work) -> Results | None:
@@ -210,16 +236,20 @@ class LocalHost:
         try:
             results = self._instance.run(work, self._clock)
         except FlowserveError as error:
+            look_for_loss()
             return error
         except BaseException as error:  # whatever it is: behind a dead thread requests would wait for ever
+            look_for_loss()
             return _raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
+        if results.errors:
+            look_for_loss()
         if [*map(len, results.outputs)] != [len(work.rows)] * self._output_count:
             return ModelFailed(f"model '{self._model}', instance '{self.name}': its backend lost a member")
         if self._placement is not None:
             self._placement.measured(rows, self._clock() - begun_ns, inline=inline)
         return results
 
-    def _serve(self, completions: Completions, opened: queue.SimpleQueue[BaseException | None]) -> None:
+    def _serve(self, opened: queue.SimpleQueue[BaseException | None]) -> None:
         if self._caller is not None:
             self._caller.serve_here()
         try:
@@ -229,12 +259,12 @@ class LocalHost:
             return
         opened.put(None)
         while (item := self._work.get()) is not None:
-            batch, work = item
-            outcome = self._run(batch, work, inline=False)
-            del item, work
+            run, back = item
+            outcome = run()
+            del item, run  # what it was given is held no longer once the loop hears of it
             self.running = None
-            completions.put(batch, outcome)
-            del batch, outcome
+            back(outcome)
+            del back, outcome
         try:
             self._instance.close()
         except Exception:

@@ -37,8 +37,7 @@ class StreamHost(LocalHost):
     def start(self, batch: Batch) -> Outcome | None:
         work = self._gather(batch.tickets)
         work.senders = [self._sender(ticket) for ticket in batch.tickets]
-        self.running = batch
-        self._work.put((batch, work))
+        self._run_later(batch, work)
         return None
 
     def _sender(self, ticket: Ticket) -> ThreadSender:

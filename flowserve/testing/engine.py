@@ -64,6 +64,7 @@ class KernelInstance:
     memory: DeviceMemory
     batches: list[list[int]] = field(default_factory=list)
     is_open: bool = False
+    is_of_any_thread: bool = True
 
     @property
     def place(self) -> MemoryPlace:
@@ -150,12 +151,25 @@ def add_kernel(
     kernels: Sequence[tuple[Kernel, DeviceMemory]],
     *,
     is_pure: bool = False,
+    is_of_any_thread: bool = True,
 ) -> list[KernelInstance]:
     """The same of kernels, each on a fake device."""
     dims, max_batch_size = (4,), 32
-    instances = [KernelInstance(kernel, memory) for kernel, memory in kernels]
+    instances = [KernelInstance(kernel, memory, is_of_any_thread=is_of_any_thread) for kernel, memory in kernels]
     hosts = [
-        DeviceHost(f"{name}_{i}", name, one, 1, 1, None, engine.clock, always_inline=False, may_write=False)
+        DeviceHost(
+            f"{name}_{i}",
+            name,
+            one,
+            1,
+            1,
+            None,
+            engine.clock,
+            always_inline=False,
+            may_write=False,
+            passes_on=True,
+            receives=True,
+        )
         for i, one in enumerate(instances)
     ]
     queue = DynamicBatcher(BatchPolicy.simple(max_batch_size))

@@ -97,6 +97,7 @@ class FakeMachine:
         self.exported: dict[bytes, FakeMemory] = {}  # what other processes have, by its handles
         self.opened: dict[OpenedMemory, bytes] = {}
         self.current = threading.local()  # `number` is the thread's current device, for whoever asks
+        self.lost = ""  # why every call fails from now on
         self.devices = [FakeDevice(self, number) for number in range(count)]
 
     def used_bytes(self, place: MemoryPlace) -> int:
@@ -150,6 +151,8 @@ class FakeMachine:
         self, stream: FakeStream, reads: Sequence[FakeMemory | None], writes: Sequence[FakeMemory | None]
     ) -> None:
         """Work on a stream that touches these; those that are None are the host's, for which the call waits."""
+        if self.lost:
+            raise RuntimeError(self.lost)
         assert not stream.is_closed, "work on a stream that was closed"
         _join(stream.clock, self.host)
         now = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
@@ -239,6 +242,8 @@ class FakeDevice:
     def record(self, stream: Stream) -> FakeEvent:
         assert isinstance(stream, FakeStream)
         with self.machine.lock:
+            if self.machine.lost:
+                raise RuntimeError(self.machine.lost)
             _join(stream.clock, self.machine.host)
             return FakeEvent(stream, dict(stream.clock))
 
@@ -276,6 +281,9 @@ class FakeDevice:
         with self.machine.lock:
             handle = self.machine.opened.pop(opened)
             self.machine.check(self.machine.exported[handle], self.machine.host, writes=True, who="closing its handle")
+
+    def why_lost(self) -> str:
+        return self.machine.lost
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from flowserve import Engine
 from flowserve.errors import FlowserveError
-from flowserve.runtime import relays_here
+from flowserve.runtime import relay_runs, relays_here
 from flowserve.runtime.embedded import AsyncEngine
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.opening import open_engine
@@ -413,7 +413,7 @@ async def test_a_slip_in_a_relay_fails_its_batch_alone(
             raise MemoryError("a slip") if where == "gather" else RuntimeError("a slip")
 
         with monkeypatch.context() as patch:
-            patch.setattr(relays_here, where, slip)
+            patch.setattr(relays_here if where == "gather" else relay_runs, where, slip)
             told = together(engine, "all", rows_of(1, 2))
         if where == "gather":  # step by step there was memory
             assert first_of(told) == [3, 4]

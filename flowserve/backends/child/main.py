@@ -54,6 +54,7 @@ from flowserve.backends.child.protocol import (
 from flowserve.backends.child.usual import Usual, Usuals
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.arena import Place
+from flowserve.memory.cuda_context import why_lost
 from flowserve.memory.pool import tune_malloc
 from flowserve.memory.segment import Segment
 from flowserve.values import Request, TensorSpec
@@ -159,6 +160,7 @@ class Server:
         # Relays that are fenced off: where lies what was made of them here, None where they had not come by.
         self._fenced: dict[int, Sequence[Place] | None] = {}
         self._is_idle = False
+        self._has_failed = False  # a batch, or some of its members
         self._pid = os.getpid()
         self._clock = perf_counter_ns
 
@@ -234,20 +236,29 @@ class Server:
         try:
             usual, text = self._answer(run, words, columns, rows, requests, wanted, contexts)
         except FlowserveError as error:
-            kind, text = FAILED, said(error)
+            kind, text, self._has_failed = FAILED, said(error), True
         except Exception as error:
             # A backend's own mistake: its trace belongs in the log, never in an answer.
             log.exception("instance %s failed", self._job.instance)
             what = f"model '{self._job.model}', instance '{self._job.instance}' failed: {error}"
-            kind, text = FAILED, said(ModelFailed(what))
+            kind, text, self._has_failed = FAILED, said(ModelFailed(what)), True
         words[1] = self._inputs.finish(run)
         if relay is None:
             self._send(pack(kind, words, text))
+            self._look_for_loss()
             return
         if kind == DONE:
             self._relayed = number, [(words[4], words[5])] if words[6] else ()
         if usual is None or not relay[3] or not self._peers.hand_on(usual, words, rows, requests, *relay):
             self._send(pack(RELAYED, (number, *relay[1])) + pack(kind, words, text))
+            self._look_for_loss()
+
+    def _look_for_loss(self) -> None:
+        """If something failed: where it was the GPU, nothing can be computed there any more but by another process."""
+        has_failed, self._has_failed = self._has_failed, False
+        if has_failed and (why := why_lost()):
+            log.error("instance %s: its process cannot use the GPU any more (%s), and ends", self._job.instance, why)
+            raise SystemExit(1)
 
     def _fence_off(self, number: int) -> None:
         """Say whether a batch of a relay has come by here. If not, it no longer may."""
@@ -294,6 +305,7 @@ class Server:
         if not (results.errors or results.parameters or results.rescheduled):
             return self._usuals.of_answer(rows, words), None
         failed = {m: said(error) for m, error in results.errors.items()}
+        self._has_failed = bool(failed)
         return None, {**results.parameters, **dict.fromkeys(results.rescheduled), **failed}
 
     def _send(self, message: bytes) -> None:

@@ -1,0 +1,78 @@
+"""Whether this process can still use its GPUs.
+
+Decided here: how that is found out. A kernel that writes where it must not, or fails otherwise, makes its CUDA context
+useless: every later call of the process fails with the same error, whoever makes it, and only another process gets a
+new one. The driver's library is asked, whichever of its users brought it (cupy, onnxruntime, a model's PyTorch); where
+nobody did, there is nothing to lose. Runtime libraries all use a device's primary context.
+
+What follows from that is not known here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Final
+
+_LIBRARY: Final = "libcuda.so.1"
+# The errors of which the driver's documentation says that any further work returns them too, until the process ends:
+# illegal address, timeout, assertion, errors of the hardware's stack, instruction, alignment, address space, program
+# counter, launch, an error on NVLink, a leak of tensor memory.
+_LASTING: Final = frozenset({700, 702, 710, 714, 715, 716, 717, 718, 719, 220, 721})
+
+
+def why_lost(driver: Any = None) -> str:
+    """What is wrong with a context of this process, in the driver's words; "" where each can be used, or none is there.
+    Waits for nothing. `driver` is in the place of the library that is loaded.
+    """
+    driver = driver or _loaded()
+    if driver is None:
+        return ""
+    count = ctypes.c_int(0)
+    if driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ""
+    for number in range(count.value):
+        status = _status(driver, number)
+        if status in _LASTING:
+            return _name(driver, status)
+    return ""
+
+
+def _status(driver: Any, number: int) -> int:
+    """What making an event in the device's primary context comes to, which disturbs nobody; 0 where the process has no
+    such context.
+    """
+    device, flags, is_active, context = ctypes.c_int(0), ctypes.c_uint(0), ctypes.c_int(0), ctypes.c_void_p()
+    if driver.cuDeviceGet(ctypes.byref(device), number) != 0:
+        return 0
+    if driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_active)) != 0:
+        return 0
+    if not is_active.value:
+        return 0
+    if (status := int(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))) != 0:
+        return status
+    try:
+        if (status := int(driver.cuCtxPushCurrent_v2(context))) != 0:
+            return status
+        event = ctypes.c_void_p()
+        status = int(driver.cuEventCreate(ctypes.byref(event), 0))
+        if status == 0:
+            driver.cuEventDestroy_v2(event)
+        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        return status
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+
+
+def _name(driver: Any, status: int) -> str:
+    name = ctypes.c_char_p()
+    if driver.cuGetErrorName(status, ctypes.byref(name)) != 0 or name.value is None:
+        return f"CUDA error {status}"
+    return name.value.decode("ascii", "replace")
+
+
+def _loaded() -> Any:
+    try:
+        return ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except (OSError, AttributeError):  # nobody brought it; a system without such a flag
+        return None
