@@ -64,9 +64,12 @@ _TENSORRT_AS_THEY_ARE: Final = frozenset(
         "ep_context_embed_mode",
     ]
 )
+# How an algorithm is found for a convolution, each time its input has another shape than the last time. onnxruntime's
+# own choice tries all of them: nothing for batches that vary in size (docs/gpu.md has what it took).
+_SEARCH: Final = "cudnn_conv_algo_search"
 # Parameters of a model that Triton took before there was a "cuda" accelerator, and what their numbers mean.
 _OLD_PARAMETERS: Final[Mapping[str, Mapping[str, str]]] = {
-    "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
+    _SEARCH: {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
     "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
     "gpu_mem_limit": {},
     "do_copy_in_default_stream": {},
@@ -107,6 +110,8 @@ def gpu_providers(config: ModelConfig, gpu: int, stream: int = 0) -> list[Provid
             problems.append(_problem(config, "optimization.cuda", text, "leave one of them out"))
     if problems:
         raise Problems(problems)
+    if _shapes_vary(config):
+        cuda.setdefault(_SEARCH, "HEURISTIC")
     first = [] if tensorrt is None else [(TENSORRT, {**tensorrt, **place})]
     return [*first, (CUDA, {**cuda, **place}), (CPU, {})]
 
@@ -130,6 +135,10 @@ def graph_sizes(config: ModelConfig, problems: list[Problem] | None = None) -> f
         text = f"a CUDA graph for batches of {wrong[0]}, but max_batch_size is {config.max_batch_size}"
         problems.append(_problem(config, "optimization.cuda.graph_spec", text))
     return frozenset(sizes or {config.max_batch_size})
+
+
+def _shapes_vary(config: ModelConfig) -> bool:
+    return config.max_batch_size > 1 or any(spec.is_variable for spec in config.inputs)
 
 
 def why_not_on_gpu(where: str, missing: Sequence[str], version: str, available: Sequence[str]) -> str:

@@ -23,6 +23,24 @@ def test_by_default_it_is_cuda_on_its_gpu_and_its_stream_and_the_cpu_for_what_is
     assert gpu_providers(_config(), 0) == [(CUDA, {"device_id": "0"}), (CPU, {})]
 
 
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"max_batch_size": 8}, "HEURISTIC"),
+        ({"max_batch_size": 8, "parameters": {"cudnn_conv_algo_search": "0"}}, "EXHAUSTIVE"),
+        ({"max_batch_size": 1}, None),
+        ({"inputs": [spec("x", (-1, 4))]}, "HEURISTIC"),
+        ({}, None),
+    ],
+)
+def test_no_batch_waits_for_all_algorithms_to_be_tried_because_it_has_another_size(
+    fields: dict[str, Any], found: str | None
+) -> None:
+    config = config_of("onnxruntime", **{"inputs": [spec("x")], "outputs": [spec("y")], **fields})
+    (_, options), _ = gpu_providers(config, 0)
+    assert options.get("cudnn_conv_algo_search") == found
+
+
 def test_tensorrt_comes_first_with_tritons_keys_in_onnxruntimes_words() -> None:
     parameters = {
         "precision_mode": "FP16",
@@ -102,7 +120,7 @@ def test_cuda_graphs_are_for_the_sizes_that_are_specified_or_the_largest() -> No
     assert graph_sizes(_graphs()) == {8}
     assert graph_sizes(_graphs(0)) == {1}
     assert graph_sizes(_graphs(graph_spec=[{"batch_size": 2}, {"batch_size": 8}])) == {2, 8}
-    assert gpu_providers(_graphs(), 0)[0] == (CUDA, {"enable_cuda_graph": "1", "device_id": "0"})
+    assert gpu_providers(_graphs(), 0)[0][1]["enable_cuda_graph"] == "1"
 
 
 @pytest.mark.parametrize(

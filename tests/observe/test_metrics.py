@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
@@ -32,6 +34,13 @@ ALONE = Graph(
     (Node(0, "m", ModelKey("m", 2), PORT, PORT, 16),),
     (Edge("X", GRAPH, 0, 0, 0), Edge("Y", 0, 0, GRAPH, 0)),
 )
+
+
+@pytest.fixture(autouse=True)
+def without_gpus() -> Iterator[None]:
+    """Whatever the machine has that the tests run on: a GPU has figures of its own."""
+    with using(Devices((), "none here")):
+        yield
 
 
 def metrics_text(*counters: tuple[Statistics, int]) -> str:
