@@ -32,5 +32,8 @@ class OnDevice(Protocol):
     come from one thread after the other, as long as it is one at a time; else all come from the one that opened it.
     """
 
-    place: MemoryPlace
-    is_of_any_thread: bool
+    @property
+    def place(self) -> MemoryPlace: ...
+
+    @property
+    def is_of_any_thread(self) -> bool: ...

@@ -27,7 +27,7 @@ from flowserve.values import DType, TensorSpec
 
 WRONG_ROWS: Final = "its first dimension is no batch dimension, so set max_batch_size to 0"
 NO_GRAPH: Final = -1  # onnxruntime's word for a run that is none
-_GPU: Final = "cuda"  # as the last
+_GPU: Final = "cuda"  # its word, too
 _ONNX_BFLOAT16: Final = 16  # TensorProto.DataType; the one type that numpy has no name for
 
 

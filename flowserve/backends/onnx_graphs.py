@@ -46,6 +46,7 @@ class OnnxGraphInstance(OnnxDeviceInstance):
         sizes: Collection[int],
     ) -> None:
         super().__init__(model, memory, open_session, run_options)
+        self.is_of_any_thread = False  # onnxruntime captures a graph anew for each thread that runs it
         self._graph_options = run_options
         self._sizes = frozenset(sizes)
         self._rooms: dict[int, _Room | None] = {}

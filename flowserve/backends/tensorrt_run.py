@@ -213,7 +213,7 @@ class TensorRtInstance:
 class TensorRtDeviceInstance(TensorRtInstance):
     """One that takes tensors where they lie, and leaves them where they are read."""
 
-    is_of_any_thread = True
+    is_of_any_thread = False  # until somebody has seen a context run on one thread after the other
 
     @property
     def place(self) -> MemoryPlace:

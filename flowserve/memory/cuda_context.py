@@ -15,10 +15,10 @@ import os
 from typing import Any, Final
 
 _LIBRARY: Final = "libcuda.so.1"
-# The errors of which the driver's documentation says that any further work returns them too, until the process ends:
-# illegal address, timeout, assertion, errors of the hardware's stack, instruction, alignment, address space, program
-# counter, launch, an error on NVLink, a leak of tensor memory.
-_LASTING: Final = frozenset({700, 702, 710, 714, 715, 716, 717, 718, 719, 220, 721})
+# The errors of which CUDA's documentation says that the process must be terminated and launched anew: contained,
+# illegal address, timeout, assertion, the hardware's stack, instruction, alignment, address space, program counter,
+# launch, a leak of tensor memory, the end of a client of MPS.
+_LASTING: Final = frozenset({226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810})
 
 
 def why_lost(driver: Any = None) -> str:

@@ -1,8 +1,8 @@
 """Who may take part in relays (scheduling/relays.py), and who carries them.
 
 Decided here: what of a model's configuration allows it, that its instances are all of one kind, and that only what one
-carrier carries is handed on from one to the other: from process to process (relays.py), or on the loop
-(relays_here.py). It knows nothing of how that is done.
+carrier carries is handed on from one to the other: from process to process (relays.py), on the loop (relays_here.py),
+or on one GPU (relays_on_gpu.py). It knows nothing of how that is done.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import Final, Protocol
 import trio
 
 from flowserve.backends.child.forkserver import REPORT
+from flowserve.backends.child.protocol import LOST_GPU
 from flowserve.errors import Unavailable
 from flowserve.runtime.child_log import ChildLog
 from flowserve.runtime.clock import ClockNs
@@ -264,4 +265,7 @@ def _how(status: int | None) -> str:
             return f"was killed by signal {number} ({signal.Signals(number).name})"
         except ValueError:  # the real-time ones have no names
             return f"was killed by signal {number}"
-    return f"ended with exit status {os.waitstatus_to_exitcode(status)}"
+    code = os.waitstatus_to_exitcode(status)
+    if code == LOST_GPU:
+        return "lost the GPU and ended: a kernel went astray, as the log says"
+    return f"ended with exit status {code}"

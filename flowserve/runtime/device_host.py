@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
-from flowserve.backends.base import Results, Work
+from flowserve.backends.base import Instance, Work
 from flowserve.backends.device import DeviceWork, OnDevice
-from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.plan import PlanNode
 from flowserve.memory.delivery import ON_DEVICE, ON_HOST
 from flowserve.memory.device_tensor import SHARED, DeviceMirror, DeviceTensor, Mirror
-from flowserve.memory.devices import lost
 from flowserve.runtime.instance import LocalHost
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.router import Flow, Ticket
-from flowserve.values import MemoryPlace
 
 
 class DeviceHost(LocalHost):
@@ -35,23 +33,13 @@ class DeviceHost(LocalHost):
 
     elsewhere: threading.Lock | None = None
 
-    @property
-    def place(self) -> MemoryPlace:
-        """The device."""
-        return self._on_device.place
-
-    @property
-    def is_of_any_thread(self) -> bool:
-        """Whether another thread than its own may run a batch of it, while its own has nothing to do."""
-        return self._on_device.is_of_any_thread
-
-    @property
-    def _on_device(self) -> OnDevice:
-        assert isinstance(self._instance, OnDevice)
-        return self._instance
-
-    def _compute(self, work: Work, rows: int, begun_ns: int, *, inline: bool) -> Results | FlowserveError:
-        return Unavailable(why) if (why := lost()) else super()._compute(work, rows, begun_ns, inline=inline)
+    def __init__(self, name: str, model: str, instance: Instance, *facts: Any, **options: Any) -> None:
+        """As any host's; the instance is one on a device."""
+        super().__init__(name, model, instance, *facts, **options)
+        assert isinstance(instance, OnDevice)
+        self.is_on_gpu = True
+        self.place = instance.place
+        self.is_of_any_thread = instance.is_of_any_thread  # while its own has nothing to do
 
     def close(self) -> None:
         """As that of any host. Everybody may have left a batch that still runs."""

@@ -23,7 +23,6 @@ from flowserve.runtime.batchers import keeps_order
 from flowserve.runtime.cache import Cache, Lru
 from flowserve.runtime.clock import ClockNs, wall_clock_ns
 from flowserve.runtime.deployment import NO_LABELS, Deployment, Entry
-from flowserve.runtime.device_host import DeviceHost
 from flowserve.runtime.engine_options import EngineOptions
 from flowserve.runtime.fast_path import FastPath, OnTheSpot
 from flowserve.runtime.gate import Gate
@@ -94,7 +93,7 @@ class Directory:
         is on a GPU that is lost.
         """
         why = lost()
-        if why and any(isinstance(host, DeviceHost) for queue in deployment.route for host in queue.instances):
+        if why and any(host.is_on_gpu for queue in deployment.route for host in queue.instances):
             return why
         return self.supervisor.outage(deployment.route)
 

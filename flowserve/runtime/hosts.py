@@ -43,6 +43,7 @@ log = logging.getLogger("flowserve.load")
 MakeHost = Callable[[str, InstanceGroup], Host]
 
 PROCESS: Final = "process"
+KIND_GPU: Final = "KIND_GPU"
 # Python models are other people's code: in processes, wherever there can be any.
 PYTHON_EXECUTION: Final = PROCESS if SUPPORTED else "thread"
 # Where instances of a backend run, unless the model or the operator says otherwise: by measurement.
@@ -114,7 +115,7 @@ def host_maker(
                 f"model '{config.name}': an instance on a GPU cannot run inline, where nobody may wait for it; "
                 'use execution "thread", or kind: KIND_CPU'
             )
-        return (DeviceHost if on_device else LocalHost)(
+        host = (DeviceHost if on_device else LocalHost)(
             name,
             config.name,
             instance,
@@ -127,6 +128,7 @@ def host_maker(
             passes_on=passes_on(config),
             receives=receives(config),
         )
+        return _on_its_gpu(host, group)
 
     return make
 
@@ -136,12 +138,17 @@ def _decoupled(
     model: LoadedModel,
     streaming: Streaming,
     clock: ClockNs,
-    host: Callable[..., Host] = StreamHost,
+    host: Callable[..., LocalHost] = StreamHost,
 ) -> MakeHost:
     """On threads, whatever the operator's default is: on the loop, nobody could read what a model sends."""
-    return lambda name, group: host(
-        name, config.name, model.instance(name, group), len(config.inputs), streaming, clock
+    return lambda name, group: _on_its_gpu(
+        host(name, config.name, model.instance(name, group), len(config.inputs), streaming, clock), group
     )
+
+
+def _on_its_gpu(host: LocalHost, group: InstanceGroup) -> LocalHost:
+    host.is_on_gpu = group.kind == KIND_GPU
+    return host
 
 
 def sequence_host_maker(
@@ -162,17 +169,20 @@ def sequence_host_maker(
     if config.decoupled:
         return _decoupled(config, model, streaming, clock, partial(SequenceStreamHost, ports))
     placement = Placement() if execution == DEFAULT and model.may_run_inline else None
-    return lambda name, group: SequenceLocalHost(
-        ports,
-        name,
-        config.name,
-        model.instance(name, group),
-        len(config.inputs),
-        len(config.outputs),
-        placement,
-        clock,
-        always_inline=execution == "inline",
-        may_write=not model.is_pure,
+    return lambda name, group: _on_its_gpu(
+        SequenceLocalHost(
+            ports,
+            name,
+            config.name,
+            model.instance(name, group),
+            len(config.inputs),
+            len(config.outputs),
+            placement,
+            clock,
+            always_inline=execution == "inline",
+            may_write=not model.is_pure,
+        ),
+        group,
     )
 
 

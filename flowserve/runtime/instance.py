@@ -19,8 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import trio
 
 from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
-from flowserve.errors import FlowserveError, Internal, ModelFailed, ModelRaised
-from flowserve.memory.devices import look_for_loss
+from flowserve.errors import FlowserveError, Internal, ModelFailed, ModelRaised, Unavailable
+from flowserve.memory.devices import look_for_loss, lost
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.accounts import record_batch, who_stayed
 from flowserve.runtime.calls import Calls, ThreadCaller
@@ -99,6 +99,7 @@ class Host(Protocol):
 
     name: str
     running: Batch | None  # what it is busy with elsewhere than on the loop, for whoever must say who does not finish
+    is_on_gpu: bool  # whether it computes there in the server's own process
 
     def open(self, completions: Completions) -> None:
         """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""
@@ -145,6 +146,7 @@ class LocalHost:
         self._work: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._completions: Completions  # where what its thread has run goes
         self.running: Batch | None = None  # what its thread is busy with
+        self.is_on_gpu = False  # whether it computes there, wherever its tensors lie
 
     def open(self, completions: Completions) -> None:
         """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""
@@ -233,6 +235,8 @@ class LocalHost:
         return self._compute(work, batch.rows, batch.started_ns, inline=inline)
 
     def _compute(self, work: Work, rows: int, begun_ns: int, *, inline: bool) -> Results | FlowserveError:
+        if self.is_on_gpu and (why := lost()):
+            return Unavailable(why)
         try:
             results = self._instance.run(work, self._clock)
         except FlowserveError as error:

@@ -67,6 +67,7 @@ class ProcessHost:
         clock: ClockNs,
     ) -> None:
         self.name = name
+        self.is_on_gpu = False  # its process has a context of its own
         self.running: Batch | None = None  # what its process is busy with
         self.child: Child | None = None  # its process, once the instance is open there
         self.ended = ""  # how its last process ended, while there is no other

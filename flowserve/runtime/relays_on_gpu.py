@@ -71,13 +71,12 @@ class RelaysOnGpu:
             read_at = course.readers(relay)
         except MemoryError:
             return False  # by itself it is told what is wrong
-        batch.started_ns = self._clock()
         passing = threading.Lock()
         passing.acquire()
         for host in hosts[1:]:
             host.running = batch
             host.elsewhere = passing
-        run = partial(_run, relay, hosts, work, read_at, passing)
+        run = partial(_run, relay, hosts, work, read_at, passing, self._clock)
         first.run_on_thread(batch, run, lambda passage: self._returns.add((relay, passage)))
         return True
 
@@ -89,10 +88,11 @@ class RelaysOnGpu:
         try:
             if isinstance(passage, Exception):
                 raise passage
-            if self._clock() - batch.started_ns > QUICK_NS:
+            if passage.made and passage.made[-1].computed_ns - batch.started_ns > QUICK_NS:
                 _course(relay.way).skips = SKIPPED
             self._arrivals.tell(relay, passage)
         except Exception as error:  # a mistake of ours
+            del passage, returned  # its frames hold this one
             if not batch.is_back:
                 self._dispatcher.set_free(relay, range(len(relay.instances)))
             break_off(self._dispatcher, batch, error)
@@ -124,9 +124,15 @@ def _course(way: Way) -> _Course:
 
 
 def _run(
-    relay: Relay, hosts: Sequence[DeviceHost], work: Work, read_at: Sequence[Sequence[int]], passing: threading.Lock
+    relay: Relay,
+    hosts: Sequence[DeviceHost],
+    work: Work,
+    read_at: Sequence[Sequence[int]],
+    passing: threading.Lock,
+    clock: ClockNs,
 ) -> Passage | Exception:
     """On the thread, which lets go of `passing` in the end."""
+    relay.batch.started_ns = clock()
     count = len(work.rows)
 
     def prepare(i: int, following: Work) -> DeviceWork:

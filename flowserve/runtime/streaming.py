@@ -19,6 +19,7 @@ import trio
 from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
 from flowserve.errors import FlowserveError, Internal
+from flowserve.memory.devices import look_for_loss
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs
@@ -237,6 +238,8 @@ class ThreadSender(CreditSender):
 
     def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
         source, self._source = self._source, None
+        if error is not None:
+            look_for_loss()
         if source is not None:
             self._streaming.post(partial(self._streaming.over, source, error, is_empty=is_empty), source)
 

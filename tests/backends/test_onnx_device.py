@@ -221,6 +221,7 @@ def test_a_captured_run_reads_and_writes_one_place_and_what_it_made_is_not_overw
         model = registry.find("onnxruntime").load(config, repository.files(), {})
         instance = model.instance("m_0", GPU[0])
         assert isinstance(instance, OnnxGraphInstance)
+        assert not instance.is_of_any_thread  # each would capture graphs of its own
         instance.open()
 
         def run(*values: float) -> list[Tensor | None]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flowserve import Engine
-from flowserve.errors import ModelFailed, Unavailable
+from flowserve.errors import InstanceDied, ModelFailed, Unavailable
 from flowserve.memory.devices import Devices
 from flowserve.testing.fake_device import FakeMachine
 from flowserve.testing.fake_onnx import onnx_on
@@ -34,6 +34,15 @@ parameters {{ key: "execution" value {{ string_value: "{execution}" }} }}
 ONES: Array = np.ones((1, 4), np.float32)
 
 
+ECHO = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+
 def _write(folder: Path, name: str, config: str, file: str, content: bytes) -> None:
     (folder / name / "1").mkdir(parents=True)
     (folder / name / "1" / file).write_bytes(content)
@@ -52,14 +61,17 @@ def test_what_is_on_a_lost_gpu_is_refused_and_not_ready_and_the_rest_goes_on(
 ) -> None:
     _write(tmp_path, "there", ONNX.format("KIND_GPU"), "model.onnx", onnx_identity())
     _write(tmp_path, "here", ONNX.format("KIND_CPU"), "model.onnx", onnx_identity())
+    thread = PYTHON.format(kind="KIND_GPU", execution="thread")  # which may compute there without our knowing
+    _write(tmp_path, "thread", thread, "model.py", ECHO.encode())
     with Engine(tmp_path) as engine:
         assert engine.infer("there", {"x": ONES})["y"].tolist() == [[1] * 4]
         machine.lost = ERROR
         with pytest.raises(ModelFailed, match=ERROR):
             engine.infer("there", {"x": ONES})
         for _ in range(2):
-            with pytest.raises(Unavailable, match=rf"cannot be used by this process any more \({ERROR}\); restart"):
-                engine.infer("there", {"x": ONES})
+            for name in ("there", "thread"):
+                with pytest.raises(Unavailable, match=rf"cannot be used by this process any more \({ERROR}\); rest"):
+                    engine.infer(name, {"x": ONES})
         assert engine.infer("here", {"x": ONES})["y"].tolist() == [[1] * 4]
     said = [record.message for record in caplog.records if "says that it is not live" in record.message]
     assert len(said) == 1
@@ -111,9 +123,42 @@ def test_a_process_that_lost_its_gpu_ends_and_another_takes_its_place(tmp_path: 
     code = LOSES.replace("HOW", how).replace("MARK", repr(str(tmp_path / "begun")))
     _write(tmp_path / "models", "m", config, "model.py", code.encode())
     with Engine(tmp_path / "models") as engine:
-        with pytest.raises(ModelFailed, match="an illegal memory access"):
+        with pytest.raises(InstanceDied, match=r"instance 'm_0.*': its process lost the GPU and ended"):
             engine.infer("m", {"x": ONES})
         assert _until(lambda: engine.infer("m", {"x": ONES})["y"].tolist() == [[1] * 4])
+
+
+DECOUPLED = """
+from pathlib import Path
+import flowserve.backends.child.main as child
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        mark = Path(MARK)
+        self.fails = not mark.exists()
+        mark.touch()
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            if self.fails:
+                child.why_lost = lambda: "CUDA_ERROR_ILLEGAL_ADDRESS"
+                answer = pb_utils.InferenceResponse(error=pb_utils.TritonError("an illegal memory access"))
+            else:
+                answer = pb_utils.InferenceResponse([pb_utils.Tensor("y", request.inputs()[0].as_numpy())])
+            sender.send(answer, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+def test_so_does_one_whose_model_answers_many_times(tmp_path: Path) -> None:
+    config = PYTHON.format(kind="KIND_CPU", execution="process") + "model_transaction_policy { decoupled: true }\n"
+    code = DECOUPLED.replace("MARK", repr(str(tmp_path / "begun")))
+    _write(tmp_path / "models", "m", config, "model.py", code.encode())
+    with Engine(tmp_path / "models") as engine:
+        with pytest.raises(ModelFailed, match="an illegal memory access"):
+            [*engine.stream("m", {"x": ONES})]
+        assert _until(lambda: [one["y"].tolist() for one in engine.stream("m", {"x": ONES})] == [[[1] * 4]])
 
 
 def _until(is_so: Callable[[], bool]) -> bool:
@@ -122,7 +167,7 @@ def _until(is_so: Callable[[], bool]) -> bool:
         try:
             if is_so():
                 return True
-        except (Unavailable, ModelFailed):
+        except (Unavailable, InstanceDied):
             pass
         time.sleep(0.05)
     return False
@@ -159,7 +204,7 @@ def test_on_hardware_a_stray_kernel_costs_its_own_process_or_the_servers_gpu(tmp
         _write(tmp_path, execution, PYTHON.format(kind="KIND_GPU", execution=execution), "model.py", BAD.encode())
     with serving(tmp_path) as served:
         assert [_ask(served, name).status_code for name in ("there", "here", "process", "thread")] == [200] * 4
-        assert "illegal memory access" in _ask(served, "process", -1).text
+        assert "its process lost the GPU and ended" in _ask(served, "process", -1).text
         assert _until(lambda: _ask(served, "process").status_code == 200)
         assert _ask(served, "there").status_code == 200
         assert "illegal memory access" in _ask(served, "thread", -1).text

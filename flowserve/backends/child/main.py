@@ -35,6 +35,7 @@ from flowserve.backends.child.protocol import (
     FENCE,
     FENCED,
     GONE,
+    LOST_GPU,
     MESSAGE_BYTES_MAX,
     PATH,
     PEER,
@@ -243,22 +244,25 @@ class Server:
             what = f"model '{self._job.model}', instance '{self._job.instance}' failed: {error}"
             kind, text, self._has_failed = FAILED, said(ModelFailed(what)), True
         words[1] = self._inputs.finish(run)
+        if self._has_failed:
+            self._look_for_loss()
         if relay is None:
             self._send(pack(kind, words, text))
-            self._look_for_loss()
             return
         if kind == DONE:
             self._relayed = number, [(words[4], words[5])] if words[6] else ()
         if usual is None or not relay[3] or not self._peers.hand_on(usual, words, rows, requests, *relay):
             self._send(pack(RELAYED, (number, *relay[1])) + pack(kind, words, text))
-            self._look_for_loss()
 
     def _look_for_loss(self) -> None:
-        """If something failed: where it was the GPU, nothing can be computed there any more but by another process."""
-        has_failed, self._has_failed = self._has_failed, False
-        if has_failed and (why := why_lost()):
+        """Something failed. Where it was the GPU, nothing can be computed there any more but by another process. The
+        batch is not answered: whoever hears of an answer sends the next one.
+        """
+        self._has_failed = False
+        why = why_lost()
+        if why:
             log.error("instance %s: its process cannot use the GPU any more (%s), and ends", self._job.instance, why)
-            raise SystemExit(1)
+            raise SystemExit(LOST_GPU)
 
     def _fence_off(self, number: int) -> None:
         """Say whether a batch of a relay has come by here. If not, it no longer may."""

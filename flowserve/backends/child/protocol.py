@@ -34,6 +34,8 @@ from flowserve.errors import (
 )
 from flowserve.values import Request
 
+# The exit status of a process that lost its GPU, far from those that programs end with.
+LOST_GPU: Final = 86
 MESSAGE_BYTES_MAX: Final = 32 * 1024
 # Of one error's text; at six bytes each still no longer than a message.
 ERROR_CHARACTERS_MAX: Final = 4096

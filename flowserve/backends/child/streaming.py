@@ -146,6 +146,8 @@ class StreamServer(Server):
 
     def over(self, number: int, member: int, error: FlowserveError | None, *, is_empty: bool) -> None:
         self._given_back.pop((number, member), None)
+        if error is not None:
+            self._has_failed = True  # looked into when the run is over, or the next one
         self._send(pack(OVER, [number, member, int(is_empty)], None if error is None else said(error)))
 
     def waits(self, number: int, member: int) -> None:
