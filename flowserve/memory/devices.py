@@ -25,7 +25,7 @@ log = logging.getLogger("flowserve.memory")
 
 GPU_POOL_BYTES: Final = 1 << 30  # what lies between the steps of pipelines, of each GPU
 PINNED_POOL_BYTES: Final = 1 << 28  # as tritonserver's
-LOST: Final = "the GPU cannot be used by this process any more ({why}); restart the server"
+LOST: Final = "the GPU cannot be used by this process any more ({why}); restart it"
 NO_DRIVER: Final = "this machine has no GPU that can be used: no NVIDIA driver is installed"
 
 

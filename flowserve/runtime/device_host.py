@@ -37,7 +37,6 @@ class DeviceHost(LocalHost):
         """As any host's; the instance is one on a device."""
         super().__init__(name, model, instance, *facts, **options)
         assert isinstance(instance, OnDevice)
-        self.is_on_gpu = True
         self.place = instance.place
         self.is_of_any_thread = instance.is_of_any_thread  # while its own has nothing to do
 

@@ -43,7 +43,6 @@ log = logging.getLogger("flowserve.load")
 MakeHost = Callable[[str, InstanceGroup], Host]
 
 PROCESS: Final = "process"
-KIND_GPU: Final = "KIND_GPU"
 # Python models are other people's code: in processes, wherever there can be any.
 PYTHON_EXECUTION: Final = PROCESS if SUPPORTED else "thread"
 # Where instances of a backend run, unless the model or the operator says otherwise: by measurement.
@@ -147,7 +146,7 @@ def _decoupled(
 
 
 def _on_its_gpu(host: LocalHost, group: InstanceGroup) -> LocalHost:
-    host.is_on_gpu = group.kind == KIND_GPU
+    host.is_on_gpu = group.kind == "KIND_GPU"
     return host
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from flowserve import Engine
 from flowserve.errors import InstanceDied, ModelFailed, Unavailable
-from flowserve.memory.devices import Devices
-from flowserve.testing.fake_device import FakeMachine
+from flowserve.testing.fake_device import FakeDevice, FakeMachine
 from flowserve.testing.fake_onnx import onnx_on
 from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import Served, serving
@@ -56,41 +55,50 @@ def machine() -> Iterator[FakeMachine]:
         yield machine
 
 
-def test_what_is_on_a_lost_gpu_is_refused_and_not_ready_and_the_rest_goes_on(
+async def test_what_is_on_a_lost_gpu_is_refused_and_not_ready_and_the_rest_goes_on(
     tmp_path: Path, machine: FakeMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
     _write(tmp_path, "there", ONNX.format("KIND_GPU"), "model.onnx", onnx_identity())
     _write(tmp_path, "here", ONNX.format("KIND_CPU"), "model.onnx", onnx_identity())
     thread = PYTHON.format(kind="KIND_GPU", execution="thread")  # which may compute there without our knowing
     _write(tmp_path, "thread", thread, "model.py", ECHO.encode())
-    with Engine(tmp_path) as engine:
-        assert engine.infer("there", {"x": ONES})["y"].tolist() == [[1] * 4]
+    async with Engine(tmp_path) as engine:
+        inner = engine._engine
+
+        def states() -> list[bool]:
+            ready = [not inner.outage(inner.find(name)) for name in ("there", "thread", "here")]
+            return [inner.is_live, inner.is_ready, *ready]
+
+        assert (await engine.infer("there", {"x": ONES}))["y"].tolist() == [[1] * 4]
+        assert states() == [True] * 5
         machine.lost = ERROR
         with pytest.raises(ModelFailed, match=ERROR):
-            engine.infer("there", {"x": ONES})
+            await engine.infer("there", {"x": ONES})
         for _ in range(2):
             for name in ("there", "thread"):
-                with pytest.raises(Unavailable, match=rf"cannot be used by this process any more \({ERROR}\); rest"):
-                    engine.infer(name, {"x": ONES})
-        assert engine.infer("here", {"x": ONES})["y"].tolist() == [[1] * 4]
+                with pytest.raises(Unavailable, match=rf"cannot be used by this process any more \({ERROR}\); restart"):
+                    await engine.infer(name, {"x": ONES})
+        assert (await engine.infer("here", {"x": ONES}))["y"].tolist() == [[1] * 4]
+        assert states() == [False, False, False, False, True]
     said = [record.message for record in caplog.records if "says that it is not live" in record.message]
     assert len(said) == 1
 
 
-def test_a_failure_that_leaves_the_gpu_as_it_was_is_that_batchs_alone(tmp_path: Path) -> None:
+def test_a_failure_that_leaves_the_gpu_as_it_was_is_that_batchs_alone(
+    tmp_path: Path, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _write(tmp_path, "there", ONNX.format("KIND_GPU"), "model.onnx", onnx_identity())
-    machine = FakeMachine(is_quick=True)
-    with onnx_on(machine) as found, Engine(tmp_path) as engine:
-        assert isinstance(found, Devices)
+    monkeypatch.setattr(FakeDevice, "why_lost", lambda _: "")  # what is wrong passes
+    with Engine(tmp_path) as engine:
         machine.lost = ERROR
-        found.look_for_loss = lambda: None  # type: ignore[method-assign]  # what is wrong passes
         with pytest.raises(ModelFailed, match=ERROR):
             engine.infer("there", {"x": ONES})
         machine.lost = ""
         assert engine.infer("there", {"x": ONES})["y"].tolist() == [[1] * 4]
 
 
-# A model that says of its own process what the driver would say, the first time that it is started.
+# A model whose process loses its GPU with the first batch that it runs, and only the first process of it: it says
+# itself what the driver would say.
 LOSES = """
 from pathlib import Path
 import flowserve.backends.child.main as child
@@ -105,57 +113,44 @@ class TritonPythonModel:
     def execute(self, requests):
         if self.fails:
             child.why_lost = lambda: "CUDA_ERROR_ILLEGAL_ADDRESS"
+            failed = pb_utils.InferenceResponse(error=pb_utils.TritonError("an illegal memory access"))
             HOW
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+        for request in requests:
+            answer = pb_utils.InferenceResponse([pb_utils.Tensor("y", request.inputs()[0].as_numpy())])
+            SEND
+        return RETURN
 """
+SENDS = "request.get_response_sender().send(answer, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)"
+FAILS = "requests[0].get_response_sender().send(failed, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL); return"
+
+
+def _losing(folder: Path, how: str, *, decoupled: bool) -> Path:
+    """A repository with that model; `how` it fails."""
+    send, result = (SENDS, "None") if decoupled else ("pass", "[answer]")
+    code = LOSES.replace("HOW", how).replace("SEND", send).replace("RETURN", result)
+    policy = f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}\n"
+    config = PYTHON.format(kind="KIND_CPU", execution="process") + policy
+    _write(folder / "models", "m", config, "model.py", code.replace("MARK", repr(str(folder / "begun"))).encode())
+    return folder / "models"
 
 
 @pytest.mark.parametrize(
     "how",
     [
         "raise RuntimeError('an illegal memory access')",
-        "return [pb_utils.InferenceResponse(error=pb_utils.TritonError('an illegal memory access'))]",
+        "return [failed]",
     ],
     ids=["raises", "answers an error"],
 )
 def test_a_process_that_lost_its_gpu_ends_and_another_takes_its_place(tmp_path: Path, how: str) -> None:
-    config = PYTHON.format(kind="KIND_CPU", execution="process")
-    code = LOSES.replace("HOW", how).replace("MARK", repr(str(tmp_path / "begun")))
-    _write(tmp_path / "models", "m", config, "model.py", code.encode())
-    with Engine(tmp_path / "models") as engine:
+    with Engine(_losing(tmp_path, how, decoupled=False)) as engine:
         with pytest.raises(InstanceDied, match=r"instance 'm_0.*': its process lost the GPU and ended"):
             engine.infer("m", {"x": ONES})
         assert _until(lambda: engine.infer("m", {"x": ONES})["y"].tolist() == [[1] * 4])
 
 
-DECOUPLED = """
-from pathlib import Path
-import flowserve.backends.child.main as child
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def initialize(self, args):
-        mark = Path(MARK)
-        self.fails = not mark.exists()
-        mark.touch()
-
-    def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            if self.fails:
-                child.why_lost = lambda: "CUDA_ERROR_ILLEGAL_ADDRESS"
-                answer = pb_utils.InferenceResponse(error=pb_utils.TritonError("an illegal memory access"))
-            else:
-                answer = pb_utils.InferenceResponse([pb_utils.Tensor("y", request.inputs()[0].as_numpy())])
-            sender.send(answer, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
-
-
 def test_so_does_one_whose_model_answers_many_times(tmp_path: Path) -> None:
-    config = PYTHON.format(kind="KIND_CPU", execution="process") + "model_transaction_policy { decoupled: true }\n"
-    code = DECOUPLED.replace("MARK", repr(str(tmp_path / "begun")))
-    _write(tmp_path / "models", "m", config, "model.py", code.encode())
-    with Engine(tmp_path / "models") as engine:
+    with Engine(_losing(tmp_path, FAILS, decoupled=True)) as engine:
         with pytest.raises(ModelFailed, match="an illegal memory access"):
             [*engine.stream("m", {"x": ONES})]
         assert _until(lambda: [one["y"].tolist() for one in engine.stream("m", {"x": ONES})] == [[[1] * 4]])
@@ -209,7 +204,7 @@ def test_on_hardware_a_stray_kernel_costs_its_own_process_or_the_servers_gpu(tmp
         assert _ask(served, "there").status_code == 200
         assert "illegal memory access" in _ask(served, "thread", -1).text
         refused = _ask(served, "there")
-        assert (refused.status_code, "restart the server" in refused.text) == (503, True)
+        assert (refused.status_code, "restart it" in refused.text) == (503, True)
         assert [_ask(served, name).status_code for name in ("here", "process")] == [200] * 2
         states = [httpx.get(f"{served.base_url}/v2/{path}").status_code for path in ("health/live", "health/ready")]
         assert states == [400, 400]

@@ -219,3 +219,30 @@ async def test_a_slip_in_a_relay_fails_its_batch_alone(
         assert await _run(engine, 1) == 3
         engine.dispatcher.check()
     assert relayed == [2, 2]
+
+
+async def test_an_instance_is_closed_after_what_another_thread_runs_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Devices(FakeMachine().devices)
+    begun, goes_on = threading.Event(), threading.Event()
+    was_open: list[bool] = []
+    async with open_engine(EngineOptions()) as engine:
+        add_kernel(engine, "a", [(add_one, found[0])])
+        (last,) = add_kernel(engine, "b", [(add_one, found[0])])
+        add_chain(engine, "chain", ["a", "b"])
+        inner = last.run
+
+        def run(*arguments: Any) -> Any:
+            begun.set()
+            assert goes_on.wait(10)
+            was_open.append(last.is_open)
+            return inner(*arguments)
+
+        monkeypatch.setattr(last, "run", run)
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_run, engine, 1)
+                assert await trio.to_thread.run_sync(begun.wait, 10)
+                scope.cancel()
+        threading.Timer(0.3, goes_on.set).start()  # by then the server, which nobody needs, wants to be gone
+    assert was_open == [True]
+    assert not last.is_open

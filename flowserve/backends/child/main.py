@@ -64,6 +64,9 @@ log = logging.getLogger("flowserve.child")
 
 # Relays that are remembered. One that is forgotten would be taken in; each of them was a tenth of a second on its way.
 _FENCED_MAX: Final = 1 << 14
+# What became of the GPU is not asked more often: it takes 50 us where nobody brought a driver, and a model may refuse
+# every other request. Where the GPU is lost, all that follows fails, and is looked into.
+_LOOK_EVERY_NS: Final = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,7 @@ class Server:
         self._fenced: dict[int, Sequence[Place] | None] = {}
         self._is_idle = False
         self._has_failed = False  # a batch, or some of its members
+        self._look_ns = 0  # when it may next be asked what became of the GPU
         self._pid = os.getpid()
         self._clock = perf_counter_ns
 
@@ -259,6 +263,10 @@ class Server:
         batch is not answered: whoever hears of an answer sends the next one.
         """
         self._has_failed = False
+        now_ns = self._clock()
+        if now_ns < self._look_ns:
+            return
+        self._look_ns = now_ns + _LOOK_EVERY_NS
         why = why_lost()
         if why:
             log.error("instance %s: its process cannot use the GPU any more (%s), and ends", self._job.instance, why)
