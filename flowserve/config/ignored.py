@@ -1,7 +1,7 @@
 """Fields that are read and then left alone: hints about speed or naming on hardware that is not here.
 
-Decided here: which those are. Each is told once per load in the log, so that nobody wonders. And what is worth a
-warning: an environment of its own, where a model cannot have one and may lean on it all the same; what somebody wrote
+Decided here: which those are. Each is a warning, so that nobody wonders; none changes a result. And what else is worth
+a warning: an environment of its own, where a model cannot have one and may lean on it all the same; what somebody wrote
 about batches that nothing comes of; and a parameter whose key is nearly one of ours, which would otherwise pass for the
 model's own.
 """
@@ -14,7 +14,7 @@ from typing import Final
 
 from flowserve.config.environments import ENVIRONMENT
 from flowserve.config.gate import KEYS as GATE_KEYS
-from flowserve.config.types import ModelConfig, SourceMap
+from flowserve.config.types import ModelConfig
 from flowserve.errors import Place, Problem
 
 IGNORED: Final = (
@@ -40,13 +40,20 @@ BATCH_STRATEGY_FILE: Final = "batchstrategy.so"
 LIKENESS_MIN: Final = 0.85  # of a slip of the finger; most models' own keys are far below
 
 
-def ignored_fields(source: SourceMap, group_count: int) -> Iterator[str]:
-    """The paths of the ignored fields that the user wrote."""
-    yield from (path for path in IGNORED if path in source.places)
-    for index in range(group_count):
-        for field in IGNORED_IN_GROUPS:
-            if (path := f"instance_group[{index}].{field}") in source.places:
-                yield path
+def ignored_fields(config: ModelConfig) -> Iterator[Problem]:
+    """A warning for each of the ignored fields that the user wrote."""
+    groups = range(len(config.instance_groups))
+    in_groups = (f"instance_group[{index}].{field}" for index in groups for field in IGNORED_IN_GROUPS)
+    for path in (*IGNORED, *in_groups):
+        if path in config.source.places:
+            yield Problem(f"{path} is read and ignored", config.source.place(path), "R15")
+
+
+def unused_cache(config: ModelConfig) -> Iterator[Problem]:
+    """A warning where answers are to be remembered, by a server that remembers none."""
+    if config.response_cache:
+        text = f"response_cache is not used: the server remembers no answers, those of '{config.name}' neither"
+        yield Problem(text, config.source.place("response_cache"), "R15", "start with --cache-config local,size=BYTES")
 
 
 def unused_environment(config: ModelConfig, execution: str) -> Iterator[Problem]:

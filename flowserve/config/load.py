@@ -18,7 +18,6 @@ from flowserve.config.backends import fill_backend
 from flowserve.config.complete import merge
 from flowserve.config.convert import to_config
 from flowserve.config.doubt import elsewhere, fields_of
-from flowserve.config.ignored import ignored_fields
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.normalise import fill_defaults, gpus_to_cpu
@@ -130,8 +129,6 @@ def judge(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> 
     broken = draft.parsed.broken | fields_of(problems, draft.source)
     if draft.parsed.problems:
         problems = [*draft.parsed.problems, *elsewhere(problems, draft.source, draft.parsed.broken)]
-    for path in ignored_fields(draft.source, len(message.instance_group)) if not problems else ():
-        log.info("%s: %s is read and ignored", draft.source.place(path), path)
     fill_defaults(message, completion, gpus)
     return Judged(to_config(message, draft.source), _in_order(problems), broken)
 

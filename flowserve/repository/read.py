@@ -14,6 +14,7 @@ from typing import Final
 from flowserve.config.doubt import may_go_on
 from flowserve.config.ignored import (
     BATCH_STRATEGY_FILE,
+    ignored_fields,
     misspelt_parameters,
     unused_batching,
     unused_environment,
@@ -217,6 +218,7 @@ def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int
     ]
     return [
         *missing,
+        *ignored_fields(config),
         *unused_environment(config, own),
         *unused_batching(config, libraries),
         *misspelt_parameters(config),

@@ -20,7 +20,7 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
-from flowserve.config.ignored import unused_environment
+from flowserve.config.ignored import unused_cache, unused_environment
 from flowserve.config.instances import instances_of
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Internal
@@ -80,7 +80,8 @@ class Loader:
             self._entered.pop(folder.name, None)
             raise
         operators = self._engine.options.python_execution if "execution" not in read.config.parameters else PROCESS
-        for warning in (*read.warnings, *unused_environment(read.config, operators)):
+        forgotten = unused_cache(read.config) if self._engine.options.cache_bytes is None else ()
+        for warning in (*read.warnings, *unused_environment(read.config, operators), *forgotten):
             log.warning("%s", warning)
         return read
 

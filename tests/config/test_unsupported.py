@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -177,16 +176,3 @@ def test_each_of_those_backends_stands_on_the_page_for_whoever_comes_from_triton
 
 def test_an_unknown_backend_is_for_the_registry_to_judge(refused: Refused) -> None:
     assert refused((MODEL % "").replace("python", "mine")) == []
-
-
-def test_ignored_fields_are_told_once_in_the_log(draft: Read, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "flowserve.config")
-    text = (
-        'optimization { eager_batching: true } instance_group { host_policy: "p" } metric_tags { key: "a" value: "b" }'
-    )
-    finish(draft(MODEL % "" + text), None)
-    assert caplog.messages == [
-        "m/config.pbtxt:4:16: optimization.eager_batching is read and ignored",
-        "m/config.pbtxt:4:75: metric_tags is read and ignored",
-        "m/config.pbtxt:4:56: instance_group[0].host_policy is read and ignored",
-    ]

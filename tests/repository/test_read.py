@@ -188,6 +188,16 @@ dynamic_batching {{ {policies} }}"""
     ]
 
 
+def test_every_field_that_is_read_and_ignored_is_a_warning_at_its_place(folder: Make) -> None:
+    hints = 'optimization { eager_batching: true } instance_group { host_policy: "p" }'
+    home = folder(f'{INPUT} {OUTPUT}\n{hints} metric_tags {{ key: "a" value: "b" }}', "1")
+    assert [*map(str, read_model(home, FILES, says).warnings)] == [
+        "m/config.pbtxt:2:16: optimization.eager_batching is read and ignored [R15]",
+        "m/config.pbtxt:2:75: metric_tags is read and ignored [R15]",
+        "m/config.pbtxt:2:56: instance_group[0].host_policy is read and ignored [R15]",
+    ]
+
+
 @pytest.mark.fault("C14")
 def test_a_configuration_that_changes_while_its_model_is_asked_counts_as_it_was(folder: Make) -> None:
     home = folder(f"max_batch_size: 4\n{INPUT}\n{OUTPUT}", "1")

@@ -544,3 +544,22 @@ def test_metrics_count_hits_and_misses_under_tritons_names(wire: Any) -> None:
     text = wire.get("/metrics").body.decode()
     for family in ("nv_cache_num_hits_per_model", "nv_cache_num_misses_per_model", "nv_cache_hit_duration_per_model"):
         assert f'{family}{{model="counts"' in text
+
+
+def test_a_server_without_a_cache_says_of_whom_it_remembers_nothing_and_one_with_it_does_not(
+    served: Served,
+    tmp_path: Path,
+    add_model: Callable[..., Path],
+    make_python: Callable[[str], dict[str, str | bytes]],
+) -> None:
+    echo = make_python('return answer(OUT=given("IN"))')
+    add_model(tmp_path, "echo", f"max_batch_size: 16\n{BOTH}\n{CACHE}", echo)
+    add_model(tmp_path, "twice", graph(BOTH, *TWO, more=CACHE))
+    with serving(tmp_path) as forgetful:
+        told = [line.split("] ", 1)[1] for line in forgetful.log.splitlines() if "response_cache" in line]
+    why = "response_cache is not used: the server remembers no answers"
+    assert len(told) == 2
+    for name, line in zip(("echo", "twice"), sorted(told), strict=True):
+        assert line.startswith(f"{name}/config.pbtxt:")
+        assert line.endswith(f"{why}, those of '{name}' neither (start with --cache-config local,size=BYTES) [R15]")
+    assert why not in served.log
