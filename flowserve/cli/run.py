@@ -47,6 +47,7 @@ from flowserve.runtime.request_parameters import forwarding_of
 from flowserve.runtime.restriction import hides_names
 from flowserve.runtime.traces import TraceOptions
 from flowserve.scheduling.limiter import Available
+from flowserve.temporary import sweep
 
 if TYPE_CHECKING:
     from flowserve.grpc.server import GrpcServer
@@ -73,6 +74,7 @@ def run(options: RunOptions) -> int:
     # own 5 ms are longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the throughput.
     sys.setswitchinterval(0.0005)
     _allow_many_descriptors()
+    threading.Thread(target=sweep, name="what killed servers left", daemon=True).start()
     try:
         return trio.run(_run, options, log_settings)
     except KeyboardInterrupt:  # before the handlers were in place

@@ -6,8 +6,6 @@ disappears with the last who holds it. Whether the configuration makes sense is 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from flowserve.errors import Invalid
+from flowserve.temporary import MODELS, claim, give_up
 
 COMPONENT_BYTES_MAX: Final = 255  # what file systems take
 
@@ -33,8 +32,9 @@ class PrivateFolder:
     """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="flowserve-"))
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        folder, lock = claim(MODELS)
+        self.path = Path(folder)
+        weakref.finalize(self, give_up, folder, lock)
 
 
 def check_name(name: str) -> str:

@@ -28,6 +28,7 @@ from flowserve.repository.environment import environment_of, python_in, unusable
 from flowserve.runtime.children import Children, Spawn
 from flowserve.runtime.forkservers import ForkServer, Interpreter
 from flowserve.runtime.task_answers import answer_of
+from flowserve.temporary import UNPACKED, claim, give_up
 from flowserve.values import DType
 
 log = logging.getLogger("flowserve.load")
@@ -130,10 +131,10 @@ class Environments:
     def _unpacked(self, model: str, archive: Path, undo: ExitStack) -> Path:
         """The folder that it was unpacked into. `undo` removes it."""
         try:
-            folder, lock = unpack.claim()
+            folder, lock = claim(UNPACKED)
         except OSError as error:
             raise Invalid(f"there is no folder that it can be unpacked into: {error.strerror}") from None
-        undo.callback(unpack.give_up, folder, lock)
+        undo.callback(give_up, folder, lock)
         job = pickle.dumps(Remote(unpack.ENTRY, (str(archive), folder)))
         child = self._children.spawn("unpack", task.ENTRY, job, log_name=model)
         with self._ended_by(lambda why: child.kill(why=why), model):

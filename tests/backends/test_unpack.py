@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.backends.child.unpack import claim, give_up, unpack
+from flowserve.backends.child.unpack import unpack
 from flowserve.errors import Invalid
+from flowserve.temporary import MODELS, UNPACKED, claim, give_up
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def unpacked(folder: Path, *entries: tarfile.TarInfo, content: bytes = b"x") -> 
         for one in entries:
             one.size = len(content) if one.isreg() else 0
             tar.addfile(one, io.BytesIO(content) if one.isreg() else None)
-    made, fd = claim()
+    made, fd = claim(UNPACKED)
     try:
         unpack(str(folder / "env.tar.gz"), made)
     except BaseException:
@@ -113,11 +114,13 @@ def test_an_environment_is_told_where_it_lies_as_conda_does(
     assert caplog.messages == ["bin/conda-unpack failed: no such prefix"][:status]
 
 
-def test_what_a_killed_server_left_is_removed_and_what_is_held_stays(tmp_path: Path, places: Path) -> None:
-    (left, fd), (held, its_fd) = claim(), claim()
+@pytest.mark.fault("X8")
+@pytest.mark.parametrize("kind", [UNPACKED, MODELS])
+def test_what_a_killed_server_left_is_removed_and_what_is_held_stays(tmp_path: Path, places: Path, kind: str) -> None:
+    (left, fd), (held, its_fd) = claim(kind), claim(kind)
     (Path(left) / "bin").mkdir()
     os.close(fd)  # as the end of a process does
-    (places / "flowserve-environment-of-mine").touch()
+    (places / f"{kind}of-mine").touch()
     latest = unpacked(tmp_path, entry("x"))
-    assert {*places.iterdir()} == {Path(held), latest, places / "flowserve-environment-of-mine"}
+    assert {*places.iterdir()} == {Path(held), latest, places / f"{kind}of-mine"}
     give_up(held, its_fd)

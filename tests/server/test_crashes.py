@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -460,14 +461,24 @@ def test_what_a_model_started_ends_with_it(patient: Mischief) -> None:
 @pytest.mark.fault("X8")
 def test_nothing_is_left_behind_by_a_server_that_is_killed_and_the_next_one_starts(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    repository = write_repository(tmp_path)
-    with serving(repository, "--python-execution", "process") as served:
+    repository, places = write_repository(tmp_path), tmp_path / "places"
+    places.mkdir()
+    options = ["--python-execution", "process", "--model-control-mode", "explicit", "--load-model", "*"]
+    environment = {"TMPDIR": str(places)}
+    with serving(repository, *options, environment=environment) as served:
         mischief = Mischief(served, tmp_path)
         sessions = {mischief.pid("bad"), mischief.pid("good")}
         mischief.said("bad", "subprocess.Popen(['sleep', '600'])")
+        file = base64.b64encode((repository / "good/1/model.py").read_bytes()).decode()
+        config = httpx.get(f"{served.base_url}/v2/models/good/config", trust_env=False).text
+        sent = {"parameters": {"config": config, "file:1/model.py": file}}
+        url = f"{served.base_url}/v2/repository/models/good/load"
+        assert httpx.post(url, json=sent, timeout=WITHIN_S, trust_env=False).status_code == 200
+        assert [*places.iterdir()]
         assert served.stop(signal.SIGKILL) == -signal.SIGKILL
     until(lambda: not of_sessions(sessions), "its processes are gone")
     assert set(os.listdir("/dev/shm")) <= before
-    with serving(repository, "--python-execution", "process") as again:
+    with serving(repository, *options, environment=environment) as again:
+        until(lambda: not [*places.iterdir()], "its folders for temporary files are gone")
         assert Mischief(again, tmp_path).said("chain", "pass") == "done"
         assert again.stop() == 0

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from flowserve import Engine
-from flowserve.backends.child.unpack import PREFIX
 from flowserve.runtime.children import SUPPORTED
+from flowserve.temporary import UNPACKED
 from flowserve.testing.serve import Served, serving
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")
@@ -184,7 +184,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def unpacked(places: Path) -> set[Path]:
-    return {*places.glob(f"{PREFIX}*")}
+    return {*places.glob(f"{UNPACKED}*")}
 
 
 def test_each_model_runs_in_its_environment_and_finds_nothing_of_the_servers(

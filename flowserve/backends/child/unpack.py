@@ -1,58 +1,34 @@
 """A packed Python environment, unpacked: in a process made for it, since it keeps an interpreter busy for a while.
 
 Decided here: that nothing of an archive comes to lie outside of its folder, however its entries are called and whatever
-its links lead to; that what conda-pack wrote is told where it lies now; and what happens to folders that a server left
-behind when it was killed. A folder belongs to whoever holds its lock, which ends with the process, and whoever unpacks
-next removes those that nobody holds.
+its links lead to; and that what conda-pack wrote is told where it lies now. Whose folders are is temporary.py's.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import lzma
 import os
-import shutil
 import subprocess
 import tarfile
-import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from flowserve.errors import Invalid
+from flowserve.temporary import sweep
 
 log = logging.getLogger("flowserve.child")
 
-PREFIX: Final = "flowserve-environment-"
 ENTRY: Final = f"{__name__}:unpack"
 # By which conda-pack lets an environment know where it has come to lie. Other archives have none.
 _CONDA_UNPACK: Final = "bin/conda-unpack"
 
 
-def claim() -> tuple[str, int]:
-    """A new folder that only this user can enter, and the descriptor that holds its lock. Raises OSError."""
-    while True:
-        folder = tempfile.mkdtemp(prefix=PREFIX)
-        with suppress(FileNotFoundError):
-            fd = _locked(folder, fcntl.LOCK_EX)
-            if os.path.isdir(folder):
-                return folder, fd
-            os.close(fd)  # another server took it for one that was left behind
-
-
-def give_up(folder: str, fd: int) -> None:
-    """Remove a folder that was claimed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(fd)
-
-
 def unpack(archive: str, folder: str) -> None:
     """Fill a folder that was claimed. Raises Invalid."""
-    _sweep(os.path.dirname(folder))
+    sweep()
     top = os.path.realpath(folder)
     try:
         with tarfile.open(archive) as tar:
@@ -98,30 +74,3 @@ def _tell_where_it_lies(folder: Path) -> None:
     done = subprocess.run([python, script], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:  # Triton never does this, and most environments do without
         log.warning("%s failed: %s", _CONDA_UNPACK, (done.stderr or done.stdout).strip()[-400:])
-
-
-def _sweep(parent: str) -> None:
-    """Remove what servers left behind here that were killed."""
-    for folder in _claimed(parent):
-        with suppress(OSError):
-            fd = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            give_up(folder, fd)
-
-
-def _claimed(parent: str) -> Iterator[str]:
-    with os.scandir(parent) as entries:
-        for entry in entries:
-            is_one = entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False)
-            if is_one and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-                yield entry.path
-
-
-def _locked(folder: str, how: int) -> int:
-    """A descriptor that holds its lock. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, how)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
