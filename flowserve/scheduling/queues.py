@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count, pairwise
 from operator import attrgetter
 from typing import Final
 
@@ -32,7 +32,7 @@ from flowserve.scheduling.router import Flow, Ticket
 # urgent requests keep all others waiting for ever. One batch in 33 is what the urgent ones lose by this.
 OVERTAKEN_MAX: Final = 32
 
-_by_arrival = attrgetter("queued_ns")
+_by_turn = attrgetter("turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ class PolicyBatcher:
         "_numbers",
         "_policy",
         "_served",
+        "_turns",
         "delay_ns",
         "may_wait",
     )
@@ -96,6 +97,7 @@ class PolicyBatcher:
         self._numbers: list[int] = []  # of the lanes, ascending: the order of the walk
         self._served: dict[int, int] = {}  # lane -> `_batches` when it was last served or began; longest ago first
         self._batches = 0
+        self._turns = count()  # many come in one turn of the loop, and so at the same time
         self._expiries: Deadlines[Ticket] = Deadlines()
 
     def put(self, ticket: Ticket) -> None:
@@ -115,6 +117,7 @@ class PolicyBatcher:
             self._expiries.add(ticket, ticket.queued_ns + timeout_ns)
         self._lane(2 * level).append(ticket)
         ticket.lane = 2 * level
+        ticket.turn = next(self._turns)
 
     def take(self, now_ns: int) -> list[Ticket] | None:
         lanes = self._lanes
@@ -160,7 +163,7 @@ class PolicyBatcher:
             self._remove(ticket)
             if self._levels.policy_of(level).is_delayed:
                 ticket.lane = 2 * level + 1
-                insort(self._lane(ticket.lane), ticket, key=_by_arrival)
+                insort(self._lane(ticket.lane), ticket, key=_by_turn)
             else:
                 refused.append(ticket)
         return refused
@@ -217,9 +220,8 @@ class PolicyBatcher:
         since = [*self._served.values()]
         assert since == sorted(since), "(4) the lane that waits longest is not known"
         for number, lane in self._lanes.items():
-            times = [ticket.queued_ns for ticket in lane]
-            assert times, "an empty lane is kept"
-            assert times == sorted(times), "(1) a lane is not in order of arrival"
+            assert lane, "an empty lane is kept"
+            assert all(a.turn < b.turn for a, b in pairwise(lane)), "(1) a lane is not in order of arrival"
             assert all(ticket.lane == number for ticket in lane), "a ticket does not know where it waits"
             policy = self._levels.policy_of(number // 2)
             assert not policy.max_size or self._size(number // 2) <= policy.max_size, "(2) a level is too long"

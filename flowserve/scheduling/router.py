@@ -46,14 +46,15 @@ def longer(took: Took, queue_ns: int, input_ns: int, infer_ns: int, output_ns: i
 
 class Ticket:
     """A step as a queue sees it: rows, a key that all members of a batch must share, and when it was queued. No
-    tensor data. `lane` is the mark of a queue that has several lines, `line` the sequence it belongs to (sequences.py);
-    neither is set in other queues.
+    tensor data. `lane` is the mark of a queue that has several lines, `turn` its place among all that came to one that
+    may change their order (queues.py), `line` the sequence it belongs to (sequences.py); none is set in other queues.
     """
 
-    __slots__ = ("flow", "key", "lane", "line", "node", "queued_ns", "rows")
+    __slots__ = ("flow", "key", "lane", "line", "node", "queued_ns", "rows", "turn")
 
     lane: int
     line: Any
+    turn: int
 
     def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
         self.flow = flow

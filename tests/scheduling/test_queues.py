@@ -166,6 +166,13 @@ def test_the_delayed_come_after_their_own_level_and_before_the_next() -> None:
     assert everything(batcher, 25) == [[live], [delayed], [again], [low]]
 
 
+def test_the_delayed_who_came_at_once_stay_in_the_order_they_came_in_whoever_was_the_first_to_be_late() -> None:
+    batcher = queue_of(LevelPolicy(timeout_ns=10, may_override=True, is_delayed=True), preferred=(1,))
+    patient, hasty, last = put(batcher, ticket(timeout=9), ticket(timeout=3), ticket(timeout=6))
+    assert batcher.expire(9) == []
+    assert [one for batch in everything(batcher, 9) for one in batch] == [patient, hasty, last]
+
+
 def test_the_delayed_count_as_waiting() -> None:
     batcher = queue_of(LevelPolicy(max_size=2, timeout_ns=10, is_delayed=True), delay=SECOND)
     put(batcher, ticket())
