@@ -15,19 +15,21 @@ pytestmark = [pytest.mark.server, pytest.mark.skipif(not SUPPORTED, reason="mode
 def test_the_start_of_some_models_is_timed_and_all_their_processes_are_weighed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main(["--start", "1,3"])
+    main(["--start", "1,3,100"])
     said = [
         re.fullmatch(
-            r"(\d) Python models, each in a process of its own: "
+            r"(\d+) Python models, each in a process of its own: "
             r"ready in (\d+\.\d) s; (\d+) processes hold (\d+) MiB \(PSS\)",
             line,
         )
         for line in capsys.readouterr().out.splitlines()
     ]
     # The server, the process that forks, and one for each model.
-    assert [(int(one[1]), int(one[3])) for one in said if one] == [(1, 3), (3, 5)]
-    one, three = (int(found[4]) for found in said if found)
+    assert [(int(one[1]), int(one[3])) for one in said if one] == [(1, 3), (3, 5), (100, 102)]
+    one, three, hundred = (int(found[4]) for found in said if found)
     assert 10 < one < three < 400
+    assert three < hundred
+    assert max(float(found[2]) for found in said if found) < 30
 
 
 def test_a_number_of_models_that_makes_no_sense_is_refused() -> None:

@@ -292,7 +292,7 @@ async def test_an_answer_that_is_held_back_for_those_before_it_says_so() -> None
             for value in (1.0, 2.0):
                 nursery.start_soon(ask, engine, "chain", value, 1, told)
                 await wait_all_tasks_blocked()
-            await trio.sleep(0.02)
+            await trio.sleep(0.04)  # the second may still be on the way to its thread
             gate.set()
         first, second = told
         assert first.steps[0].pauses == []

@@ -210,7 +210,7 @@ def test_a_death_fails_its_request_at_once_and_the_instance_comes_back(mortal: M
     with ThreadPoolExecutor(8) as clients:
         began = time.monotonic()
         failed = clients.submit(mortal.ask, "bad", death).result()
-        assert time.monotonic() - began < 5  # 1 s is the promise; the machine may be busy
+        assert time.monotonic() - began < 1
         assert failed.status_code == 500
         assert failed.json() == {"error": f"model 'bad', instance 'bad_0': {how}"}
         waiting = [clients.submit(mortal.ask, "bad", "pass") for _ in range(3)]
@@ -225,9 +225,11 @@ def test_a_death_fails_its_request_at_once_and_the_instance_comes_back(mortal: M
             assert mortal.index()[name]["reason"].startswith(f"model 'bad', instance 'bad_0': {how}")
         assert [mortal.said("good", "pass") for _ in range(20)] == ["done"] * 20
         mortal.file("gate").unlink()
+        freed = time.monotonic()
         # The next start was near: who came meanwhile has waited for it.
         assert [each.result().status_code for each in waiting] == [200] * 4
     assert mortal.is_back()
+    assert time.monotonic() - freed < 10
     assert mortal.status("/v2/health/ready") == 200
     assert mortal.index()["bad"]["state"] == "READY"
     assert how in mortal.served.log

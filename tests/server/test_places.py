@@ -5,12 +5,15 @@ it serves.
 from __future__ import annotations
 
 import re
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.http as triton
@@ -170,3 +173,60 @@ def test_a_cheap_model_whose_author_allows_it_moves_to_the_loop_while_it_serves(
     wire.until(lambda: is_on_loop("auto"), "the cheap model moves")
     assert is_on_loop("inline")
     assert not any(is_on_loop("thread") for _ in range(10))
+
+
+SLEEP_NS = 50_000_000
+SLEEPS = 'time.sleep(0.05); return answer(OUT=given("IN"))'
+# Python all the time, which another thread must be let in between.
+BURNS = """until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            pass
+        return answer(OUT=given("IN"))"""
+ONE_BY_ONE = """
+backend: "python"
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 1, 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 1, 1 ] } ]
+instance_group [ { count: 1 } ]
+"""
+
+
+def test_what_a_model_takes_is_computing_and_what_it_is_waited_for_is_the_queue_in_every_place(
+    tmp_path: Path,
+    add_model: Callable[..., Path],
+    make_python: Callable[[str], dict[str, str | bytes]],
+    wire_to: Callable[[Served], Any],
+) -> None:
+    places = ("process", "thread", "inline")
+    for place in places:
+        add_model(tmp_path, place, ONE_BY_ONE + EXECUTION % place, make_python(SLEEPS))
+    with serving(tmp_path) as served:
+        wire = wire_to(served)
+        for place in places:
+            answers = wire.together([wire.infer_request(place, row(1))] * 2)
+            assert [answer.status for answer in answers] == [200, 200]
+            stats = wire.statistics(place)["inference_stats"]
+            assert 2 * SLEEP_NS <= stats["compute_infer"]["ns"] < 4 * SLEEP_NS, place
+            assert stats["compute_input"]["ns"] + stats["compute_output"]["ns"] < SLEEP_NS, place
+            assert place == "inline" or 0.8 * SLEEP_NS < stats["queue"]["ns"] < 4 * SLEEP_NS, place
+            assert stats["success"]["ns"] >= stats["queue"]["ns"] + stats["compute_infer"]["ns"], place
+
+
+def test_while_a_model_computes_in_python_on_a_thread_others_are_answered_soon(
+    tmp_path: Path,
+    add_model: Callable[..., Path],
+    make_python: Callable[[str], dict[str, str | bytes]],
+    wire_to: Callable[[Served], Any],
+) -> None:
+    add_model(tmp_path, "burns", ONE_BY_ONE + EXECUTION % "thread", make_python(BURNS))
+    with serving(tmp_path) as served, ThreadPoolExecutor() as pool, httpx.Client(trust_env=False) as client:
+        wire = wire_to(served)
+        burning = pool.submit(wire.together, [wire.infer_request("burns", row(1))])
+        time.sleep(0.3)
+        seconds = []
+        while not burning.done():
+            began = time.perf_counter()
+            client.get(f"{served.base_url}/v2/health/live")
+            seconds.append(time.perf_counter() - began)
+    assert [answer.status for answer in burning.result()] == [200]
+    assert len(seconds) > 20
+    assert statistics.median(seconds) < 0.004  # Python alone lets a thread compute for 5 ms before anybody has a turn
