@@ -50,10 +50,10 @@ def ignored_fields(config: ModelConfig) -> Iterator[Problem]:
 
 
 def unused_cache(config: ModelConfig) -> Iterator[Problem]:
-    """A warning where answers are to be remembered, by a server that remembers none."""
+    """A warning where answers are to be remembered, for a server that has no cache."""
     if config.response_cache:
-        text = f"response_cache is not used: the server remembers no answers, those of '{config.name}' neither"
-        yield Problem(text, config.source.place("response_cache"), "R15", "start with --cache-config local,size=BYTES")
+        text = "response_cache is not used: the server was started without a cache"
+        yield Problem(text, config.source.place("response_cache"), "R15", "--cache-config local,size=BYTES")
 
 
 def unused_environment(config: ModelConfig, execution: str) -> Iterator[Problem]:
