@@ -74,7 +74,8 @@ def run(options: RunOptions) -> int:
     # own 5 ms are longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the throughput.
     sys.setswitchinterval(0.0005)
     _allow_many_descriptors()
-    threading.Thread(target=sweep, name="what killed servers left", daemon=True).start()
+    # Beside all else: what was left may be gigabytes of small files.
+    threading.Thread(target=sweep, name="sweep", daemon=True).start()
     try:
         return trio.run(_run, options, log_settings)
     except KeyboardInterrupt:  # before the handlers were in place

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from typing import Final
+from operator import attrgetter
+from typing import Any, Final
+
+from google.protobuf.message import Message
 
 from flowserve.config.environments import ENVIRONMENT
 from flowserve.config.gate import KEYS as GATE_KEYS
-from flowserve.config.types import ModelConfig
+from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
+from flowserve.config.model_config_pb2 import ModelOptimizationPolicy
+from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.errors import Place, Problem
 
 IGNORED: Final = (
@@ -40,20 +45,28 @@ BATCH_STRATEGY_FILE: Final = "batchstrategy.so"
 LIKENESS_MIN: Final = 0.85  # of a slip of the finger; most models' own keys are far below
 
 
-def ignored_fields(config: ModelConfig) -> Iterator[Problem]:
-    """A warning for each of the ignored fields that the user wrote."""
-    groups = range(len(config.instance_groups))
-    in_groups = (f"instance_group[{index}].{field}" for index in groups for field in IGNORED_IN_GROUPS)
-    for path in (*IGNORED, *in_groups):
-        if path in config.source.places:
-            yield Problem(f"{path} is read and ignored", config.source.place(path), "R15")
+def ignored_fields(message: ModelConfigProto, source: SourceMap) -> Iterator[Problem]:
+    """A warning for each of the ignored fields that say something: servers write out all the others, too."""
+    found = {path: attrgetter(path)(message) for path in IGNORED}
+    for index, group in enumerate(message.instance_group):
+        found |= {f"instance_group[{index}].{field}": getattr(group, field) for field in IGNORED_IN_GROUPS}
+    for path, value in found.items():
+        if path in source.places and _says_something(value):
+            yield Problem(f"{path} is read and ignored", source.place(path), "R15")
+
+
+def _says_something(value: Any) -> bool:
+    if isinstance(value, ModelOptimizationPolicy.PinnedMemoryBuffer):
+        return not value.enable  # as it is where nothing is said
+    return bool(value.ListFields() if isinstance(value, Message) else value)
 
 
 def unused_cache(config: ModelConfig) -> Iterator[Problem]:
-    """A warning where answers are to be remembered, for a server that has no cache."""
+    """A warning where answers are to be remembered, and there is no cache."""
     if config.response_cache:
-        text = "response_cache is not used: the server was started without a cache"
-        yield Problem(text, config.source.place("response_cache"), "R15", "--cache-config local,size=BYTES")
+        text = "response_cache is not used: there is no cache"
+        hint = "flowserve run --cache-config local,size=BYTES has one"
+        yield Problem(text, config.source.place("response_cache"), "R15", hint)
 
 
 def unused_environment(config: ModelConfig, execution: str) -> Iterator[Problem]:

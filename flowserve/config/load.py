@@ -18,6 +18,7 @@ from flowserve.config.backends import fill_backend
 from flowserve.config.complete import merge
 from flowserve.config.convert import to_config
 from flowserve.config.doubt import elsewhere, fields_of
+from flowserve.config.ignored import ignored_fields
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.normalise import fill_defaults, gpus_to_cpu
@@ -54,13 +55,14 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The configuration with its defaults; every mistake of the text and violation of every rule, sorted by place; and
-    the configuration's own fields that they are in.
+    """The configuration with its defaults; every mistake of the text and violation of every rule, sorted by place;
+    the configuration's own fields that they are in; and a warning for each field that nothing comes of.
     """
 
     config: ModelConfig
     problems: list[Problem]
     broken: frozenset[str]
+    ignored: list[Problem]
 
 
 def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str], config_name: str = "") -> Draft:
@@ -129,8 +131,9 @@ def judge(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> 
     broken = draft.parsed.broken | fields_of(problems, draft.source)
     if draft.parsed.problems:
         problems = [*draft.parsed.problems, *elsewhere(problems, draft.source, draft.parsed.broken)]
+    ignored = [*ignored_fields(message, draft.source)]
     fill_defaults(message, completion, gpus)
-    return Judged(to_config(message, draft.source), _in_order(problems), broken)
+    return Judged(to_config(message, draft.source), _in_order(problems), broken, ignored)
 
 
 def _in_order(problems: list[Problem]) -> list[Problem]:

@@ -53,8 +53,11 @@ def write_files(name: str, files: Mapping[str, bytes]) -> PrivateFolder:
     Raises `Invalid` for a path that leads, or could lead, anywhere else; nothing is written then.
     """
     paths = {_checked(path): content for path, content in files.items()}
-    private = PrivateFolder()
-    (private.path / name).mkdir()
+    try:
+        private = PrivateFolder()
+        (private.path / name).mkdir()
+    except OSError as error:
+        raise Invalid(f"there is no folder that file overrides can be written to: {error.strerror}") from None
     for path, content in paths.items():
         target = private.path / name / path
         try:

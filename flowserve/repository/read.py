@@ -14,7 +14,6 @@ from typing import Final
 from flowserve.config.doubt import may_go_on
 from flowserve.config.ignored import (
     BATCH_STRATEGY_FILE,
-    ignored_fields,
     misspelt_parameters,
     unused_batching,
     unused_environment,
@@ -124,7 +123,7 @@ def examine(
     except Problems as unlabelled:
         problems += unlabelled.problems
     config = replace(judged.config, name=folder.name)  # which is not what it says where that is a mistake
-    warnings = (*folder.warnings, *_warnings(folder, config, versions))
+    warnings = (*folder.warnings, *judged.ignored, *_warnings(folder, config, versions))
     return Examined(tuple(problems), ReadModel(folder, config, versions, warnings, labels), judged.broken)
 
 
@@ -218,7 +217,6 @@ def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int
     ]
     return [
         *missing,
-        *ignored_fields(config),
         *unused_environment(config, own),
         *unused_batching(config, libraries),
         *misspelt_parameters(config),

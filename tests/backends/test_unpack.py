@@ -120,7 +120,8 @@ def test_what_a_killed_server_left_is_removed_and_what_is_held_stays(tmp_path: P
     (left, fd), (held, its_fd) = claim(kind), claim(kind)
     (Path(left) / "bin").mkdir()
     os.close(fd)  # as the end of a process does
-    (places / f"{kind}of-mine").touch()
+    mine = places / f"{kind}of-mine"
+    mine.mkdir()
     latest = unpacked(tmp_path, entry("x"))
-    assert {*places.iterdir()} == {Path(held), latest, places / f"{kind}of-mine"}
+    assert {*places.iterdir()} == {Path(held), latest, mine}
     give_up(held, its_fd)

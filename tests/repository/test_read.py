@@ -5,6 +5,7 @@ What the user wrote, what the model says, which versions; and all that is wrong 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -196,6 +197,27 @@ def test_every_field_that_is_read_and_ignored_is_a_warning_at_its_place(folder: 
         "m/config.pbtxt:2:75: metric_tags is read and ignored [R15]",
         "m/config.pbtxt:2:56: instance_group[0].host_policy is read and ignored [R15]",
     ]
+
+
+def test_of_what_a_server_wrote_out_only_what_says_something_is_a_warning(folder: Make) -> None:
+    home = folder(f"{INPUT} {OUTPUT}", "1")
+    tensor = {"name": "X", "data_type": "TYPE_FP32", "dims": ["4"]}
+    written_out = {
+        "input": [tensor],
+        "output": [{**tensor, "name": "Y"}],
+        "instance_group": [{"host_policy": "", "secondary_devices": []}],
+        "optimization": {
+            "priority": "PRIORITY_DEFAULT",
+            "input_pinned_memory": {"enable": True},
+            "eager_batching": False,
+        },
+        "cc_model_filenames": {},
+        "runtime": "",
+    }
+    said = {"metric_tags": {"a": "b"}, "optimization": {"output_pinned_memory": {"enable": False}}}
+    for config, told in ((written_out, []), (written_out | said, ["optimization.output_pinned_memory", "metric_tags"])):
+        warnings = read_model(home, FILES, says, config_json=json.dumps(config)).warnings
+        assert [one.message for one in warnings] == [f"{field} is read and ignored" for field in told]
 
 
 @pytest.mark.fault("C14")

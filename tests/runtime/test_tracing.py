@@ -279,8 +279,13 @@ async def test_who_waits_at_the_gate_says_so() -> None:
 async def test_an_answer_that_is_held_back_for_those_before_it_says_so() -> None:
     gate = threading.Event()
 
+    computed = threading.Event()
+
     def wait(array: Array) -> Array:
-        assert array[0, 0] > 1 or gate.wait(10)
+        if array[0, 0] > 1:
+            computed.set()
+        else:
+            assert gate.wait(10)
         return array
 
     async with running() as engine:
@@ -292,7 +297,8 @@ async def test_an_answer_that_is_held_back_for_those_before_it_says_so() -> None
             for value in (1.0, 2.0):
                 nursery.start_soon(ask, engine, "chain", value, 1, told)
                 await wait_all_tasks_blocked()
-            await trio.sleep(0.04)  # the second may still be on the way to its thread
+            assert await trio.to_thread.run_sync(computed.wait, 10)
+            await trio.sleep(0.02)
             gate.set()
         first, second = told
         assert first.steps[0].pauses == []

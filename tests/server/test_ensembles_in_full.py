@@ -546,7 +546,7 @@ def test_metrics_count_hits_and_misses_under_tritons_names(wire: Any) -> None:
         assert f'{family}{{model="counts"' in text
 
 
-def test_a_server_without_a_cache_says_of_whom_it_remembers_nothing_and_one_with_it_does_not(
+def test_a_server_without_a_cache_says_which_models_asked_for_one_and_one_with_it_does_not(
     served: Served,
     tmp_path: Path,
     add_model: Callable[..., Path],
@@ -557,9 +557,9 @@ def test_a_server_without_a_cache_says_of_whom_it_remembers_nothing_and_one_with
     add_model(tmp_path, "twice", graph(BOTH, *TWO, more=CACHE))
     with serving(tmp_path) as forgetful:
         told = [line.split("] ", 1)[1] for line in forgetful.log.splitlines() if "response_cache" in line]
-    why = "response_cache is not used: the server was started without a cache"
+    why = "response_cache is not used: there is no cache"
     assert len(told) == 2
     for name, line in zip(("echo", "twice"), sorted(told), strict=True):
         assert line.startswith(f"{name}/config.pbtxt:")
-        assert line.endswith(f"{why} (--cache-config local,size=BYTES) [R15]")
+        assert line.endswith(f"{why} (flowserve run --cache-config local,size=BYTES has one) [R15]")
     assert why not in served.log

@@ -28,7 +28,7 @@ _CONDA_UNPACK: Final = "bin/conda-unpack"
 
 def unpack(archive: str, folder: str) -> None:
     """Fill a folder that was claimed. Raises Invalid."""
-    sweep()
+    sweep(os.path.dirname(folder))
     top = os.path.realpath(folder)
     try:
         with tarfile.open(archive) as tar:
