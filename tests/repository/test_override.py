@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,11 @@ def test_a_name_that_is_no_folder_of_a_repository_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["m", "a.b", "..x", "ünïcode", "with space", "n" * 255])
 def test_ordinary_names_are_names(name: str) -> None:
     assert check_name(name) == name
+
+
+def test_without_a_folder_for_temporary_files_the_load_is_refused_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(Invalid, match="no folder that file overrides can be written to: No such file or directory"):
+        write_files("m", {"1/model.py": b""})
