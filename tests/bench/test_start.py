@@ -18,7 +18,7 @@ def test_the_start_of_some_models_is_timed_and_all_their_processes_are_weighed(
     main(["--start", "1,3"])
     said = [
         re.fullmatch(
-            r"(\d+) Python models, each in a process of its own: "
+            r"(\d) Python models, each in a process of its own: "
             r"ready in (\d+\.\d) s; (\d+) processes hold (\d+) MiB \(PSS\)",
             line,
         )

@@ -1,0 +1,91 @@
+"""Temporary folders: what is held stays, what a killed process left goes, and what is anybody's own is not touched."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from flowserve.temporary import MODELS, UNPACKED, claim, give_up, sweep
+
+pytestmark = pytest.mark.fault("X8")
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def left_behind(kind: str = MODELS) -> Path:
+    folder, fd = claim(kind)
+    (Path(folder) / "m/1").mkdir(parents=True)
+    os.close(fd)  # as the end of a process does
+    return Path(folder)
+
+
+@pytest.mark.parametrize("kind", [UNPACKED, MODELS])
+def test_what_was_left_is_removed_and_what_is_held_stays_until_it_is_given_up(places: Path, kind: str) -> None:
+    left_behind(kind)
+    held, fd = claim(kind)
+    sweep()
+    assert [*places.iterdir()] == [Path(held)]
+    assert Path(held).stat().st_mode & 0o777 == 0o700
+    give_up(held, fd)
+    assert [*places.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", [f"{MODELS}prod", f"{UNPACKED}of-mine", "models.claimed", f"{MODELS}prod.claimed"])
+def test_a_folder_of_somebodys_own_stays_whatever_it_is_called(places: Path, name: str) -> None:
+    (places / name / "m").mkdir(parents=True)
+    sweep()
+    assert (places / name / "m").is_dir()
+
+
+def test_a_link_is_not_followed(places: Path) -> None:
+    left = left_behind()
+    own = left.rename(places / "own")
+    left.symlink_to(own)
+    sweep()
+    assert (own / "m").is_dir()
+
+
+def test_one_that_goes_meanwhile_does_not_keep_the_others(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, left = left_behind(), left_behind()
+    gone.joinpath("m/1").rmdir()
+    gone.joinpath("m").rmdir()
+    gone.rmdir()
+    monkeypatch.setattr(os, "listdir", lambda _: [gone.name, left.name])
+    sweep()
+    assert not left.exists()
+
+
+def test_where_there_are_no_locks_a_folder_can_be_had_and_nobody_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder, fd = claim(MODELS)
+    sweep()
+    assert os.path.isdir(folder)
+    give_up(folder, fd)
+    assert not os.path.exists(folder)
+
+
+def test_a_folder_that_cannot_be_held_is_not_left(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(path: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as few:
+        few.setattr(os, "open", too_many)
+        with pytest.raises(OSError, match="Too many open files"):
+            claim(MODELS)
+    assert [*places.iterdir()] == []
+
+
+def test_without_a_folder_for_them_there_is_nothing_to_sweep(places: Path) -> None:
+    sweep(str(places / "gone"))
