@@ -34,6 +34,7 @@ from flowserve.runtime.calls import Calls
 from flowserve.runtime.carriers import Carrier, join
 from flowserve.runtime.children import SUPPORTED
 from flowserve.runtime.clock import running_clock, wall_clock_ms
+from flowserve.runtime.crowds import share
 from flowserve.runtime.deployment import Deployment, MakeFlow
 from flowserve.runtime.directory import Directory
 from flowserve.runtime.engine_options import EngineOptions
@@ -436,6 +437,8 @@ class Engine(Directory):
         self.dispatcher.add(queue)
         self.generations.add(Generation(queue, [*hosts, *passive], model, files))
         mortals = [host for host in hosts if isinstance(host, ProcessHost)]
+        if len(mortals) == len(hosts):
+            share(batcher, mortals, lambda: self.dispatcher.in_flight)
         self.supervisor.watch(queue, mortals, execution_timeout_ns, warm_up)
 
     def _forget(self, queue: ModelQueue) -> None:

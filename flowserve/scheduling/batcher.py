@@ -1,7 +1,8 @@
 """Which waiting tickets of one model leave together, and when.
 
-How many of a walk of waiting tickets make a batch now is decided in this file and nowhere else (`BatchPolicy.count`);
-whom the walk meets first is decided by the queue: arrival here, levels and policies in queues.py. It never learns the
+How many of a walk of waiting tickets make a batch now is decided in this file and nowhere else (`BatchPolicy.count`),
+but for what of a crowd is left to the next batch (crowd.py); whom the walk meets first is decided by the queue: arrival
+here, levels and policies in queues.py. It never learns the
 time by itself: callers bring `now_ns`. It does not know instances: it is asked (`take`) only when one is free, so that
 a batch may grow until an instance takes it.
 
@@ -18,6 +19,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from flowserve.scheduling.crowd import Crowd
 from flowserve.scheduling.router import Flow, Ticket
 
 
@@ -155,13 +157,17 @@ class OneByOne(Fifo):
 
 
 class DynamicBatcher(Fifo):
-    """Triton's dynamic batcher: preferred sizes, a delay, a maximum; sizes are rows, not requests."""
+    """Triton's dynamic batcher: preferred sizes, a delay, a maximum; sizes are rows, not requests.
 
-    __slots__ = ("_policy", "delay_ns", "may_wait")
+    `crowd`: of whom a batch takes only a share, if any. Only where `takes_all`.
+    """
+
+    __slots__ = ("_policy", "crowd", "delay_ns", "may_wait")
 
     def __init__(self, policy: BatchPolicy) -> None:
         super().__init__()
         self._policy = policy
+        self.crowd: Crowd | None = None
         self.delay_ns = policy.max_queue_delay_ns
         self.may_wait = policy.max_queue_delay_ns > 0
 
@@ -179,6 +185,8 @@ class DynamicBatcher(Fifo):
         oldest = waiting[0]
         is_overdue = self.delay_ns > 0 and now_ns - oldest.queued_ns >= self.delay_ns
         count = self._policy.count(waiting, oldest.key, is_overdue)
+        if self.crowd is not None and count > self.crowd.least and len(oldest.flow.plan.nodes) > 1:
+            count = self.crowd.share(count)
         if count == len(waiting):
             batch = [*waiting]
             waiting.clear()

@@ -18,6 +18,8 @@ from flowserve.errors import FlowserveError, ModelFailed, Unavailable
 from flowserve.graph.plan import NO_SLOT
 from flowserve.scheduling.affinity import NOWHERE
 from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batcher import DynamicBatcher
+from flowserve.scheduling.crowd import Crowd
 from flowserve.scheduling.dispatcher import Dispatcher
 from flowserve.scheduling.limited import LimitedDispatcher
 from flowserve.scheduling.limiter import Limiter
@@ -95,6 +97,8 @@ class Sim(Relays):
             keeps_order=model.keeps_order,
         )
         queue.passes_on, queue.receives = model.passes_on, model.receives
+        if model.least and isinstance(queue.batcher, DynamicBatcher) and queue.batcher.takes_all:
+            queue.batcher.crowd = Crowd(lambda: self.dispatcher.in_flight, lambda: True, model.least)
         if model.keeps_order:
             self._lines[model.key] = Line()
         self.queues[model.key] = queue
@@ -121,6 +125,7 @@ class Sim(Relays):
         self._note("arrives", request.number)
         if not self._goes_alone(flow):
             self.dispatcher.submit(flow)
+        self._most = max(self._most, self.dispatcher.in_flight)
         if request.leaves_after_ns is not None:
             self._at(self.time + request.leaves_after_ns, partial(self._leave, request))
 
@@ -155,7 +160,11 @@ class Sim(Relays):
             self._return(batch, model, outcome)
 
     def _begin(self, batch: Batch, model: SimModel) -> None:
-        """Whoever leaves its queue now had the patience to wait for it. Halves of a batch that raised have left it."""
+        """Whoever leaves its queue now had the patience to wait for it, and leaves with half of all at most where some
+        are left to the next batch. Halves of a batch that raised have left it.
+        """
+        if model.least and model.takes_all and len(batch.tickets[0].flow.plan.nodes) > 1:
+            assert len(batch.tickets) <= max(model.least, -(-self._most // 2)), "nobody was left to the next batch"
         first = [ticket for ticket in batch.tickets if step_of(ticket) not in self._begun]
         self._begun.update(map(step_of, first))
         self._again.difference_update(map(step_of, batch.tickets))

@@ -42,6 +42,7 @@ class Laws:
         self.batch_rows: dict[ModelKey, list[int]] = {}  # what each model ran, in order
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.stayed = self.moved = 0  # steps run where their tensors lay (or lay nowhere), and elsewhere
+        self._most = 0  # that were in flight at once
         self._busy: set[tuple[ModelKey, int]] = set()
         self._away: set[tuple[ModelKey, int]] = set()
         self._finished: dict[int, set[int]] = {}  # request -> nodes whose step is done

@@ -51,7 +51,8 @@ class SimModel:
     """A model whose outputs say what went into them. `policy` None: the default scheduler. `levels` None: one line.
 
     `shortest_ns` to `longest_ns` is how long a batch takes; where both are 0 it runs inline, inside `run`.
-    `in_process`: its instances may take part in relays, as far as its outputs and its queue let them.
+    `in_process`: its instances may take part in relays, as far as its outputs and its queue let them. `least` above 0:
+    what of a crowd of more is left to the next batch (crowd.py), where its queue takes whoever is there.
     """
 
     number: int
@@ -69,6 +70,7 @@ class SimModel:
     keeps_order: bool = False
     devices: tuple[int, ...] = ()  # of each instance, where a request stays on the device its tensors lie on
     in_process: bool = False
+    least: int = 0
 
     @property
     def passes_on(self) -> bool:
@@ -82,7 +84,12 @@ class SimModel:
             return 0
         if self.policy is None:
             return 1
-        return 1 << 30 if self.policy == BatchPolicy.simple(self.max_batch_size) else 0
+        return 1 << 30 if self.takes_all else 0
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether whoever waits leaves at once, up to the maximum, on whichever instance."""
+        return self.levels is None and not self.devices and self.policy == BatchPolicy.simple(self.max_batch_size)
 
     def batcher(self) -> Batcher:
         if self.devices:

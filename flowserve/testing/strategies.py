@@ -81,6 +81,7 @@ def draw_quick_model(random: Random, number: int) -> SimModel:
     return replace(
         model,
         in_process=random.random() < 0.95,
+        least=random.choice([0, 1, 2]),
         inputs=tuple(replace(spec, optional=False) for spec in model.inputs),
         outputs=tuple(replace(spec, dims=(FIXED,)) for spec in model.outputs) if plain else model.outputs,
         policy=policy,

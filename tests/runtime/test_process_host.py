@@ -16,7 +16,7 @@ from flowserve.backends import registry
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
-from flowserve.runtime import alone, process_host, relay_paths
+from flowserve.runtime import alone, crowds, process_host, relay_paths
 from flowserve.runtime import engine as engine_module
 from flowserve.runtime.alone import LOOK_EVERY, STREAK
 from flowserve.runtime.children import SUPPORTED
@@ -31,8 +31,9 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
 
 async def test_a_batch_of_sixteen_stays_one_through_a_chain_of_processes_and_nothing_is_copied_between(
-    served: ServedInProcesses,
+    served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(crowds, "QUICK_NS", 0)  # or half of them would be left to the next batch
     for name, what in (("twice", "given * 2"), ("plus", "given + 1"), ("minus", "given - 3")):
         await served.add(name, OUT.format(what))
     add_chain(served.engine, "chain", ["twice", "plus", "minus"])
