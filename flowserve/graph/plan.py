@@ -67,7 +67,9 @@ class Plan:
     "" where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a
     flow's slots after its inputs begin as. From slot `converted` on they are inputs that were converted; `lacking` are
     the graph's optional inputs that some step cannot run without: (slot, its input, its index). `nesting`: how often
-    which step runs, None where each does once. `ways` is scheduling's: what it has found out of this plan goes with it.
+    which step runs, None where each does once. `is_apart`: there are several steps, and each runs once, on a model that
+    no other has; so a request waits for a model with one step at most. `ways` is scheduling's: what it has found out of
+    this plan goes with it.
     """
 
     graph: Graph
@@ -82,6 +84,7 @@ class Plan:
     converted: int
     lacking: tuple[tuple[int, str, int], ...]
     nesting: Nesting | None
+    is_apart: bool
     ways: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -110,6 +113,7 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
         converted=wires.count,
         lacking=tuple(_lacking(graph, edges)),
         nesting=nested,
+        is_apart=nested is None and 1 < len(nodes) == len({node.model for node in nodes}),
     )
 
 

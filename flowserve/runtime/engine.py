@@ -438,7 +438,7 @@ class Engine(Directory):
         self.generations.add(Generation(queue, [*hosts, *passive], model, files))
         mortals = [host for host in hosts if isinstance(host, ProcessHost)]
         if len(mortals) == len(hosts):
-            share(batcher, mortals, lambda: self.dispatcher.in_flight)
+            share(batcher, mortals, lambda: self.dispatcher.begun)
         self.supervisor.watch(queue, mortals, execution_timeout_ns, warm_up)
 
     def _forget(self, queue: ModelQueue) -> None:

@@ -28,6 +28,7 @@ from flowserve.runtime.alone import WAIT_NS_MAX, Occupancy, Pace
 from flowserve.runtime.carriers import passes_on, receives
 from flowserve.runtime.children import Child, Spawn
 from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.crowds import RequestPace
 from flowserve.runtime.instance import Completions, Outcome, gather
 from flowserve.runtime.process_calls import ProcessCalls
 from flowserve.runtime.process_inputs import InputPacker
@@ -87,6 +88,7 @@ class ProcessHost:
         # It hands on what the next process can find without looking, and is handed what lies in one piece.
         self.passes_on, self.receives = passes_on(config), receives(config)
         self.pace = Pace()
+        self.request_pace: RequestPace | None = None  # of all instances of its model, where anybody wants to know
         self._answer = select.poll()  # on which it is waited for in place
         self._clock = clock
         self._completions: Completions | None = None
@@ -350,7 +352,10 @@ class ProcessHost:
             if not batch.started_ns <= outcome.gathered_ns <= outcome.computed_ns <= now_ns:
                 outcome.gathered_ns = min(max(outcome.gathered_ns, batch.started_ns), now_ns)
                 outcome.computed_ns = min(max(outcome.computed_ns, outcome.gathered_ns), now_ns)
-            self.pace.took(outcome.computed_ns - batch.started_ns)
+            took_ns = outcome.computed_ns - batch.started_ns
+            self.pace.took(took_ns)
+            if self.request_pace is not None:
+                self.request_pace.took(took_ns, len(batch.tickets))
 
     def _outcome(self, batch: Batch, outcome: Outcome) -> Outcome:
         return outcome

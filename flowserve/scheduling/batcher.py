@@ -2,9 +2,8 @@
 
 How many of a walk of waiting tickets make a batch now is decided in this file and nowhere else (`BatchPolicy.count`),
 but for what of a crowd is left to the next batch (crowd.py); whom the walk meets first is decided by the queue: arrival
-here, levels and policies in queues.py. It never learns the
-time by itself: callers bring `now_ns`. It does not know instances: it is asked (`take`) only when one is free, so that
-a batch may grow until an instance takes it.
+here, levels and policies in queues.py. It never learns the time by itself: callers bring `now_ns`. It does not know
+instances: it is asked (`take`) only when one is free, so that a batch may grow until an instance takes it.
 
 Always true after every call (see `check`):
   (1) tickets leave in the order they came;
@@ -159,7 +158,8 @@ class OneByOne(Fifo):
 class DynamicBatcher(Fifo):
     """Triton's dynamic batcher: preferred sizes, a delay, a maximum; sizes are rows, not requests.
 
-    `crowd`: of whom a batch takes only a share, if any. Only where `takes_all`.
+    `crowd`: of whom a batch takes only a share, where it begins with a step of an ensemble whose steps are on models of
+    their own. Only where `takes_all`.
     """
 
     __slots__ = ("_policy", "crowd", "delay_ns", "may_wait")
@@ -185,7 +185,7 @@ class DynamicBatcher(Fifo):
         oldest = waiting[0]
         is_overdue = self.delay_ns > 0 and now_ns - oldest.queued_ns >= self.delay_ns
         count = self._policy.count(waiting, oldest.key, is_overdue)
-        if self.crowd is not None and count > self.crowd.least and len(oldest.flow.plan.nodes) > 1:
+        if self.crowd is not None and oldest.flow.plan.is_apart:
             count = self.crowd.share(count)
         if count == len(waiting):
             batch = [*waiting]

@@ -94,6 +94,11 @@ class Flows:
         self._arrivals.append(flow)
 
     @property
+    def begun(self) -> int:
+        """How many flows are in flight that nothing holds."""
+        return self.in_flight - len(self._held)
+
+    @property
     def is_due(self) -> bool:
         """Whether a `pump` would find something to do now."""
         return bool(self._arrivals or self._dirty or self.streams.is_due)

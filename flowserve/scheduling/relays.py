@@ -179,14 +179,16 @@ class RelayingDispatcher(Dispatcher):
         queue.is_dirty = False
         free = queue.free
         batcher = queue.batcher
+        is_first = True  # the rest of those who waited would overtake them where it went by relay
         while free:
             tickets = batcher.take(now_ns)
             if tickets is None:
                 return
             queue.running += 1
             batch = Batch(queue, free.popleft(), tickets, now_ns)
-            if batcher or not self._is_relayed(batch):
+            if batcher or not is_first or not self._is_relayed(batch):
                 self._run(batch)
+            is_first = False
 
     def _is_relayed(self, batch: Batch) -> bool:
         """Start a relay with this batch, where there is one."""

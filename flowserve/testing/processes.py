@@ -59,12 +59,21 @@ class ServedInProcesses:
         self.results: dict[str, list[Results]] = {}
 
     async def add(
-        self, name: str, body: str, *, width: int = 64, dtype: DType = DType.FP32, inputs: Sequence[str] = ("IN",)
+        self,
+        name: str,
+        body: str,
+        *,
+        width: int = 64,
+        dtype: DType = DType.FP32,
+        inputs: Sequence[str] = ("IN",),
+        limit: int = 16,
     ) -> ProcessHost:
-        """Load a model whose `answer(self, request, given)` has this body; `given` is its first input."""
+        """Load a model whose `answer(self, request, given)` has this body; `given` is its first input. `limit`: its
+        `max_batch_size`.
+        """
         self.repository.write(name, "1/model.py", MODEL.format(body=body))
         given, made = [spec(one, (width,), dtype) for one in inputs], spec("OUT", (width,), dtype)
-        config = config_of(name=name, inputs=given, outputs=[made], max_batch_size=16)
+        config = config_of(name=name, inputs=given, outputs=[made], max_batch_size=limit)
         model = registry.find("python").load(config, self.repository.files(name), {})
         engine = self.engine
         host = host_maker(config, model, PROCESS, engine.processes, engine.streaming, engine.clock)(
@@ -73,10 +82,10 @@ class ServedInProcesses:
         assert isinstance(host, ProcessHost)
         await trio.to_thread.run_sync(host.open, engine.completions)
         key = ModelKey(name, 1)
-        engine.add_model(key, DynamicBatcher(BatchPolicy.simple(16)), [host], model)
-        node = Node(0, name, key, tuple(given), (made,), 16)
+        engine.add_model(key, DynamicBatcher(BatchPolicy.simple(limit)), [host], model)
+        node = Node(0, name, key, tuple(given), (made,), limit)
         edges = (*(Edge(one, GRAPH, i, 0, i) for i, one in enumerate(inputs)), Edge("OUT", 0, 0, GRAPH, 0))
-        engine.announce(config, Graph(name, 1, tuple(given), (made,), 16, (node,), edges))
+        engine.announce(config, Graph(name, 1, tuple(given), (made,), limit, (node,), edges))
         self.hosts[name] = host
         self._listen(host)
         return host

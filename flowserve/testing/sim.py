@@ -98,7 +98,7 @@ class Sim(Relays):
         )
         queue.passes_on, queue.receives = model.passes_on, model.receives
         if model.least and isinstance(queue.batcher, DynamicBatcher) and queue.batcher.takes_all:
-            queue.batcher.crowd = Crowd(lambda: self.dispatcher.in_flight, lambda: True, model.least)
+            queue.batcher.crowd = Crowd(lambda: self.dispatcher.begun, lambda: True, model.least)
         if model.keeps_order:
             self._lines[model.key] = Line()
         self.queues[model.key] = queue
@@ -160,12 +160,12 @@ class Sim(Relays):
             self._return(batch, model, outcome)
 
     def _begin(self, batch: Batch, model: SimModel) -> None:
-        """Whoever leaves its queue now had the patience to wait for it, and leaves with half of all at most where some
+        """Whoever leaves its queue now had the patience to wait for it, and half of all with it at most where some
         are left to the next batch. Halves of a batch that raised have left it.
         """
-        if model.least and model.takes_all and len(batch.tickets[0].flow.plan.nodes) > 1:
-            assert len(batch.tickets) <= max(model.least, -(-self._most // 2)), "nobody was left to the next batch"
         first = [ticket for ticket in batch.tickets if step_of(ticket) not in self._begun]
+        if first and model.least and model.takes_all and batch.tickets[0].flow.plan.is_apart:
+            assert len(first) <= max(model.least, -(-self._most // 2)), "nobody was left to the next batch"
         self._begun.update(map(step_of, first))
         self._again.difference_update(map(step_of, batch.tickets))
         if model.keeps_order:

@@ -70,6 +70,7 @@ def draw_model(random: Random, number: int, *, batching: bool, limit: int = 0) -
         longest_ns=shortest * random.choice([1, 1, 5]),
         levels=draw_levels(random, keeps_order=keeps_order) if random.random() < 0.4 else None,
         keeps_order=keeps_order,
+        least=number % 3,
     )
 
 
@@ -81,7 +82,6 @@ def draw_quick_model(random: Random, number: int) -> SimModel:
     return replace(
         model,
         in_process=random.random() < 0.95,
-        least=random.choice([0, 1, 2]),
         inputs=tuple(replace(spec, optional=False) for spec in model.inputs),
         outputs=tuple(replace(spec, dims=(FIXED,)) for spec in model.outputs) if plain else model.outputs,
         policy=policy,

@@ -12,56 +12,86 @@ from flowserve.config.types import DynamicBatching
 from flowserve.runtime import crowds
 from flowserve.runtime.batchers import batcher_for
 from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.crowds import RequestPace
 from flowserve.scheduling.batcher import DynamicBatcher
 from flowserve.testing.backends import config_of
-from flowserve.testing.engine import add_chain
+from flowserve.testing.engine import add_chain, add_function
 from flowserve.testing.processes import OUT, ServedInProcesses, row
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
-CROWD = 16
+LIMIT = 64
 
 
 @pytest.fixture
 def any_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowds, "QUICK_NS", 1 << 60)  # however busy the machine is that runs this
+    monkeypatch.setattr(crowds, "QUICK_NS", 1 << 40)  # however busy the machine is that runs this
 
 
-async def executions(served: ServedInProcesses, name: str, asked: str) -> int:
-    """How many batches one crowd that asks for `asked` was to the model `name`."""
+async def batches(served: ServedInProcesses, crowd: int, asked: str = "chain") -> dict[int, int]:
+    """The sizes of the batches that one crowd was to the model "twice", and how many had each."""
 
-    def count() -> int:
-        executions: int = served.engine.statistics(name)[0]["execution_count"]
-        return executions
+    def counted() -> dict[int, int]:
+        return {
+            one["batch_size"]: one["compute_infer"]["count"]
+            for one in served.engine.statistics("twice")[0]["batch_stats"]
+        }
 
-    before = count()
+    before = counted()
     with trio.fail_after(20):
-        answers = await served.ask_all(asked, [row(number) for number in range(CROWD)])
-    more = 0 if asked == name else 1
-    assert np.array_equal([*map(np.asarray, answers)], [row(2 * number + more) for number in range(CROWD)])
-    return count() - before
+        answers = await served.ask_all(asked, [row(number) for number in range(crowd)])
+    more = int(asked == "chain")
+    assert np.array_equal([*map(np.asarray, answers)], [row(2 * number + more) for number in range(crowd)])
+    new = {size: count - before.get(size, 0) for size, count in counted().items()}
+    return {size: count for size, count in new.items() if count}
 
 
 async def serve(served: ServedInProcesses, body: str = "") -> None:
-    await served.add("twice", body + OUT.format("given * 2"))
-    await served.add("plus", OUT.format("given + 1"))
+    await served.add("twice", body + OUT.format("given * 2"), limit=LIMIT)
+    await served.add("plus", OUT.format("given + 1"), limit=LIMIT)
     add_chain(served.engine, "chain", ["twice", "plus"])
 
 
 async def test_a_crowd_goes_through_an_ensemble_in_halves(served: ServedInProcesses, any_is_quick: None) -> None:
     await serve(served)
-    assert await executions(served, "twice", "chain") == 2
+    assert await batches(served, 24) == {24: 1}  # nobody knows yet how quick it is
+    assert await batches(served, 24) == {12: 2}
+    assert await batches(served, 40) == {20: 2}
+    assert await batches(served, 8) == {8: 1}
 
 
 async def test_a_crowd_goes_through_a_model_as_one_batch(served: ServedInProcesses, any_is_quick: None) -> None:
     await serve(served)
-    assert await executions(served, "twice", "twice") == 1
+    for _ in range(3):
+        assert await batches(served, 24, "twice") == {24: 1}
 
 
 async def test_a_model_that_takes_long_is_not_asked_twice(served: ServedInProcesses) -> None:
     await serve(served, "        import time\n        time.sleep(0.001)\n")
     for _ in range(3):
-        assert await executions(served, "twice", "chain") == 1
+        assert await batches(served, 24) == {24: 1}
+
+
+async def test_steps_on_the_loop_take_everybody(served: ServedInProcesses, any_is_quick: None) -> None:
+    add_function(served.engine, "twice", [lambda x: x * 2], dims=(64,), max_batch_size=LIMIT)
+    add_function(served.engine, "plus", [lambda x: x + 1], dims=(64,), max_batch_size=LIMIT)
+    add_chain(served.engine, "chain", ["twice", "plus"])
+    for _ in range(3):
+        assert await batches(served, 24) == {24: 1}
+
+
+def test_a_model_is_quick_that_takes_fifty_microseconds_for_each_request_lately() -> None:
+    pace = RequestPace()
+    assert not pace.is_quick
+    pace.took(16 * 50_000, 16)
+    assert pace.is_quick
+    pace.took(10_000_000, 2)  # a small batch says nothing
+    assert pace.is_quick
+    pace.took(32 * 60_000, 32)
+    assert not pace.is_quick
+    for _ in range(20):
+        pace.took(8 * 45_000, 8)
+    assert pace.is_quick
 
 
 @pytest.mark.parametrize(
@@ -77,5 +107,5 @@ async def test_a_model_that_takes_long_is_not_asked_twice(served: ServedInProces
 def test_whoever_says_which_batches_are_wanted_gets_those(batching: DynamicBatching | None, is_shared: bool) -> None:
     config = replace(config_of(max_batch_size=16), dynamic_batching=batching)
     batcher = batcher_for(config)
-    crowds.share(batcher, [], lambda: CROWD)
+    crowds.share(batcher, [], lambda: 24)
     assert (isinstance(batcher, DynamicBatcher) and batcher.crowd is not None) == is_shared

@@ -16,6 +16,7 @@ from flowserve.scheduling.affinity import Affine
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
 from flowserve.scheduling.calls import CalledFlow
+from flowserve.scheduling.crowd import Crowd
 from flowserve.scheduling.relays import Relay, RelayingDispatcher, Way, find_way, whole_way
 from flowserve.scheduling.router import Flow
 from flowserve.testing.recorder import rows_of
@@ -227,6 +228,18 @@ class Server:
     def turn(self) -> None:
         self.dispatcher.pump(0)
         self.dispatcher.check()
+
+
+def test_the_rest_of_those_who_waited_does_not_overtake_them_as_a_relay() -> None:
+    server = Server(graph_of(CHAIN))
+    first = server.route[0]
+    first.instances = (0, 1)
+    first.free.append(1)
+    assert isinstance(first.batcher, DynamicBatcher)
+    first.batcher.crowd = Crowd(lambda: server.dispatcher.begun, lambda: True, 2)
+    server.submit(1, 1, 1, 1)
+    assert [len(batch.tickets) for batch in server.running] == [2, 2]
+    assert not server.relays
 
 
 def test_a_batch_of_too_many_rows_or_members_runs_by_itself() -> None:
