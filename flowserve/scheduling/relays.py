@@ -2,8 +2,9 @@
 
 Decided here: which steps of a graph one batch may run through in one go, when it does, and what comes of those that it
 came by. A relay takes an instance of every model on its way before it starts. It starts only where the batch would have
-stayed as it is anyway: everybody in it takes the same way, nobody waits behind it at its first model, and at all others
-an instance is free and nobody waits. So it overtakes nobody, and no larger batch could have been made. How a batch is
+stayed as it is anyway: everybody in it takes the same way, nobody waits behind it at its first model, nobody who
+waited with it has just begun by himself, and at all others an instance is free and nobody waits. So it overtakes nobody
+who waits, and no larger batch would have been made. How a batch is
 handed on, and whether that is worth it, is for the `relay` callable to know: it takes a relay, or leaves the batch to
 run by itself.
 
