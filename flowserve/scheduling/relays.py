@@ -2,11 +2,10 @@
 
 Decided here: which steps of a graph one batch may run through in one go, when it does, and what comes of those that it
 came by. A relay takes an instance of every model on its way before it starts. It starts only where the batch would have
-stayed as it is anyway: everybody in it takes the same way, nobody waits behind it at its first model, nobody who
-waited with it has just begun by himself, and at all others an instance is free and nobody waits. So it overtakes nobody
-who waits, and no larger batch would have been made. How a batch is
-handed on, and whether that is worth it, is for the `relay` callable to know: it takes a relay, or leaves the batch to
-run by itself.
+stayed as it is anyway: everybody in it takes the same way, nobody waits behind it at its first model, nobody who waited
+with it has just begun without it, and at all others an instance is free and nobody waits. So it overtakes nobody who
+waits, and no larger batch would have been made. How a batch is handed on, and whether that is worth it, is for the
+`relay` callable to know: it takes a relay, or leaves the batch to run by itself.
 
 It may come back early, from any of its stops: because there is something to say of its members, because one failed.
 Then what it came by is done, and its requests go on from there as ever.
