@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from flowserve.config.types import DynamicBatching
 from flowserve.runtime import crowds
 from flowserve.runtime.batchers import batcher_for
 from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.crowds import RequestPace
+from flowserve.runtime.crowds import RequestPace, processors
 from flowserve.scheduling.batcher import DynamicBatcher
 from flowserve.testing.backends import config_of
 from flowserve.testing.engine import add_chain, add_function
@@ -21,6 +23,11 @@ from flowserve.testing.processes import OUT, ServedInProcesses, row
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
 LIMIT = 64
+
+
+@pytest.fixture(autouse=True)
+def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowds, "processors", lambda: 2.0)  # whatever the machine has that runs this
 
 
 @pytest.fixture
@@ -70,6 +77,28 @@ async def test_a_model_that_takes_long_is_not_asked_twice(served: ServedInProces
     await serve(served, "        import time\n        time.sleep(0.001)\n")
     for _ in range(3):
         assert await batches(served, 24) == {24: 1}
+
+
+async def test_on_one_processor_everybody_goes_together(
+    served: ServedInProcesses, any_is_quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crowds, "processors", lambda: 1.0)
+    await serve(served)
+    for _ in range(3):
+        assert await batches(served, 24) == {24: 1}
+
+
+@pytest.mark.parametrize(
+    ("quota", "count"), [("max 100000", 4), ("100000 100000", 1), ("150000 100000", 1.5), ("900000 100000", 4), ("", 4)]
+)
+def test_a_container_has_no_more_processors_than_its_quota(
+    quota: str, count: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(crowds, "QUOTA", tmp_path / "cpu.max")
+    assert processors() == 4
+    crowds.QUOTA.write_text(quota)
+    assert processors() == count
 
 
 async def test_steps_on_the_loop_take_everybody(served: ServedInProcesses, any_is_quick: None) -> None:
