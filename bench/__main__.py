@@ -1,6 +1,6 @@
 """`python -m bench`: measure flowserve, beside Triton where the environment variable TRITONSERVER names one.
 
-Decided here: the command line. What is measured stands in works, in which order in measure.
+This module holds the command line; works.py has the workloads and measure.py the order of the runs.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from bench import acceptance, servers, wrk
 from bench.devices import measure_device
 from bench.in_process import measure_in_process
 from bench.measure import measure_echo, measure_work
-from bench.report import Results, print_tables, write_json, write_plot
+from bench.report import Results, open_console, print_tables, write_json, write_plot
 from bench.runs import Limit, Plan, Run
 from bench.sequences import measure_sequences
 from bench.servers import BenchFailed
@@ -26,11 +28,15 @@ from bench.works import WORKS
 
 RESULTS: Final = Path(__file__).parent / "results"
 
-# A comparison with another flowserve looks for differences of a few per cent, which takes more runs to see.
+# A comparison with another flowserve looks for differences of a few per cent, which needs more runs.
 ROUNDS: Final = 3
 ROUNDS_AGAINST: Final = 9
+ROUNDS_ACCEPTANCE: Final = 5
 
-# A load average above which somebody else is clearly computing here.
+CONCURRENCY: Final = (1, 2, 4, 8, 32, 128)
+OPEN_LOOP: Final = ("30%", "60%", "85%")
+
+# A load average above which other programs clearly use the machine.
 BUSY: Final = 0.7
 
 
@@ -73,6 +79,26 @@ def _rounds(text: str) -> int:
     return int(text)
 
 
+def _chosen(*choices: str) -> Callable[[str], tuple[str, ...]]:
+    """Reads "a,b", or "both" for all of the choices."""
+
+    def read(text: str) -> tuple[str, ...]:
+        values = choices if text == "both" else tuple(text.split(","))
+        if not set(values) <= set(choices):
+            raise argparse.ArgumentTypeError(f"expected {', '.join(choices)} or both, got {text!r}")
+        return values
+
+    return read
+
+
+def _arrivals(text: str) -> tuple[str, ...]:
+    """Reads "30%,1500/s"."""
+    values = tuple(text.split(","))
+    if not all(re.fullmatch(r"[1-9]\d*(%|/s)", value) for value in values):
+        raise argparse.ArgumentTypeError(f"expected rates such as 60% or 1500/s with commas between, got {text!r}")
+    return values
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
@@ -81,38 +107,90 @@ def _parser() -> argparse.ArgumentParser:
         "`python -m bench.triton FOLDER` makes such a command.",
     )
     parser.add_argument(
+        "--acceptance",
+        action="store_true",
+        help="measure the chain in processes and inline and the diamond in processes, with fixed and varying dims, "
+        "and print them beside Triton and the targets",
+    )
+    parser.add_argument(
         "--work",
+        "--only",
         type=_works,
         default=tuple(WORKS),
         metavar="A,B",
         help="; ".join(f"{work.name}: {work.about}" for work in WORKS.values()),
     )
-    parser.add_argument("--concurrency", type=_numbers(256), default=(1, 8, 32), metavar="N,M", help="default 1,8,32")
+    parser.add_argument(
+        "--concurrency",
+        type=_numbers(256),
+        metavar="N,M",
+        help="connections of the closed loop; default 1,2,4,8,32,128, with --acceptance, --echo and --grpc 1,8,32",
+    )
     parser.add_argument("--seconds", type=_seconds, default=2.0, help="measured in each run; default 2")
     parser.add_argument(
         "--rounds",
         type=_rounds,
         metavar="N",
-        help=f"medians over so many; default {ROUNDS}, {ROUNDS_AGAINST} with --against",
+        help=f"medians over so many; default {ROUNDS}, {ROUNDS_AGAINST} with --against, "
+        f"{ROUNDS_ACCEPTANCE} with --acceptance",
     )
     parser.add_argument(
         "--python-execution",
-        choices=("inline", "thread", "process"),
-        default="inline",
-        help="where flowserve runs model.py; default inline, which is what the targets for trusted nodes are about",
+        type=_chosen("inline", "process", "thread"),
+        metavar="PLACE,PLACE",
+        help="where flowserve runs model.py: inline, process, thread; default inline, with --acceptance process,inline",
+    )
+    parser.add_argument(
+        "--dims",
+        type=_chosen("fixed", "varying"),
+        metavar="fixed|varying|both",
+        help="of the tensors in the configs: numbers, or -1; default varying, with --acceptance both",
+    )
+    parser.add_argument(
+        "--shapes",
+        type=_chosen("one", "rows", "lengths"),
+        default=("one",),
+        metavar="A,B",
+        help="of the requests: one row each (default); 1 to 16 rows; lengths that change from request to request",
+    )
+    parser.add_argument(
+        "--heads",
+        type=_chosen("equal", "changing"),
+        default=("equal",),
+        metavar="equal|changing|both",
+        help="of the requests: changing means other headers, order of headers and JSON fields from request to request",
+    )
+    parser.add_argument(
+        "--client",
+        type=_chosen("own", "wrk"),
+        default=("own",),
+        metavar="own|wrk|both",
+        help="of the closed loop: the own load generator (default), or wrk where it is installed",
+    )
+    parser.add_argument(
+        "--open-loop",
+        type=_arrivals,
+        nargs="?",
+        default=(),
+        const=OPEN_LOOP,
+        metavar="A,B",
+        help="Poisson arrivals besides, at rates such as 60%% of each server's measured capacity or 1500/s; "
+        "without a value 30%%,60%%,85%%",
     )
     parser.add_argument(
         "--against",
+        "--beside",
         default="",
-        metavar="FOLDER_OR_COMMAND",
-        help="another flowserve, measured in turns with this one: a checkout, run by this interpreter, or a command",
+        metavar="FOLDER_PYTHON_OR_COMMAND",
+        help="another flowserve, measured in turns with this one: a checkout, run by this interpreter, the Python of a "
+        "virtual environment, or a command",
     )
-    parser.add_argument("--echo", action="store_true", help="measure the HTTP server alone, against uvicorn's, instead")
+    parser.add_argument("--echo", action="store_true", help="measure the HTTP server alone, beside uvicorn's, instead")
     parser.add_argument(
         "--start",
         type=_numbers(1000),
         metavar="N,M",
-        help="how long a server of N Python models takes to be ready and what it holds, in processes, instead",
+        help="measure the time until a server of N Python models in processes is ready and its memory, instead",
     )
     parser.add_argument(
         "--grpc",
@@ -151,9 +229,7 @@ def _say(line: str) -> None:
 
 
 def _measure(plan: Plan, works: Sequence[str], runs: list[Run], limits: list[Limit]) -> None:
-    """Add what is found to `runs` and `limits`, work by work, so that a failure does not cost what came before it."""
-    if not os.environ.get("TRITONSERVER"):
-        _say("TRITONSERVER is not set: no Triton is measured")
+    """Add the results to `runs` and `limits` work by work: a failure keeps those of the works before it."""
     for name in works:
         work_runs, work_limits = measure_work(WORKS[name], plan, _say)
         runs += work_runs
@@ -161,20 +237,38 @@ def _measure(plan: Plan, works: Sequence[str], runs: list[Run], limits: list[Lim
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
-    # Unwinds the stack, so that the servers that were started are stopped.
+    # Unwinds the stack, so that the started servers are stopped.
     raise SystemExit(128 + number)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """The options, with the defaults of what is measured."""
+    rounds = ROUNDS_ACCEPTANCE if options.acceptance else ROUNDS_AGAINST if options.against else ROUNDS
+    short = options.acceptance or options.echo or options.grpc
+    clients = tuple(client for client in options.client if client != "wrk" or wrk.installed())
+    if clients != options.client:
+        _say("wrk is not installed: only the own load generator is used")
+    return Plan(
+        concurrency=options.concurrency or (acceptance.CONCURRENCY if short else CONCURRENCY),
+        seconds=options.seconds,
+        rounds=options.rounds or rounds,
+        executions=options.python_execution or (("process", "inline") if options.acceptance else ("inline",)),
+        dims=options.dims or (("varying", "fixed") if options.acceptance else ("varying",)),
+        shapes=options.shapes,
+        heads=options.heads,
+        clients=clients or ("own",),
+        arrivals=options.open_loop,
+        against=options.against,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _terminated)
-    rounds = options.rounds or (ROUNDS_AGAINST if options.against else ROUNDS)
-    plan = Plan(options.concurrency, options.seconds, rounds, options.python_execution, options.against)
+    plan = _plan(options)
     load_before = os.getloadavg()[0]
     if load_before > BUSY:
-        _say(
-            f"the machine is busy with other things (load average {load_before:.1f}): trust the ratios, not the figures"
-        )
+        _say(f"other programs use this machine (load average {load_before:.1f}): trust the ratios, not the figures")
     runs: list[Run] = []
     limits: list[Limit] = []
     failure = ""
@@ -183,32 +277,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measure_start(options.start, _say)
         elif options.sequences:
             for concurrency in options.sequences:
-                print(measure_sequences(concurrency, rounds, options.seconds, _say))
+                print(measure_sequences(concurrency, plan.rounds, plan.seconds, _say))
         elif options.grpc:
             from bench.grpc_front import measure_grpc  # needs grpcio, which the rest does not
 
             print(measure_grpc(plan, _say))
         elif options.device:
-            for chain in measure_device(options.device, rounds, options.seconds, _say):
+            for chain in measure_device(options.device, plan.rounds, plan.seconds, _say):
                 print(chain)
         elif options.in_process:
-            print(measure_in_process(rounds, options.seconds, _say))
+            print(measure_in_process(plan.rounds, plan.seconds, _say))
         elif options.echo:
             runs += measure_echo(plan, _say)
         else:
-            _measure(plan, options.work, runs, limits)
+            if not os.environ.get("TRITONSERVER"):
+                _say("TRITONSERVER is not set: no Triton is measured")
+            if options.acceptance:
+                runs += acceptance.measure_acceptance(plan, options.work, _say)
+                failure = "" if runs else "bench: no load with targets was selected"
+            else:
+                _measure(plan, options.work, runs, limits)
     except BenchFailed as error:
         failure = f"bench: {error}"
     except KeyboardInterrupt:
         sys.exit(130)
     if runs:
-        _show(Results.of(plan, load_before, runs, limits), options.json, options.plot)
+        measured = {run.server for run in runs}
+        configuration = [line for line in servers.configuration(plan.against) if line.split(":")[0] in measured]
+        results = Results.of(plan, load_before, configuration, runs, limits)
+        print_tables(results, only_figures=options.acceptance)
+        if options.acceptance:
+            lines = acceptance.compared(runs)
+            open_console().print(acceptance.table(lines, plan))
+            print(*acceptance.verdict(lines), sep="\n")
+        _save(results, options.json, options.plot)
     if failure:
         sys.exit(failure)
 
 
-def _show(results: Results, json_path: Path, plot_path: Path) -> None:
-    print_tables(results)
+def _save(results: Results, json_path: Path, plot_path: Path) -> None:
     write_json(results, json_path)
     print(f"figures: {json_path}")
     if importlib.util.find_spec("matplotlib"):

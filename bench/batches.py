@@ -1,7 +1,7 @@
-"""Whether batches stayed together: what a server's statistics say happened between two readings.
+"""Whether batches stayed together: the difference between two readings of a server's statistics.
 
-Decided here: which figures are made of them. Mean batches come from any server that speaks Triton's statistics
-extension; what each edge carried only from flowserve, under the field `flowserve` of its rows.
+Mean batches come from every server with Triton's statistics extension; the bytes of each edge only from flowserve, from
+the field `flowserve` of its rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Reading = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class EdgeBytes:
-    """Bytes per request. `handed_on` were read where they lay, `copied` were gathered first, `regathered` of these in
-    spite of coming out of one batch. `placed`: the tensor's, laid side by side once, however many edges it feeds."""
+    """Bytes per request. `handed_on` were read in place, `copied` were gathered first; `regathered` of these came out
+    of one batch. `placed`: the tensor's bytes that were written contiguously, counted once for all edges it feeds."""
 
     handed_on: float
     copied: float
@@ -53,8 +53,7 @@ def mean_batches(before: Reading, after: Reading, models: Iterable[str]) -> dict
 
 
 def edge_bytes(before: Reading, after: Reading, graph: str) -> dict[str, EdgeBytes]:
-    """What went over each edge into a node of `graph`, as "producer > consumer"; nothing where the server does not
-    say."""
+    """The bytes of each edge into a node of `graph`, keyed "producer > consumer"; empty for other servers."""
     then, now = _sums(before[graph]), _sums(after[graph])
     requests = _successes(after[graph]) - _successes(before[graph])
     if not requests:

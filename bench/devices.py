@@ -1,9 +1,8 @@
-"""What it is worth that tensors stay where they are: a chain of three steps, beside the same steps one by one.
+"""The gain of tensors that stay on the device: a chain of three steps, beside the same steps as three requests.
 
-Decided here: the steps (a convolution over 3x224x224 each, image in, image out), and what is compared: one request to
-the ensemble of the three, whose tensors stay on the device between them, and three requests to the steps, whose tensors
-come back to the program each time. On a GPU the ratio is what the round trips cost; on the CPU, where nothing crosses,
-it is what asking three times costs, and shows that the measuring measures.
+Each step is a convolution over 3x224x224. In the ensemble the tensors stay on the device between the steps; with three
+requests they return to the program each time. On a GPU the ratio shows the cost of the transfers; on the CPU it shows
+the cost of three requests instead of one.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ class Chain:
 def measure_device(
     device: str, rounds: int, seconds: float, say: Callable[[str], None], rows: Sequence[int] = ROWS
 ) -> list[Chain]:
-    """Both ways in turns, on "cpu" or "gpu", for batches of so many `rows`. Raises BenchFailed where there is no such
-    device.
-    """
+    """Both ways in turns, on "cpu" or "gpu", for batches of that many `rows`. Raises BenchFailed without a device."""
     if device == "gpu" and not devices().count:
         raise BenchFailed(f"nothing to measure with --device gpu: {devices().why_none}")
     with tempfile.TemporaryDirectory(prefix="bench-device-") as folder:

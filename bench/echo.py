@@ -1,6 +1,6 @@
-"""A Starlette echo, on our HTTP server and on uvicorn: what the server below the app costs, with no inference at all.
+"""A Starlette echo on flowserve's HTTP server and on uvicorn: the cost of the HTTP server, without inference.
 
-Decided here: the app both carry, how the two are run, and what is sent. `python -m bench.echo` is our side's process.
+`python -m bench.echo` runs the app on flowserve's server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ app = Starlette(routes=[Route("/echo", _echo, methods=["POST"]), Route("/ready",
 
 
 def commands() -> dict[str, list[str]]:
-    """What carries the app: our server, and uvicorn where it is installed."""
+    """The commands of the app on flowserve's server and, where it is installed, on uvicorn."""
     found = {FLOWSERVE: [sys.executable, "-m", "bench.echo"]}
     if importlib.util.find_spec("uvicorn"):
         found[UVICORN] = [sys.executable, "-m", "uvicorn", "bench.echo:app", "--port", "0", "--no-access-log"]
@@ -57,7 +57,8 @@ def write_requests(folder: Path, count: int, nbytes: int) -> None:
 
 async def _serve() -> None:
     # Here, because uvicorn's process imports this module for the app and must not pay for our server.
-    from flowserve.http.server import Server, open_listeners
+    from flowserve.http.server.listeners import open_listeners
+    from flowserve.http.server.server import Server
 
     listeners = open_listeners("127.0.0.1", 0)
     print(f"listening on http://127.0.0.1:{listeners[0].getsockname()[1]}", flush=True)

@@ -1,9 +1,9 @@
-"""ModelInfer over gRPC beside handlers of grpcio that do nothing: what our side of a call costs.
+"""ModelInfer over gRPC beside handlers of grpcio that do nothing.
 
-Decided here: the work (the identity, one node), the client (grpcio's on asyncio, in a process of its own, which sends
-the same bytes over and over and checks the first answer), who takes turns (us, and an empty handler on each of grpcio's
-two servers, which reads the same message and answers one as large), and what counts: of each the best round.
-`python -m bench.grpc_front pool|asyncio` is an empty server, `... load PORT CONCURRENCY SECONDS` the client.
+The work is the identity, one node. The client is grpcio's on asyncio, in a process of its own; it repeats one request
+and checks the first response. flowserve takes turns with an empty handler on each of grpcio's two servers, which parses
+the same message and sends one of the same size. The best round of each counts.
+`python -m bench.grpc_front pool|asyncio` is an empty server, `... load PORT PID CONCURRENCY SECONDS` the client.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
+from bench.processes import cpu_seconds
 from bench.repositories import Onnxruntime, write_repository
 from bench.runs import Plan, Say
 from bench.servers import BenchFailed
@@ -38,56 +40,66 @@ POOL_THREADS: Final = 16
 WARM_UP_S: Final = 0.3
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Rate:
+    calls_per_second: float
+    cpu_us: float
+
+    def __str__(self) -> str:
+        return f"{self.calls_per_second:7.0f} ({self.cpu_us:.0f} us)"
+
+
 def measure_grpc(plan: Plan, say: Say) -> str:
     """The table of calls per second. Raises BenchFailed."""
     concurrencies, rounds, seconds = plan.concurrency, plan.rounds, plan.seconds
-    best: dict[tuple[int, str], float] = {}
+    best: dict[tuple[int, str], Rate] = {}
     with tempfile.TemporaryDirectory(prefix="bench-grpc-") as folder, contextlib.ExitStack() as stack:
         write_repository(WORKS[NAME], Path(folder), Onnxruntime.BACKEND)
-        place = ("--python-execution", plan.python_execution)
+        place = ("--python-execution", plan.executions[0])
         ours = stack.enter_context(serving(Path(folder), "--allow-grpc", "true", "--grpc-port", "0", *place))
-        ports = {OURS: ours.grpc_address.rpartition(":")[2]}
-        ports |= {kind: stack.enter_context(_empty(kind)) for kind in EMPTY}
+        places = {OURS: (ours.grpc_address.rpartition(":")[2], ours.pid)}
+        places |= {kind: stack.enter_context(_empty(kind)) for kind in EMPTY}
         for number in range(rounds):
             for concurrency in concurrencies:
-                for side in ports if number % 2 == 0 else reversed(ports):
+                for side in places if number % 2 == 0 else reversed(places):
                     say(f"round {number + 1} of {rounds}, {side}, concurrency {concurrency}")
-                    rate = _load(ports[side], concurrency, seconds)
-                    best[concurrency, side] = max(best.get((concurrency, side), 0.0), rate)
-    return "\n".join(["ModelInfer of a graph of one node, calls/s, best round:", *_rows(concurrencies, best)])
+                    rate = _load(*places[side], concurrency, seconds)
+                    best[concurrency, side] = max(best.get((concurrency, side), rate), rate)
+    title = "ModelInfer of a graph of one node, calls/s and CPU time of the server per call, best round:"
+    return "\n".join([title, *_rows(concurrencies, best)])
 
 
-def _rows(concurrencies: Sequence[int], best: dict[tuple[int, str], float]) -> list[str]:
+def _rows(concurrencies: Sequence[int], best: dict[tuple[int, str], Rate]) -> list[str]:
     rows = []
     for concurrency in concurrencies:
         ours = best[concurrency, OURS]
-        told = [f"{OURS} {ours:7.0f}"]
+        cells = [f"{OURS} {ours}"]
         for kind in EMPTY:
-            ratio = ours / best[concurrency, kind]
+            ratio = ours.calls_per_second / best[concurrency, kind].calls_per_second
             verdict = "reached" if ratio >= TARGET else "missed"
-            told.append(f"empty on {kind} {best[concurrency, kind]:7.0f}: {ratio:.2f} (at least {TARGET}: {verdict})")
-        rows.append(f"  concurrency {concurrency:3}: " + ", ".join(told))
+            cells.append(f"empty on {kind} {best[concurrency, kind]}: {ratio:.2f} (at least {TARGET}: {verdict})")
+        rows.append(f"  concurrency {concurrency:3}: " + ", ".join(cells))
     return rows
 
 
 @contextlib.contextmanager
 def _empty(kind: str) -> Any:
-    """An empty server's port, until the block ends."""
+    """An empty server's port and process id, until the block ends."""
     command = [sys.executable, "-m", "bench.grpc_front", kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip()
+            yield process.stdout.readline().strip(), process.pid
         finally:
             process.terminate()
 
 
-def _load(port: str, concurrency: int, seconds: float) -> float:
-    command = [sys.executable, "-m", "bench.grpc_front", "load", port, str(concurrency), str(seconds)]
+def _load(port: str, pid: int, concurrency: int, seconds: float) -> Rate:
+    command = [sys.executable, "-m", "bench.grpc_front", "load", port, str(pid), str(concurrency), str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + 60)
     if done.returncode:
         raise BenchFailed(f"the gRPC client ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    return float(done.stdout)
+    return Rate(*map(float, done.stdout.split()))
 
 
 # ---------------------------------------------------------------------------------------- in processes of their own
@@ -137,8 +149,8 @@ async def _serve_asyncio() -> None:
     await server.wait_for_termination()
 
 
-async def _ask(port: str, concurrency: int, seconds: float) -> float:
-    """Calls per second."""
+async def _call(port: str, pid: int, concurrency: int, seconds: float) -> Rate:
+    """Keep `concurrency` calls in flight to the server on `port`, whose process is `pid`."""
     message = _message()
     body = message.SerializeToString()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -148,20 +160,20 @@ async def _ask(port: str, concurrency: int, seconds: float) -> float:
             raise BenchFailed("the answer is not what was sent")
         calls = 0
 
-        async def keep_asking(end: float) -> None:
+        async def repeat(end: float) -> None:
             nonlocal calls
             while time.perf_counter() < end:
                 await call(body)
                 calls += 1
 
-        async def all_of_them(for_s: float) -> float:
+        async def drive(for_s: float) -> Rate:
             nonlocal calls
-            calls, began = 0, time.perf_counter()
-            await asyncio.gather(*(keep_asking(began + for_s) for _ in range(concurrency)))
-            return calls / (time.perf_counter() - began)
+            calls, began, cpu_before = 0, time.perf_counter(), cpu_seconds(pid)
+            await asyncio.gather(*(repeat(began + for_s) for _ in range(concurrency)))
+            return Rate(calls / (time.perf_counter() - began), (cpu_seconds(pid) - cpu_before) / calls * 1e6)
 
-        await all_of_them(WARM_UP_S)
-        return await all_of_them(seconds)
+        await drive(WARM_UP_S)
+        return await drive(seconds)
 
 
 def _main(arguments: Sequence[str]) -> None:
@@ -170,8 +182,11 @@ def _main(arguments: Sequence[str]) -> None:
             _serve_pool()
         case ["asyncio"]:
             asyncio.run(_serve_asyncio())
-        case ["load", port, concurrency, seconds]:
-            print(asyncio.run(_ask(port, int(concurrency), float(seconds))))
+        case ["load", port, pid, concurrency, seconds]:
+            rate = asyncio.run(_call(port, int(pid), int(concurrency), float(seconds)))
+            print(rate.calls_per_second, rate.cpu_us)
+        case _:
+            raise SystemExit("usage: python -m bench.grpc_front pool|asyncio|load PORT PID CONCURRENCY SECONDS")
 
 
 if __name__ == "__main__":

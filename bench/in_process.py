@@ -1,8 +1,8 @@
-"""The engine in process: what a request costs beside the same model called directly.
+"""The engine in process: the cost of a request beside a direct call of the same model.
 
-Decided here: the model (a small perceptron in a repository of its own, where its node runs decided by the engine), who
-takes turns (onnxruntime's session, the engine under trio, the blocking engine), and what counts: of each the best of
-several rounds, one request of one row at a time, since whatever disturbs a round only ever adds to it.
+The model is a small perceptron; the engine chooses its execution. onnxruntime's session, the engine under trio and the
+blocking engine take turns with one request of one row at a time. The best round of each counts, since disturbances only
+ever add time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import trio
 from bench.repositories import Onnxruntime, write_repository
 from bench.works import WORKS, Array, Work
 from flowserve import Engine
-from flowserve.runtime.embedded import AsyncEngine
+from flowserve.runtime.embedding.embedded import AsyncEngine
 
 NAME: Final = "perceptron"
-WARM_UP: Final = 2000  # calls; the engine measures where the node runs in the first ones
-TARGET: Final = 3.0  # how many direct calls a request under trio may cost
+WARM_UP: Final = 2000  # calls; the engine chooses the execution of the node in the first ones
+TARGET: Final = 3.0  # direct calls in the time of a request under trio, at most
 
 
 @dataclass(frozen=True, slots=True)

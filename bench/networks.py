@@ -1,7 +1,7 @@
-"""The ONNX networks that are measured, built from seeded weights so that no large file lies in the repository.
+"""The ONNX networks that are measured, built from seeded weights instead of files in the repository.
 
-Decided here: their layers. All read X and write Y (mostly 10 logits), FP32, with the batch as the first dimension.
-They are untrained: what they cost matters here, and that different inputs give visibly different answers.
+All read X and write Y (mostly 10 logits), FP32, with the batch as the first dimension. They are untrained: only their
+cost matters, and that different inputs give clearly different outputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-# Old enough for every onnxruntime that may read the files: the one beside Triton is not the one of this environment.
+# Old enough for every onnxruntime that reads the files; Triton's environment has another version than this one.
 OPSET = 17
 IR_VERSION = 8
 

@@ -1,6 +1,6 @@
-"""What a tree of processes has cost so far, and what it holds, read from /proc.
+"""CPU time and memory of a tree of processes, read from /proc (Linux only).
 
-Decided here: which processes count as one server (all descendants of the one that was started). Linux only.
+All descendants of the started process count as one server.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def cpu_seconds(root: int) -> float:
 
 
 def memory_bytes(root: int) -> int:
-    """What the tree of `root` holds: its proportional set size, in which what n processes share counts an nth each."""
+    """The proportional set size of the tree of `root`: a page that n processes share counts as an nth for each."""
     return sum(map(_proportional_bytes, tree(root)))
 
 
 def tree(root: int) -> dict[int, int]:
-    """`root` and all its living descendants, each with the clock ticks it has computed."""
+    """`root` and all its living descendants, each with its CPU time in clock ticks."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
@@ -32,8 +32,8 @@ def tree(root: int) -> dict[int, int]:
         try:
             text = (folder / "stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we were reading
-        # The command's name stands in parentheses and may itself hold blanks and parentheses.
+            continue  # it ended meanwhile
+        # The command's name is in parentheses and may itself contain blanks and parentheses.
         fields = text[text.rindex(")") + 2 :].split()
         pid, parent = int(folder.name), int(fields[1])
         ticks[pid] = int(fields[11]) + int(fields[12])

@@ -1,7 +1,4 @@
-"""What a measurement looks like: tables on the terminal, JSON for programs, a plot for the eye.
-
-Decided here: the columns and the JSON's fields, as docs/performance.md describes them.
-"""
+"""The results as tables, as JSON and as a plot. docs/performance.md describes the columns and the fields."""
 
 from __future__ import annotations
 
@@ -17,22 +14,32 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from bench.echo import UVICORN
 from bench.ratios import Ratio, compare, echo_ratio, together
-from bench.runs import Best, Limit, Plan, Row, Run, best_limits, summarise
+from bench.runs import Best, Limit, Plan, Row, Run, Variant, best_limits, summarise
+from bench.servers import FLOWSERVE, TRITON
 
-SCHEMA: Final = 1
-_PIPE_WIDTH: Final = 160
+SCHEMA: Final = 2
+_PIPE_WIDTH: Final = 220
 _STYLE: Final = {"want": "green", "must": "yellow", "below": "red"}
-_COLOURS: Final = {"flowserve": "#2a6fdb", "triton": "#8a8f98", "uvicorn": "#c98a1b"}
+_COLOURS: Final = {
+    (FLOWSERVE, "inline"): "#2a6fdb",
+    (FLOWSERVE, "process"): "#16469c",
+    (FLOWSERVE, ""): "#2a6fdb",
+    (TRITON, ""): "#8a8f98",
+    (UVICORN, ""): "#c98a1b",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything one call of `python -m bench` found. `limits`: direct calls at their best, by work. `together`:
-    whether batches stayed together. `load_before`: the machine's load average of the last minute before we began."""
+    """Everything that one call of `python -m bench` measured. `limits`: direct calls at their best, by work.
+    `together`: whether batches stayed together. `load_before`: the load average of the minute before the measurement.
+    `configuration`: one line for each server."""
 
     plan: Plan
     load_before: float
+    configuration: Sequence[str]
     runs: Sequence[Run]
     limit_runs: Sequence[Limit]
     rows: Sequence[Row]
@@ -41,24 +48,40 @@ class Results:
     together: Sequence[Ratio]
 
     @classmethod
-    def of(cls, plan: Plan, load_before: float, runs: Sequence[Run], limit_runs: Sequence[Limit]) -> Results:
+    def of(
+        cls,
+        plan: Plan,
+        load_before: float,
+        configuration: Sequence[str],
+        runs: Sequence[Run],
+        limit_runs: Sequence[Limit],
+    ) -> Results:
         rows, limits = summarise(runs), best_limits(limit_runs)
-        ratios = compare(rows, limits, plan.python_execution) + echo_ratio(rows)
-        return cls(plan, load_before, runs, limit_runs, rows, limits, ratios, together(rows))
+        ratios = compare(rows, limits) + echo_ratio(rows)
+        return cls(plan, load_before, configuration, runs, limit_runs, rows, limits, ratios, together(rows))
 
 
-def print_tables(results: Results) -> None:
-    # A pipe has no width: there a table must not be cut to rich's default of 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+def open_console() -> Console:
+    """Standard output. A pipe has no width; rich's default of 80 columns would cut the tables there."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def print_tables(results: Results, *, only_figures: bool = False) -> None:
+    """The configuration and the figures of each load, and unless `only_figures` what is made of them."""
+    console = open_console()
+    for line in results.configuration:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(_figures(results))
+    if only_figures:
+        return
     if results.limits:
         console.print(_limits(results.limits))
     if any(row.edges for row in results.rows):
         console.print(_edges(results.rows))
     if results.ratios:
-        console.print(_ratios(results.ratios, "flowserve's ratios: figure (must / want)"))
+        console.print(_ratios(results, results.ratios, "flowserve's ratios: figure (must / want)"))
     if results.together:
-        console.print(_ratios(results.together, "do batches stay together? figure (must / want)"))
+        console.print(_ratios(results, results.together, "do batches stay together? figure (must / want)"))
 
 
 def _figures(results: Results) -> Table:
@@ -67,7 +90,8 @@ def _figures(results: Results) -> Table:
     table.add_column("work")
     table.add_column("c", justify="right")
     table.add_column("server")
-    for heading in ("requests/s", "p50 ms", "p99 ms", "server CPU us", "load CPU us", "load busy"):
+    table.add_column("load")
+    for heading in ("requests/s", "CPU us/request", "p50 ms", "p99 ms", "client CPU us", "client busy"):
         table.add_column(heading, justify="right")
     table.add_column("mean batch of each node")
     previous = ""
@@ -78,10 +102,11 @@ def _figures(results: Results) -> Table:
             row.work if row.work != previous else "",
             str(row.concurrency),
             row.server,
+            str(row.variant),
             f"{row.requests_per_second:,.0f}",
+            f"{row.server_cpu_us:,.0f}",
             f"{row.p50_ms:.2f}",
             f"{row.p99_ms:.2f}",
-            f"{row.server_cpu_us:,.0f}",
             f"{row.load_cpu_us:,.0f}",
             f"{row.load_busy:.0%}",
             "  ".join(f"{model.removeprefix(row.work + '_')} {mean:.1f}" for model, mean in row.mean_batch.items()),
@@ -92,17 +117,17 @@ def _figures(results: Results) -> Table:
 
 def _edges(rows: Sequence[Row]) -> Table:
     """One line for each edge, at the highest concurrency."""
-    most = max(row.concurrency for row in rows)
+    most = max(row.concurrency for row in rows if not row.variant.arrivals)
     table = Table(title=f"bytes of each edge, per request, at concurrency {most}", title_justify="left")
-    for heading in ("work", "server", "edge"):
+    for heading in ("work", "server", "load", "edge"):
         table.add_column(heading)
     for heading in ("handed on", "copied", "of these out of one batch", "placed"):
         table.add_column(heading, justify="right")
     for row in rows:
-        for name, edge in row.edges.items() if row.concurrency == most else ():
+        for name, edge in row.edges.items() if row.concurrency == most and not row.variant.arrivals else ():
             figures = (edge.handed_on, edge.copied, edge.regathered, edge.placed)
             label = name.replace(f"{row.work}_", "")
-            table.add_row(row.work, row.server, label, *(f"{figure:,.0f}" for figure in figures))
+            table.add_row(row.work, row.server, str(row.variant), label, *(f"{figure:,.0f}" for figure in figures))
     return table
 
 
@@ -117,17 +142,25 @@ def _limits(limits: Mapping[str, Best]) -> Table:
     return table
 
 
-def _ratios(ratios: Sequence[Ratio], title: str) -> Table:
-    """One line for each work and concurrency, one column for each thing compared."""
+def _ratios(results: Results, ratios: Sequence[Ratio], title: str) -> Table:
+    """One line for each work, load and concurrency, one column for each comparison."""
     table = Table(title=title, title_justify="left")
     table.add_column("work")
-    table.add_column("c", justify="right")
+    table.add_column("load")
+    for heading in ("c", "requests/s", "CPU us/request"):
+        table.add_column(heading, justify="right")
     columns = list(dict.fromkeys(ratio.what for ratio in ratios))
     for what in columns:
         table.add_column(what, justify="right")
-    cells = {(ratio.work, ratio.concurrency, ratio.what): _cell(ratio) for ratio in ratios}
-    for work, concurrency in dict.fromkeys((ratio.work, ratio.concurrency) for ratio in ratios):
-        table.add_row(work, str(concurrency), *(cells.get((work, concurrency, what), "") for what in columns))
+    cells: dict[tuple[str, Variant, int], dict[str, str]] = {}
+    for ratio in ratios:
+        cells.setdefault((ratio.work, ratio.variant, ratio.concurrency), {})[ratio.what] = _cell(ratio)
+    ours = {(row.work, row.variant, row.concurrency): row for row in results.rows if row.server == FLOWSERVE}
+    for (work, variant, concurrency), found in cells.items():
+        row = ours[work, variant, concurrency]
+        figures = (f"{row.requests_per_second:,.0f}", f"{row.server_cpu_us:,.0f}")
+        texts = (found.get(what, "") for what in columns)
+        table.add_row(work, str(variant), str(concurrency), *figures, *texts)
     return table
 
 
@@ -147,6 +180,7 @@ def as_json(results: Results) -> dict[str, Any]:
             "python": platform.python_version(),
             "load_before": results.load_before,
         },
+        "configuration": list(results.configuration),
         "options": asdict(results.plan),
         "runs": [asdict(run) for run in results.runs],
         "limit_runs": [asdict(run) for run in results.limit_runs],
@@ -162,23 +196,27 @@ def write_json(results: Results, path: Path) -> None:
 
 
 def write_plot(results: Results, path: Path) -> None:
-    """Requests per second of each work, one bar for each server and concurrency; the direct calls are a line."""
+    """Requests per second of each closed loop, one bar for each server and concurrency; the direct calls are a line."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is needed or wanted
+    matplotlib.use("Agg")  # draws without a display
     from matplotlib import pyplot
 
-    works = list(dict.fromkeys(row.work for row in results.rows))
-    columns = min(3, len(works))
-    lines = -(-len(works) // columns)
+    panels: dict[tuple[str, Variant], list[Row]] = {}
+    for row in results.rows:
+        if not row.variant.arrivals:
+            panels.setdefault((row.work, row.variant.of_peer()), []).append(row)
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
     size = (4.2 * columns, 3.2 * lines + 0.6)
     figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}
-    for axis, work in zip(axes.flat, works, strict=False):
-        _plot_work(axis, [row for row in results.rows if row.work == work], results.limits.get(work))
+    for axis, ((work, variant), rows) in zip(axes.flat, panels.items(), strict=False):
+        _plot_work(axis, rows, results.limits.get(work) if variant.plain else None)
+        axis.set_title(f"{work} {variant}")
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    for axis in axes.flat[len(works) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.supylabel("requests per second")
     figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=len(handles), frameon=False)
@@ -188,17 +226,17 @@ def write_plot(results: Results, path: Path) -> None:
 
 
 def _plot_work(axis: Any, rows: Sequence[Row], limit: Best | None) -> None:
-    servers = list(dict.fromkeys(row.server for row in rows))
+    servers = list(dict.fromkeys((row.server, row.variant.execution) for row in rows))
     concurrencies = list(dict.fromkeys(row.concurrency for row in rows))
     width = 0.8 / len(servers)
-    for i, server in enumerate(servers):
-        mine = [row for row in rows if row.server == server]
+    for i, (server, execution) in enumerate(servers):
+        mine = [row for row in rows if (row.server, row.variant.execution) == (server, execution)]
         places = [concurrencies.index(row.concurrency) + (i - (len(servers) - 1) / 2) * width for row in mine]
-        axis.bar(places, [row.requests_per_second for row in mine], width, label=server, color=_COLOURS.get(server))
+        colour = _COLOURS.get((server, execution))
+        axis.bar(places, [row.requests_per_second for row in mine], width, label=f"{server} {execution}", color=colour)
     top = max(row.requests_per_second for row in rows)
-    # Where no server comes near the direct calls the line would only press the bars flat.
+    # A line far above all servers would flatten the bars.
     if limit and limit.rows_per_second < 3 * top:
         axis.axhline(limit.rows_per_second, color="#444444", linestyle="--", linewidth=1, label="direct calls")
     axis.set_xticks(range(len(concurrencies)), [str(concurrency) for concurrency in concurrencies])
     axis.set_xlabel("concurrency")
-    axis.set_title(rows[0].work)

@@ -1,8 +1,7 @@
 """A work as a model repository on disk, in Triton's layout.
 
-Decided here: the files. Every model.py is written for `triton_python_backend_utils` and is the same for both servers.
-The one difference: the Triton we can have beside us has no onnxruntime backend, so there the ONNX file is run by a
-model.py of its own, which batches what it is given as its author would.
+Every model.py is written for `triton_python_backend_utils` and is the same for both servers. The one difference: the
+Triton from PyPI has no onnxruntime backend, so there a model.py runs the ONNX file on its whole batch.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class TritonPythonModel:
 
 _READ = '            {name} = pb_utils.get_input_tensor_by_name(request, "{name}").as_numpy()'
 
-# Threads as the direct calls have them, and no spinning: it would take the cores from the other steps.
+# As many threads as the direct calls use, and no spinning, which would take the cores from the other steps.
 _ONNX_IN_PYTHON = """\
 import os
 
@@ -71,22 +70,31 @@ class TritonPythonModel:
 """
 
 
-def write_repository(work: Work, folder: Path, onnx_steps: Onnxruntime) -> None:
-    """Write the models of `work`, and its ensemble where it has several steps, as folders under `folder`."""
-    for step in work.steps:
-        # A lone step is served under the work's own name: there is no ensemble around it.
-        _write_model(folder, step.model if work.is_ensemble else work.name, step, onnx_steps)
-    if work.is_ensemble:
-        (folder / work.name / "1").mkdir(parents=True)
-        (folder / work.name / "config.pbtxt").write_text(_ensemble_config(work))
+def write_repository(work: Work, folder: Path, onnx_steps: Onnxruntime, *, varying: bool = False) -> None:
+    """Write the models and ensembles of `work` and its partner as folders under `folder`. With `varying` every dim in
+    the configs is -1, except those of ONNX models."""
+    for deployment in work.deployments:
+        for step in deployment.steps:
+            # A single step is served under the work's own name, without an ensemble.
+            name = step.model if deployment.is_ensemble else deployment.name
+            if not (folder / name).exists():  # shared by both deployments
+                _write_model(folder, name, step, onnx_steps, varying)
+        if deployment.is_ensemble:
+            (folder / deployment.name / "1").mkdir(parents=True)
+            (folder / deployment.name / "config.pbtxt").write_text(_ensemble_config(deployment, varying))
 
 
 def served_models(work: Work) -> tuple[str, ...]:
-    """The names whose statistics tell how `work` was batched, in the order of its steps."""
-    return tuple(step.model for step in work.steps) if work.is_ensemble else (work.name,)
+    """The names whose statistics show the batches of `work`, in the order of its steps."""
+    names = [
+        step.model if deployment.is_ensemble else deployment.name
+        for deployment in work.deployments
+        for step in deployment.steps
+    ]
+    return tuple(dict.fromkeys(names))
 
 
-def _write_model(folder: Path, name: str, step: Step, onnx_steps: Onnxruntime) -> None:
+def _write_model(folder: Path, name: str, step: Step, onnx_steps: Onnxruntime, varying: bool) -> None:
     version = folder / name / "1"
     version.mkdir(parents=True)
     backend = "python"
@@ -95,22 +103,23 @@ def _write_model(folder: Path, name: str, step: Step, onnx_steps: Onnxruntime) -
             reads = "\n".join(_READ.format(name=tensor) for tensor in step.inputs)
             (version / "model.py").write_text(_PYTHON_MODEL.format(reads=reads, expression=expression, first=first))
         case Onnx(build):
+            varying = False  # the file has fixed dims
             (version / "model.onnx").write_bytes(build())
             if onnx_steps is Onnxruntime.BACKEND:
                 backend = "onnxruntime"
             else:
                 (version / "model.py").write_text(_ONNX_IN_PYTHON)
-    (version.parent / "config.pbtxt").write_text(_model_config(name, backend, step))
+    (version.parent / "config.pbtxt").write_text(_model_config(name, backend, step, varying))
 
 
-def _model_config(name: str, backend: str, step: Step) -> str:
+def _model_config(name: str, backend: str, step: Step, varying: bool) -> str:
     return "\n".join(
         [
             f'name: "{name}"',
             f'backend: "{backend}"',
             f"max_batch_size: {BATCH_MAX}",
-            *(_tensor("input", tensor, step.dims) for tensor in step.inputs),
-            _tensor("output", "Y", step.dims_out),
+            *(_tensor("input", tensor, step.dims, varying) for tensor in step.inputs),
+            _tensor("output", "Y", step.dims_out, varying),
             "instance_group [ { count: 1, kind: KIND_CPU } ]",
             "dynamic_batching { }",
             "",
@@ -118,14 +127,14 @@ def _model_config(name: str, backend: str, step: Step) -> str:
     )
 
 
-def _ensemble_config(work: Work) -> str:
+def _ensemble_config(work: Work, varying: bool) -> str:
     return "\n".join(
         [
             f'name: "{work.name}"',
             'platform: "ensemble"',
             f"max_batch_size: {BATCH_MAX}",
-            _tensor("input", "X", work.dims),
-            _tensor("output", "Y", work.steps[-1].dims_out),
+            _tensor("input", "X", work.dims, varying),
+            _tensor("output", "Y", work.steps[-1].dims_out, varying),
             "ensemble_scheduling {",
             *([f"  max_inflight_requests: {work.limit}"] if work.limit else []),
             *(_step(step) for step in work.steps),
@@ -145,5 +154,6 @@ def _map(field: str, entries: Mapping[str, str]) -> list[str]:
     return [f'{field} {{ key: "{key}" value: "{value}" }}' for key, value in entries.items()]
 
 
-def _tensor(field: str, name: str, dims: tuple[int, ...]) -> str:
-    return f'{field} [ {{ name: "{name}", data_type: TYPE_FP32, dims: [ {", ".join(map(str, dims))} ] }} ]'
+def _tensor(field: str, name: str, dims: tuple[int, ...], varying: bool) -> str:
+    text = ", ".join("-1" if varying else str(dim) for dim in dims)
+    return f'{field} [ {{ name: "{name}", data_type: TYPE_FP32, dims: [ {text} ] }} ]'

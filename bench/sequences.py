@@ -1,8 +1,8 @@
-"""What it costs that a model has state: requests of sequences against the same model asked without.
+"""The cost of state: requests of sequences beside requests to the same model without state.
 
-Decided here: a network as in networks.py with a state of 64 numbers that it adds to, asked by so many connections, each
-in the middle of a sequence of its own; and the same file's network without the state, behind the dynamic batcher. Both
-run on one server, in turns.
+The model is the perceptron of networks.py with an additional state of 64 numbers. Each connection sends requests from
+the middle of a sequence of its own. The model without state is behind the dynamic batcher. Both run on one server, in
+turns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,9 @@ from typing import Final
 import onnx
 from onnx import TensorProto, helper
 
-from bench import networks, targets
+from bench import networks
+from bench.load import Measured
+from bench.ratios import SEQUENCES
 from bench.requests import infer_request
 from bench.servers import FLOWSERVE, Server, flowserve_command, run_load, serving
 from bench.works import WORKS, Work
@@ -30,7 +32,7 @@ STATE: Final = 64
 WARM_UP_S: Final = 0.5
 
 _CONFIG: Final = "max_batch_size: 64\n%s\n"
-_SEQUENCES: Final = """sequence_batching {
+_SEQUENCE_BATCHING: Final = """sequence_batching {
   max_sequence_idle_microseconds: 60000000
   oldest { max_candidate_sequences: 256 }
   state { input_name: "S" output_name: "S_NEXT" data_type: TYPE_FP32 dims: [ %d ] }
@@ -39,23 +41,28 @@ _SEQUENCES: Final = """sequence_batching {
 
 @dataclass(frozen=True, slots=True)
 class Stateful:
-    """Requests per second with and without state, at `concurrency` connections; medians."""
+    """Requests per second, and CPU microseconds of the server per request, with and without state, at `concurrency`
+    connections; medians."""
 
     concurrency: int
     with_state: float
+    with_state_cpu_us: float
     without: float
+    without_cpu_us: float
 
     def __str__(self) -> str:
         share = self.with_state / self.without
         return (
-            f"{self.concurrency} sequences: {self.with_state:.0f} requests/s, {self.without:.0f} without state; "
-            f"{share:.2f} of it ({targets.SEQUENCES.verdict(share)}: at least {targets.SEQUENCES.must:g})"
+            f"{self.concurrency} sequences: "
+            f"{self.with_state:.0f} requests/s ({self.with_state_cpu_us:.0f} us CPU each), "
+            f"{self.without:.0f} ({self.without_cpu_us:.0f} us) without state; "
+            f"{share:.2f} of it ({SEQUENCES.verdict(share)}: at least {SEQUENCES.must:g})"
         )
 
 
 def measure_sequences(concurrency: int, rounds: int, seconds: float, say: Callable[[str], None]) -> Stateful:
     """Raises BenchFailed."""
-    found: dict[str, list[float]] = {STATELESS: [], STATEFUL: []}
+    found: dict[str, list[Measured]] = {STATELESS: [], STATEFUL: []}
     with tempfile.TemporaryDirectory(prefix="bench-sequences-") as temporary:
         folder = Path(temporary)
         _write_models(folder / "models")
@@ -67,18 +74,23 @@ def measure_sequences(concurrency: int, rounds: int, seconds: float, say: Callab
                 _ask(server, i, "sequence_start")
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
-                for name, figures in found.items():
-                    measured = run_load(folder / name, server, concurrency, WARM_UP_S, seconds)
-                    figures.append(measured.requests / measured.seconds)
+                for name, measured in found.items():
+                    measured.append(run_load(folder / name, server, concurrency, WARM_UP_S, seconds))
             for i in range(concurrency):
-                _ask(server, i, "sequence_end")  # or the server would wait for more when it is told to stop
-    return Stateful(concurrency, *(statistics.median(found[name]) for name in (STATEFUL, STATELESS)))
+                _ask(server, i, "sequence_end")  # so that the server does not wait for more requests when it stops
+    return Stateful(concurrency, *_medians(found[STATEFUL]), *_medians(found[STATELESS]))
+
+
+def _medians(found: Sequence[Measured]) -> tuple[float, float]:
+    """Requests per second, and CPU microseconds of the server per request."""
+    speed = statistics.median(one.requests / one.seconds for one in found)
+    return speed, statistics.median(one.server_cpu_s / one.requests * 1e6 for one in found)
 
 
 def _write_models(folder: Path) -> None:
     for name, scheduling, model in (
         (STATELESS, "dynamic_batching { }", networks.perceptron()),
-        (STATEFUL, _SEQUENCES % STATE, _with_state(networks.perceptron())),
+        (STATEFUL, _SEQUENCE_BATCHING % STATE, _with_state(networks.perceptron())),
     ):
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(_CONFIG % scheduling)
@@ -86,7 +98,7 @@ def _write_models(folder: Path) -> None:
 
 
 def _with_state(model: bytes) -> bytes:
-    """The same network, which counts its requests besides."""
+    """The same network with a state that counts its requests."""
     made = onnx.load_from_string(model)
     made.graph.initializer.append(helper.make_tensor("one_more", TensorProto.FLOAT, [1], [1.0]))
     made.graph.node.append(helper.make_node("Add", ["S", "one_more"], ["S_NEXT"]))
@@ -97,7 +109,7 @@ def _with_state(model: bytes) -> bytes:
 
 
 def _write_requests(folder: Path, name: str, count: int) -> None:
-    """A request for each connection; those with state are of the middle of a sequence."""
+    """A request for each connection; those with state are from the middle of a sequence."""
     folder.mkdir()
     net = next(step for step in WORKS["mlp"].steps if step.model == "mlp_net")
     work = Work(name, "", (replace(net, inputs={"X": "X"}, output="Y"),))

@@ -1,7 +1,6 @@
-"""The servers that are measured: how each is started, asked and stopped.
+"""The servers that are measured: their commands, how they are started, loaded and stopped, and their configuration.
 
-Decided here: the commands, and that whatever was started is gone afterwards. Every server listens on 127.0.0.1 and runs
-in a process group of its own, which is all that is ever signalled.
+Every server listens on 127.0.0.1 and runs in a process group of its own, which is stopped as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.load import Measured
+from bench import wrk
+from bench.load import LoadFailed, Measured
 
 READY_LIMIT_S: Final = 60.0
 STOP_LIMIT_S: Final = 10.0
@@ -32,24 +32,32 @@ FLOWSERVE: Final = "flowserve"
 TRITON: Final = "triton"
 BEFORE: Final = "before"
 
+# The names under which Debian's packages install them.
+ALLOCATORS: Final = (
+    "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
+    "/usr/lib/x86_64-linux-gnu/libtcmalloc.so.4",
+    "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2",
+)
+
 _LISTENING = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
 class BenchFailed(Exception):
-    """The measurement cannot go on; the text says why, with what the server itself said."""
+    """The measurement cannot continue; the text has the reason and the end of the server's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. `pid` is the root of its process tree."""
+    """A running server. `pid` is the root of its process tree, `log` the file of its output."""
 
     name: str
     pid: int
     port: int
+    log: Path
 
 
 def flowserve_command(repository: Path, python_execution: str, program: Sequence[str] = ()) -> list[str]:
-    """`program` is another flowserve than the one that this interpreter finds."""
+    """The command of a server. `program` is another flowserve than that of this interpreter."""
     return [
         *(program or (sys.executable, "-m", "flowserve")),
         *("run", str(repository), "--http-port", "0", "--python-execution", python_execution),
@@ -57,21 +65,69 @@ def flowserve_command(repository: Path, python_execution: str, program: Sequence
 
 
 def other_flowserve(against: str) -> tuple[list[str], Path | None]:
-    """How another flowserve is called, and in which folder: a checkout is run by this interpreter from its folder,
-    anything else is a command."""
-    folder = Path(against)
-    if folder.is_dir():
-        return [sys.executable, "-m", "flowserve"], folder
+    """The command of another flowserve and its working directory: of a checkout (run by this interpreter), of the
+    Python of a virtual environment, or `against` itself as a command."""
+    path = Path(against)
+    if path.is_dir():
+        return [sys.executable, "-m", "flowserve"], path.resolve()
+    if path.is_file() and path.name.startswith("python"):
+        # Not the current directory, whose flowserve would be found before the installed one.
+        return [str(path.absolute()), "-m", "flowserve"], path.absolute().parent
     return shlex.split(against), None
 
 
 def triton_command(repository: Path, port: int) -> list[str]:
-    """What the environment variable TRITONSERVER names, with the repository and the HTTP port as its arguments."""
+    """The command in the environment variable TRITONSERVER, with the repository and the HTTP port as its arguments."""
     return [*shlex.split(os.environ["TRITONSERVER"]), str(repository), str(port)]
 
 
+def triton_environment() -> dict[str, str]:
+    """Triton is run with tcmalloc or jemalloc, as its documentation recommends, where the library is installed."""
+    if "LD_PRELOAD" not in os.environ:
+        for library in ALLOCATORS:
+            if Path(library).exists():
+                return {"LD_PRELOAD": library}
+    return {}
+
+
+def configuration(against: str = "") -> list[str]:
+    """One line for each server that is measured: the Python that runs it, its origin, its allocator."""
+    lines = [f"{FLOWSERVE}: {_described([sys.executable], None)}"]
+    if against:
+        program, folder = other_flowserve(against)
+        python = program[1:] == ["-m", "flowserve"]
+        lines.append(f"{BEFORE}: {_described(program[:1], folder) if python else against}")
+    if os.environ.get("TRITONSERVER"):
+        preload = triton_environment().get("LD_PRELOAD") or os.environ.get("LD_PRELOAD") or "no other allocator"
+        lines.append(
+            f"{TRITON}: {os.environ['TRITONSERVER']}, preloaded: {preload}; the same models, dims and instances, each "
+            "model.py in a process of its own, ONNX files run by a model.py"
+        )
+    return lines
+
+
+# Run by the interpreter that is described. Debian's Python is the one below /usr.
+_DESCRIBE: Final = """
+import platform, sys
+from pathlib import Path
+import flowserve
+debian = sys.base_prefix == "/usr" and Path("/etc/debian_version").exists()
+print("Python", platform.python_version(), "of Debian" if debian else "not of Debian, in " + sys.base_prefix,
+      "runs", Path(flowserve.__file__).parent)
+"""
+
+
+def _described(python: Sequence[str], folder: Path | None) -> str:
+    done = subprocess.run(
+        [*python, "-c", _DESCRIBE], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30
+    )
+    if done.returncode:
+        raise BenchFailed(f"{python[0]} cannot import flowserve: {done.stdout.strip()}")
+    return done.stdout.strip()
+
+
 def free_port() -> int:
-    """A port nobody listens on now; for servers that cannot choose one themselves."""
+    """A free port, for servers that cannot choose one themselves."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -105,7 +161,7 @@ def serving(
             start_new_session=True,
         )
     try:
-        yield Server(name, process.pid, _wait_ready(name, process, log, port, ready_path))
+        yield Server(name, process.pid, _wait_ready(name, process, log, port, ready_path), log)
         if process.poll() is not None:
             raise BenchFailed(f"{name} ended by itself with status {process.returncode}:\n{_tail(log)}")
     finally:
@@ -134,7 +190,7 @@ def _answers(url: str) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, then make it end: a server's children may outlive it, so it is always signalled twice."""
+    """Terminate the process group, then kill it: a server's children may outlive it."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, kind)
@@ -146,17 +202,41 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
 
 
-def run_load(folder: Path, server: Server, concurrency: int, warmup_s: float, seconds: float) -> Measured:
-    """One run of the load generator in its own process. Raises BenchFailed with its complaint."""
+def run_load(
+    folder: Path,
+    server: Server,
+    concurrency: int,
+    warmup_s: float,
+    seconds: float,
+    *,
+    client: str = "own",
+    rate: float = 0.0,
+    cycle: bool = False,
+) -> Measured:
+    """One run of the "own" load generator in its own process, or of "wrk". Raises BenchFailed with its message.
+
+    `rate`: requests per second of an open loop, 0 for a closed one. `cycle`: each connection sends all requests in turn
+    (`wrk` always does).
+    """
+
+    def failed(text: str) -> BenchFailed:
+        return BenchFailed(f"{server.name}, concurrency {concurrency}: {text}\n{_tail(server.log)}".strip())
+
+    if client == "wrk":
+        try:
+            return wrk.measure(folder, server.port, server.pid, concurrency, warmup_s, seconds)
+        except LoadFailed as error:
+            raise failed(str(error)) from error
     command = [
         *(sys.executable, "-m", "bench.load", str(folder)),
         *("--port", str(server.port), "--server-pid", str(server.pid)),
         *("--concurrency", str(concurrency), "--warmup", str(warmup_s), "--seconds", str(seconds)),
+        *("--rate", str(rate), *(["--cycle"] if cycle else [])),
     ]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=warmup_s + seconds + 60.0)
     except subprocess.TimeoutExpired as error:
-        raise BenchFailed(f"{server.name}, concurrency {concurrency}: the load generator did not end") from error
+        raise failed("the load generator did not end") from error
     if finished.returncode:
-        raise BenchFailed(f"{server.name}, concurrency {concurrency}: {finished.stderr.strip()}")
+        raise failed(finished.stderr.strip())
     return Measured(**json.loads(finished.stdout))

@@ -1,8 +1,7 @@
-"""Many Python models at once: how long their server takes to be ready, and how much memory all of it holds.
+"""Start-up time and memory of a server with many Python models that compute nothing.
 
-Decided here: what such a model is (one that does nothing, so that what is measured is what every model costs), and
-what counts: from the command to the first answer of /v2/health/ready, and the proportional set size of the whole
-process tree then. Pages that processes share are counted once.
+The time is measured from the command to the first 200 of /v2/health/ready. The memory is the proportional set size of
+the whole process tree then: pages that processes share are counted once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class TritonPythonModel:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """`seconds` until ready; then `processes` held `memory_bytes` together."""
+    """`seconds` until ready, and the memory of all `processes` then."""
 
     seconds: float
     processes: int
@@ -53,7 +52,7 @@ class Started:
 
 
 def measure_start(counts: Sequence[int], say: Callable[[str], None]) -> None:
-    """Print what one server of so many models costs, for each count. Raises BenchFailed."""
+    """Print the start-up time and memory of a server of that many models, for each count. Raises BenchFailed."""
     for count in counts:
         say(f"starting a server of {count} models")
         with tempfile.TemporaryDirectory(prefix="bench-start-") as folder:

@@ -1,8 +1,6 @@
-"""A Triton server to measure against, made from a wheel on PyPI: `python -m bench.triton FOLDER`.
+"""Install a Triton server from a wheel on PyPI: `python -m bench.triton FOLDER`.
 
-Decided here: where the wheel hides its tritonserver and what that needs around it. The result is one executable,
-`FOLDER/tritonserver REPOSITORY HTTP_PORT`, which is what the variable TRITONSERVER wants to name.
-Knows nothing of what is measured.
+The result is one executable, `FOLDER/tritonserver REPOSITORY HTTP_PORT`, for the variable TRITONSERVER.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pathlib import Path
 
 WHEEL = "nvidia-pytriton==0.7.0"
 
-# The wheel's python stub was built against numpy 1: with numpy 2 every output of a python model comes back empty.
+# The wheel's python stub was built for numpy 1: with numpy 2 every output of a Python model is empty.
 COMPANIONS = ("numpy<2", "onnxruntime")
 
 LAUNCHER = """\
@@ -58,7 +56,7 @@ def write_launcher(folder: Path) -> Path:
     server = package / "bin" / "tritonserver"
     server.chmod(0o755)
 
-    # The stub is linked to libpython, which lies with the interpreter the environment was made from.
+    # The stub is linked to libpython of the interpreter from which the environment was made.
     libraries = f"{Path(sys.base_prefix) / 'lib'}:{packages / 'nvidia_pytriton.libs'}"
     launcher = folder / "tritonserver"
     launcher.write_text(

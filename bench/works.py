@@ -1,7 +1,6 @@
-"""What is measured: small deployments, what goes into them and what must come out.
+"""Workloads: the steps of each small deployment, its inputs, its expected outputs, and the same work by direct calls.
 
-Decided here: the steps of each work, its inputs, its answers and the same work done by direct calls.
-Knows neither the files of a repository (repositories) nor HTTP (load, servers).
+Knows neither the files of a repository (repositories) nor HTTP (requests, load, servers).
 
 Every tensor is FP32; a step reads one or more inputs and writes Y. All steps batch, up to BATCH_MAX rows.
 """
@@ -26,8 +25,8 @@ BATCH_MAX: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Python:
-    """A `model.py` that answers request by request with one numpy expression over its inputs' names. `first` is a
-    statement that it runs once for each batch, before it answers."""
+    """A `model.py` that computes one numpy expression over its inputs' names for each request. `first` is a statement
+    that it runs once per batch."""
 
     expression: str
     first: str = "pass"
@@ -57,9 +56,12 @@ class Step:
 class Work:
     """One deployment, named `name`, that reads X and writes Y. A single step is served as a plain model.
 
-    `environment` is given to every server measured on it, ours and the peer's alike. `slowest` names the step that is
-    measured by itself besides, where the work is about that. With `echo` an echo of the same body is measured too: what
-    it costs a server to be sent such a request at all. `limit` is the ensemble's `max_inflight_requests`.
+    * `environment`: variables for every server that is measured on it, flowserve and Triton alike.
+    * `slowest`: a step that is measured by itself as well; "" for none.
+    * `echo`: whether an HTTP echo of the same body is measured as well, which shows the cost of receiving it.
+    * `limit`: the ensemble's `max_inflight_requests`, 0 for none.
+    * `partner`: a second deployment on the same server, which gets every second request. Steps that name the same model
+      share it.
     """
 
     name: str
@@ -69,6 +71,16 @@ class Work:
     slowest: str = ""
     echo: bool = False
     limit: int = 0
+    partner: Work | None = None
+
+    @property
+    def deployments(self) -> tuple[Work, ...]:
+        return (self, self.partner) if self.partner else (self,)
+
+    @property
+    def varies(self) -> bool:
+        """Whether requests of other lengths than the first dimension of `dims` are possible."""
+        return len(self.dims) == 1 and not any(isinstance(step.kind, Onnx) for step in self.steps)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -79,23 +91,23 @@ class Work:
         return len(self.steps) > 1
 
     def rows(self, count: int) -> Array:
-        """`count` inputs [count, *dims], all different, so that an answer given to the wrong caller is noticed."""
+        """`count` inputs [count, *dims], all different, so that a response to the wrong request is detected."""
         generator = np.random.default_rng(7)
         if any(isinstance(step.kind, Onnx) for step in self.steps):
-            # Each row leans its own way, else the means in a network would make all answers nearly the same.
+            # Each row has an offset of its own; otherwise the networks would map all rows to nearly the same output.
             lean = generator.uniform(-1.0, 1.0, (count, self.dims[0], *(1 for _ in self.dims[1:])))
             noise = generator.standard_normal((count, *self.dims), dtype=np.float32)
             return (noise * 0.25 + lean).astype(np.float32)
-        # Small whole numbers: the answers are exact, whatever the order of the arithmetic.
+        # Small whole numbers: the results are exact in any order of the arithmetic.
         return generator.integers(-1000, 1000, (count, *self.dims)).astype(np.float32)
 
     def alone(self) -> Work:
-        """The slowest step as a work of its own; it reads what the whole reads."""
+        """The slowest step as a work of its own, with the same input."""
         step = next(step for step in self.steps if step.model == self.slowest)
         return Work(step.model, "", (replace(step, inputs={"X": "X"}, output="Y"),), self.environment)
 
     def direct(self) -> Callable[[Array], Array]:
-        """The whole work as plain calls of numpy and onnxruntime on [rows, *dims]: the limit no server can pass."""
+        """The whole work as plain calls of numpy and onnxruntime on [rows, *dims]: the upper limit of any server."""
         functions = [(step, _function(step)) for step in self.steps]
 
         def call(rows: Array) -> Array:
@@ -110,7 +122,7 @@ class Work:
 def _function(step: Step) -> Callable[..., Array]:
     match step.kind:
         case Python(expression, first):
-            # The text that the served model.py holds, so that both sides compute the same thing.
+            # The same text as in the served model.py.
             names: dict[str, Any] = {"np": np, "time": time}
             exec(f"def function({', '.join(step.inputs)}):\n    {first}\n    return {expression}", names)
             function: Callable[..., Array] = names["function"]
@@ -120,7 +132,7 @@ def _function(step: Step) -> Callable[..., Array]:
 
 
 def _session(model: bytes) -> Callable[[Array], Array]:
-    import onnxruntime  # here, because most works do without it and it takes long to import
+    import onnxruntime  # slow to import, and most works do not need it
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = os.cpu_count() or 1
@@ -135,7 +147,7 @@ def _session(model: bytes) -> Callable[[Array], Array]:
 
 
 def _line(prefix: str, dims: tuple[int, ...], *stages: tuple[str, Python | Onnx, tuple[int, ...]]) -> tuple[Step, ...]:
-    """Steps in a row, each reading what the one before it wrote; a stage is (name, kind, dims of its output)."""
+    """A chain of steps; a stage is (name, kind, dims of its output)."""
     steps, source = [], "X"
     for name, kind, dims_out in stages:
         target = "Y" if name == stages[-1][0] else name
@@ -155,6 +167,15 @@ def _diamond(dims: tuple[int, ...]) -> tuple[Step, ...]:
         Step("diamond_b", {"X": "top"}, "left", dims, dims, Python("X + 1")),
         Step("diamond_c", {"X": "top"}, "right", dims, dims, Python("X - 3")),
         Step("diamond_d", {"LEFT": "left", "RIGHT": "right"}, "Y", dims, dims, Python("LEFT + RIGHT")),
+    )
+
+
+def _shared(name: str, first: str) -> tuple[Step, ...]:
+    """A chain whose middle step, `shared_add`, is a model that other works use as well."""
+    return (
+        Step(f"{name}_{first}", {"X": "X"}, "first", _SMALL, _SMALL, Python("X * 2" if first == "double" else "X * 3")),
+        Step("shared_add", {"X": "first"}, "second", _SMALL, _SMALL, Python("X + 1")),
+        Step(f"{name}_subtract", {"X": "second"}, "Y", _SMALL, _SMALL, Python("X - 3")),
     )
 
 
@@ -178,7 +199,13 @@ WORKS: Final[Mapping[str, Work]] = {
         Work("identity", "one Python model, 64 floats", _line("identity", _SMALL, ("only", Python("X"), _SMALL))),
         Work("chain", "three Python steps, 64 floats", _chain("chain", _SMALL)),
         Work("diamond", "four Python steps, a branch that joins, 64 floats", _diamond(_SMALL)),
-        Work("chain_limited", "the same with max_inflight_requests 64", _chain("chain_limited", _SMALL), limit=64),
+        Work(
+            "shared",
+            "two chains of three Python steps, 64 floats, that share the model in the middle",
+            _shared("shared", "double"),
+            partner=Work("shared_other", "", _shared("shared_other", "triple")),
+        ),
+        Work("chain_limited", "chain with max_inflight_requests 64", _chain("chain_limited", _SMALL), limit=64),
         Work("chain_big", "three Python steps, 600 KB", _chain("chain_big", networks.IMAGE), _MALLOC_TUNED),
         Work(
             "mlp",

@@ -1,6 +1,6 @@
-"""The public door: re-exports only.
+"""Public API of flowserve: re-exports only.
 
-They are imported when they are asked for: a command that draws nothing and serves nothing answers at once.
+Names are imported on first access, so that a command that neither draws nor serves starts fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `flowserve` command, which `python -m flowserve` is too. Nothing is decided here."""
+"""Entry point of the `flowserve` command and of `python -m flowserve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowserve.cli.interrupts import silent_interrupts
 
 
 def main() -> int:
-    """As `flowserve.cli.main.main`, which is imported first."""
+    """Import and run `flowserve.cli.main.main`."""
     with silent_interrupts():
         from flowserve.cli.main import main
     return main()

@@ -1,7 +1,7 @@
-"""What can go wrong, said once.
+"""Error hierarchy.
 
-Decided here: the closed family of failures. The *class* says what happened, the message says where and
-what to try. Which HTTP or gRPC status a class becomes is decided at that border, never here.
+Decides the closed set of failure kinds. The *class* is the kind of failure, the message has the location and a remedy.
+Does not know HTTP or gRPC status codes: `http` and `grpc` map each class to one. Callers: every package.
 """
 
 from __future__ import annotations
@@ -12,89 +12,89 @@ from typing import ClassVar
 
 
 class FlowserveError(Exception):
-    """Base of every error flowserve raises on purpose. `str(error)` is the text a client reads."""
+    """Base of every error that flowserve raises deliberately. `str(error)` is the text for clients."""
 
     kind: ClassVar[str] = "internal"
-    lineage: str = ""  # which step of a graph it happened in, as it stands behind the message
-    place: Place | None = None  # what in the user's files it is about, where that is known
+    lineage: str = ""  # the step of a graph in which it occurred, as text appended to the message
+    place: Place | None = None  # the place in the user's files, if known
 
 
 class Invalid(FlowserveError):
-    """The request, file or option is wrong; sending it again unchanged cannot succeed."""
+    """The request, file or option is invalid; a retry without a change cannot succeed."""
 
     kind = "invalid"
 
 
 class AlreadyExists(Invalid):
-    """What is to be made is there already."""
+    """The object to be created exists already."""
 
     kind = "already_exists"
 
 
 class TooLarge(Invalid):
-    """The request is larger than a limit the operator set."""
+    """The request exceeds a size limit set by the operator."""
 
     kind = "too_large"
 
 
 class Forbidden(FlowserveError):
-    """It belongs to a group of calls that need a key, and came without it."""
+    """The call belongs to a restricted API group and has no valid key."""
 
     kind = "forbidden"
 
 
 class NotFound(FlowserveError):
-    """No model, version or route of that name."""
+    """There is no model, version or route of that name."""
 
     kind = "not_found"
 
 
 class Unavailable(FlowserveError):
-    """Right in itself, but not now: not ready, queue full, deadline passed, draining."""
+    """The request is valid but cannot be served now: not ready, queue full, deadline passed, draining."""
 
     kind = "unavailable"
 
 
 class Unsupported(FlowserveError):
-    """Understood, and not something this server (or this version of it) does."""
+    """The request is valid but not supported by this server or version."""
 
     kind = "unsupported"
 
 
 class Cancelled(FlowserveError):
-    """The caller left; nobody reads the answer."""
+    """The caller left; the response has no reader."""
 
     kind = "cancelled"
 
 
 class Internal(FlowserveError):
-    """A model or the server itself failed. Never the client's fault."""
+    """A model or the server itself failed. Never a fault of the client."""
 
     kind = "internal"
 
 
 class ModelFailed(Internal):
-    """A model raised, or answered with something its own configuration forbids."""
+    """A model raised, or returned an output that contradicts its own configuration."""
 
 
 class ModelRaised(ModelFailed):
-    """A model's own code raised what is this error's cause. Its traceback is not in the log yet: whoever gives up on
-    what ran, and runs no part of it again, writes it there.
+    """A model's own code raised the exception that is this error's cause. Its traceback is not logged yet: the code
+    that gives up on the batch, without running a part of it again, logs it.
     """
 
     def as_told(self) -> ModelFailed:
-        """What callers read: without the cause, whose frames hold what ran."""
+        """The error for callers: without the cause, whose frames reference the batch."""
         return ModelFailed(str(self))
 
 
 class InstanceDied(ModelFailed):
-    """The process that ran a model ended. What it was running is never tried again: that may be what it died of."""
+    """The process that ran a model ended. Its batch is never retried, because it may be the reason of the death."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Where something was written. `file` is relative to the repository; lines and columns count from 1. `path`: the
-    field that it is ("input[0].dims"), which is said instead of them where a program wrote the text.
+    """A position in a user's file. `file` is relative to the repository; lines and columns count from 1. `path`: the
+    field ("input[0].dims"), shown instead of line and column if a program generated the text.
     """
 
     file: str
@@ -110,10 +110,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake in something the user wrote: a numbered rule, where it was broken, what to do.
+    """One mistake in a user's file or graph: message, place, number of the broken rule, hint.
 
-    `rule` is the stable id ("C12", "G7") under which docs and tests know the rule; "" where a parser or
-    the operating system complained rather than a rule of ours.
+    `rule` is the stable id ("M12", "G7") that docs and tests use for the rule; "" if a parser or the operating system
+    reported the problem.
     """
 
     message: str
@@ -129,10 +129,10 @@ class Problem:
 
 
 class Problems(Invalid):
-    """All the mistakes found in one go, so that nobody fixes a file one error at a time.
+    """All mistakes found together, so that a user need not fix a file one error at a time.
 
-    The text starts with the first problem's own message (clients match on Triton's wording), the rest follow
-    on lines of their own.
+    The text starts with the first problem's own message, because clients match on Triton's wording; the others follow,
+    one per line.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:

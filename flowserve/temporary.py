@@ -1,8 +1,9 @@
-"""Temporary folders, and whose they are.
+"""Temporary folders and their owners.
 
-Decided here: how such a folder is known, and what becomes of those that a killed process left behind. One belongs to
-whoever holds its lock, which ends with the process; what nobody holds is removed by the next server that starts, and by
-whoever unpacks an environment. Their names are like nobody's own. What lies in a folder is not known here.
+Decides how such a folder is recognised (by its name, which no other program uses), and what happens to the folders of a
+killed process. A folder belongs to the process that holds its lock, which ends with the process. Folders without a
+lock are removed by the next server that starts, and when an environment is unpacked. Does not know the contents of a
+folder. Callers: `repository`, `runtime`, `backends`, `cli`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from contextlib import suppress
 from typing import Final
 
-# What the names of folders of each kind begin with, and what those of all end with.
+# Name prefixes of the two kinds of folders, and the common suffix.
 UNPACKED: Final = "flowserve-environment-"
 MODELS: Final = "flowserve-models-"
 _END: Final = ".claimed"
@@ -23,17 +24,17 @@ _NAMES: Final = re.compile(f"({UNPACKED}|{MODELS})[a-z0-9_]{{8}}{re.escape(_END)
 
 
 def claim(kind: str) -> tuple[str, int]:
-    """A new folder that only this user can enter, and the descriptor that holds its lock. Raises OSError."""
+    """A new folder accessible to this user only, and the descriptor that holds its lock. Raises OSError."""
     while True:
         folder = tempfile.mkdtemp(prefix=kind, suffix=_END)
         try:
             fd = _opened(folder)
         except FileNotFoundError:
-            continue  # another server took it for one that was left behind
+            continue  # another server removed it as abandoned, before it was locked
         except OSError:
             os.rmdir(folder)
             raise
-        with suppress(OSError):  # not every file system has locks; without them nobody removes what is left behind
+        with suppress(OSError):  # not every file system has locks; without them abandoned folders are not removed
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.path.isdir(folder):
             return folder, fd
@@ -41,19 +42,19 @@ def claim(kind: str) -> tuple[str, int]:
 
 
 def give_up(folder: str, fd: int) -> None:
-    """Remove a folder that was claimed."""
+    """Remove a claimed folder."""
     shutil.rmtree(folder, ignore_errors=True)
     os.close(fd)
 
 
-def sweep(parent: str = "") -> None:
-    """Remove what was left behind in a folder; "": in the one for temporary files."""
+def remove_abandoned(parent: str = "") -> None:
+    """Remove the abandoned folders in `parent`; "": in the system's folder for temporary files."""
     names: list[str] = []
-    with suppress(OSError):  # there may be no folder for temporary files; who needs one says so
+    with suppress(OSError):  # there may be no folder for temporary files; `claim` reports that
         parent = parent or tempfile.gettempdir()
         names = [*filter(_NAMES.fullmatch, os.listdir(parent))]
     for name in names:
-        with suppress(OSError, RecursionError):  # of one; others are looked at all the same
+        with suppress(OSError, RecursionError):  # of this folder; the others are still checked
             _remove_if_left(os.path.join(parent, name))
 
 

@@ -1,9 +1,8 @@
-"""The nouns every room shares: data types, tensor specifications, requests, responses.
+"""Records that all packages share: data types, tensor specifications, memory places, requests, responses.
 
-Decided here: the fourteen data types and their spellings (configuration, wire, numpy), what kinds of memory there are,
-and the two records that cross the engine's door. A tensor's facts are those of its numpy array: dtype and shape; BYTES
-is an object array of `bytes`. This file does not know how tensors come from one memory into another (memory/) nor how
-they are encoded (http/).
+Decides the fourteen data types and their spellings (configuration, wire, numpy), the kinds of memory, and the two
+records that enter and leave the engine. A tensor's dtype and shape are those of its numpy array; BYTES is an object
+array of `bytes`. Does not know how tensors move between memories (`memory`) or how they are encoded (`http`, `grpc`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 try:
     from ml_dtypes import bfloat16
-except ImportError:  # in a model's own Python environment, where a model that has such tensors is refused
+except ImportError:  # in a model's own Python environment; a model with such tensors is refused there
     bfloat16 = np.dtype([("bfloat16", np.uint16)])
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -25,7 +24,7 @@ Parameter = str | int | float | bool
 
 
 def fits_64_bits(number: int) -> bool:
-    """Whether a parameter may be this integer, signed or unsigned. Python has larger ones, which answers cannot say."""
+    """Whether a parameter can have this value: a signed or unsigned 64-bit integer, as responses encode it."""
     return -(2**63) <= number < 2**64
 
 
@@ -62,7 +61,7 @@ class DType(enum.Enum):
         return self.wire
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """By its name: other versions of Python and numpy have other values, and read this too."""
+        """Pickle by name: other versions of Python and numpy have other values, and unpickle this too."""
         return getattr, (DType, self.name)
 
 
@@ -72,8 +71,8 @@ BY_NUMPY: Final[Mapping[np.dtype[Any], DType]] = {dtype.numpy: dtype for dtype i
 
 
 class MemoryKind(enum.Enum):
-    """HOST is what every program has; PINNED is host memory that stays where it is, so that a GPU can copy from and to
-    it by itself; GPU is a device's own.
+    """HOST is ordinary memory; PINNED is page-locked host memory, which a GPU can read and write directly; GPU is
+    device memory.
     """
 
     HOST = "host"
@@ -83,9 +82,7 @@ class MemoryKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlace:
-    """Which memory a tensor lies in. `number` is the device's, 0 for the host's; -1 is any GPU, where it is not said
-    which.
-    """
+    """The memory that holds a tensor. `number` is the device number, 0 for host memory; -1 means any GPU."""
 
     kind: MemoryKind
     number: int = 0
@@ -110,10 +107,10 @@ def gpu_memory(number: int) -> MemoryPlace:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a model or graph promises about one of its inputs or outputs.
+    """The declaration of one input or output of a model or graph.
 
-    `dims` leaves out the batch dimension; -1 is a dimension that varies. `reshape`, where given, is the shape the
-    backend sees instead of `dims`. `labels` is a label file's path relative to the model's folder, "" for none.
+    `dims` excludes the batch dimension; -1 is a varying dimension. `reshape`, if given, is the shape for the backend
+    instead of `dims`. `labels` is a label file's path relative to the model's folder, "" for none.
     """
 
     name: str
@@ -131,10 +128,11 @@ class TensorSpec:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One inference call as the engine takes it. Arrays include the batch dimension where the model batches.
+    """One inference call to the engine. Arrays include the batch dimension if the model batches.
 
     `outputs` are the requested output names, None for all. `timeout_us` 0 means none. `stamp` orders requests that
-    arrive in one turn of the loop: the front end draws it while parsing (trio shuffles tasks that are ready together).
+    arrive in one iteration of the event loop: the front end assigns it while parsing, because trio shuffles tasks that
+    become ready together.
     """
 
     inputs: dict[str, Array]
@@ -151,7 +149,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One answer: output arrays by name in the model's (or the request's) order, batch dimension included."""
+    """One response: output arrays by name in the model's (or the request's) order, batch dimension included."""
 
     model: str
     version: int

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -78,12 +78,19 @@ def cycles(request: pytest.FixtureRequest) -> int:
     return count
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`, the default: folders of tests run in parallel; a file or one test runs in this process."""
+    if all(Path(argument).is_dir() for argument in config.args):
+        return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
+    return 0
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if marked else ""
     for item in marked if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=lambda item: _module_beside(item) is not None)  # the rest stays in order
+    items.sort(key=_has_background_job, reverse=_is_worker())  # the rest stays in order
 
 
 def pytest_collection_finish() -> None:
@@ -93,31 +100,45 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def _module_beside(item: pytest.Item) -> ModuleType | None:
-    """Its module, where the test is about what that does beside the other tests."""
-    return item.module if isinstance(item, pytest.Function) and "done_beside" in item.fixturenames else None
+def _is_worker() -> bool:
+    """Whether this process is one of several that share the tests (pytest-xdist)."""
+    return "PYTEST_XDIST_WORKER" in os.environ
+
+
+def _has_background_job(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "done_beside" in item.fixturenames
 
 
 @pytest.fixture(scope="session", autouse=True)
 def beside(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Future[Any]]]:
-    """What takes long in processes of its own, and looks at no clock, goes on beside the other tests, one after
-    another: `beside(root, folder)` of each module that has one. The tests of what it returned come last; they take it
-    from `done_beside`.
+) -> Iterator[Callable[[ModuleType], Future[Any]]]:
+    """Background jobs: `beside(root, folder)` of a module whose tests take its result from `done_beside`.
+
+    In one process the jobs run on a thread, one after another, while the other tests run, and the tests of their
+    results come last. A process of several that share the tests runs a job when its result is wanted, and these tests
+    first.
     """
-    modules = dict.fromkeys(filter(None, map(_module_beside, request.session.items)))
     with ThreadPoolExecutor(1) as pool:
-        begun = {one.__name__: pool.submit(one.beside, ROOT, tmp_path_factory.mktemp("beside")) for one in modules}
-        yield begun
-        for one in begun.values():  # where the run was given up
-            one.cancel()
+        begun: dict[ModuleType, Future[Any]] = {}
+
+        def begin(module: ModuleType) -> Future[Any]:
+            if module not in begun:
+                begun[module] = pool.submit(module.beside, ROOT, tmp_path_factory.mktemp("beside"))
+            return begun[module]
+
+        for item in request.session.items if not _is_worker() else ():
+            if isinstance(item, pytest.Function) and _has_background_job(item):
+                begin(item.module)
+        yield begin
+        for job in begun.values():  # of a run that was interrupted
+            job.cancel()
 
 
 @pytest.fixture
-def done_beside(request: pytest.FixtureRequest, beside: Mapping[str, Future[Any]]) -> Any:
-    """What the module's `beside` returned."""
-    return beside[request.module.__name__].result()
+def done_beside(request: pytest.FixtureRequest, beside: Callable[[ModuleType], Future[Any]]) -> Any:
+    """The result of the module's `beside`."""
+    return beside(request.module).result()
 
 
 @pytest.fixture(scope="session")

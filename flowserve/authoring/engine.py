@@ -1,7 +1,7 @@
-"""`flowserve.Engine`: what is served over HTTP, served to the program it runs in.
+"""`flowserve.Engine`: an engine inside the user's program, without a server.
 
-Decided here: what may be opened (repositories, and graphs written in Python), and that one description opens in two
-ways: under trio, and for code that blocks.
+Decides what can be opened (repositories, and graphs written in Python), and the two ways to open it: under trio, and
+from blocking code. Does not know how requests run (`runtime/embedding`). Callers: user programs.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Never
 
-from flowserve.authoring.graph import Graph, write_together
+from flowserve.authoring.graph import Graph, write_private_repository
 from flowserve.cli.target import PythonGraph, is_graph
 from flowserve.config.instances import OFF
 from flowserve.errors import Invalid
 from flowserve.memory.devices import devices
-from flowserve.runtime.blocking import BlockingEngine
-from flowserve.runtime.embedded import AsyncEngine, Embedding
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.hosts import PYTHON_EXECUTION
+from flowserve.runtime.embedding.blocking import BlockingEngine
+from flowserve.runtime.embedding.embedded import AsyncEngine, Embedding
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 
-Source = PythonGraph | str | Path
+EngineSource = PythonGraph | str | Path
 
 
 class Engine:
@@ -33,15 +33,15 @@ class Engine:
         async with Engine("models/") as engine:  # under trio
             answer = (await engine.infer("sound", {"TEXT": texts}))["WORD"]
 
-    Each is a repository's folder or a `flowserve.Graph`; all their deployments are loaded, or those that `load` names
-    with what they are made of. Opening raises Problems or Invalid where one of them cannot be, and NotFound where there
-    is no such folder. `python_execution` is where a `model.py` runs; `gpu` False keeps everything on the CPU. Closing
-    waits up to `exit_timeout_s` seconds for what still runs.
+    Each source is a repository's folder or a `flowserve.Graph`. All their deployments are loaded, or those that `load`
+    names with their models. Opening raises Problems or Invalid if a deployment cannot be loaded, and NotFound for a
+    missing folder. `python_execution` is the place where a `model.py` runs; `gpu` False keeps everything on the CPU.
+    Closing waits up to `exit_timeout_s` seconds for running requests.
     """
 
     def __init__(
         self,
-        *sources: Source,
+        *sources: EngineSource,
         load: Sequence[str] | None = None,
         python_execution: Literal["process", "thread", "inline"] | None = None,
         gpu: bool = True,
@@ -58,10 +58,10 @@ class Engine:
         chosen = None if load is None else tuple(load)
         self._embedding = Embedding(self._find, options, chosen, exit_timeout_s)
 
-    if not TYPE_CHECKING:  # type checkers know by themselves what is not there
+    if not TYPE_CHECKING:  # type checkers find missing attributes themselves
 
         def __getattr__(self, name: str) -> Never:
-            """What an engine can be asked, it can be asked once it is open."""
+            """Explain that methods exist only on the open engine."""
             text = f"'Engine' object has no attribute '{name}'"
             if not name.startswith("_") and hasattr(BlockingEngine, name):
                 text += f"; it is not open: `with flowserve.Engine(...) as engine:` gives one that has {name}()"
@@ -85,9 +85,9 @@ class Engine:
         self._blocking.close()
 
     def _find(self) -> tuple[list[Path], object]:
-        """The repositories, and the private folders among them, which exist as long as they are held. Blocks."""
+        """The repositories, and the owners of the private folders among them, which exist as long as these. Blocks."""
         folders = [Path(source) for source in self._sources if isinstance(source, str | Path)]
         graphs = [source for source in self._sources if isinstance(source, Graph)]
-        private = [write_together(graphs)] if graphs else []
+        private = [write_private_repository(graphs)] if graphs else []
         private += [one.write_private() for one in self._sources if not isinstance(one, str | Path | Graph)]
         return [*folders, *(one.path for one in private)], private

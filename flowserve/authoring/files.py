@@ -1,66 +1,68 @@
-"""A graph built in Python as a repository of files: one to keep, or a private one for this process.
+"""Writes a graph built in Python as a repository of files: a permanent one, or a private one for this process.
 
-Decided here: which file says what. Both kinds hold the same configurations; the one to keep also holds copies of the
-models' files, and imports functions from the modules they live in, while the private one leads to the user's own files
-and to the very function objects.
+Decides the contents of each file. Both kinds have the same configurations. The permanent one has copies of the models'
+files and imports functions from their modules; the private one links to the user's files and refers to the function
+objects. Caller: `authoring/graph`.
 """
 
 from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from flowserve.authoring.parts import FolderModel
-from flowserve.backends.callable import offer
-from flowserve.config.authored import note_author
-from flowserve.config.load import CONFIG_FILE
-from flowserve.config.write import text_of
+from flowserve.backends.functions.backend import offer
+from flowserve.config.load import CONFIG_FILE, note_author
+from flowserve.config.parse import config_text
 from flowserve.errors import Problem, Problems
-from flowserve.graph.builder import Declared
+from flowserve.graph.builder import DeclaredPart
 from flowserve.graph.functions import FunctionModel
 from flowserve.repository.override import PrivateFolder
 
-SavedPart = FolderModel | Declared  # which all parts are
+SavedPart = FolderModel | DeclaredPart  # all kinds of parts
 VERSION: Final = "1"
 
 
 def write_private(parts: Sequence[SavedPart], private: PrivateFolder) -> None:
-    """Write everything into an empty folder, for this process only. Blocks."""
+    """Write all parts into an empty folder, for this process only. Blocks."""
     for part in parts:
         home = private.path / part.name
         if isinstance(part, FolderModel):
             home.symlink_to(part.path)
-            continue
-        _write(home, part.config())
-        note_author(home, part.source(), private)
-        _copy_beside(part, home)
-        if isinstance(part, FunctionModel):
-            (home / VERSION / "model.py").write_text(offer(part), encoding="utf-8")
+        else:
+            _write(home, part, offer)
+            note_author(home, part.source(), private)
 
 
 def write_to_keep(parts: Sequence[SavedPart], folder: Path) -> None:
-    """Write everything into a repository, which may hold other deployments. Blocks. Raises Problems; nothing is written
-    then.
+    """Write all parts into a repository, which may hold other deployments. Blocks. Raises Problems before anything is
+    written.
     """
-    problems = [*_in_the_way(parts, folder), *_not_importable(parts)]
+    problems = [*_existing(parts, folder), *_not_importable(parts)]
     if problems:
         raise Problems(problems)
     for part in parts:
         home = folder / part.name
         if isinstance(part, FolderModel):
             shutil.copytree(part.path, home, ignore=shutil.ignore_patterns("__pycache__"))
-            continue
-        _write(home, part.config())
-        _copy_beside(part, home)
-        if isinstance(part, FunctionModel):
-            (home / VERSION / "model.py").write_text(_import_of(part), encoding="utf-8")
+        else:
+            _write(home, part, _import_of)
+
+
+def _write(home: Path, part: DeclaredPart, program_of: Callable[[FunctionModel], str]) -> None:
+    (home / VERSION).mkdir(parents=True)
+    (home / CONFIG_FILE).write_text(config_text(part.config(), part.name), encoding="utf-8")
+    for path in _beside(part):
+        shutil.copy(path, home)
+    if isinstance(part, FunctionModel):
+        (home / VERSION / "model.py").write_text(program_of(part), encoding="utf-8")
 
 
 def contents(parts: Sequence[SavedPart]) -> dict[str, dict[str, bytes]]:
-    """What would be saved: each part's files, by their paths. Blocks while the models' files are read."""
+    """The files that would be saved: for each part, contents by path. Blocks while the models' files are read."""
     return {part.name: dict(_contents(part)) for part in parts}
 
 
@@ -70,30 +72,20 @@ def _contents(part: SavedPart) -> Iterator[tuple[str, bytes]]:
             if path.is_file() and "__pycache__" not in path.parts:
                 yield path.relative_to(part.path).as_posix(), path.read_bytes()
         return
-    yield CONFIG_FILE, text_of(part.config(), part.name).encode()
+    yield CONFIG_FILE, config_text(part.config(), part.name).encode()
     for path in _beside(part):
         yield path.name, path.read_bytes()
     if isinstance(part, FunctionModel):
         yield f"{VERSION}/model.py", (_import_of(part) if not _why_not_importable(part) else repr(part)).encode()
 
 
-def _beside(part: Declared) -> Iterator[Path]:
-    """The files that lie beside the configuration where a graph was loaded from a folder: labels, a README."""
+def _beside(part: DeclaredPart) -> Iterator[Path]:
+    """The files next to the configuration of a graph loaded from a folder: labels, a README."""
     if part.folder is not None:
         yield from (path for path in sorted(part.folder.iterdir()) if path.is_file() and path.name != CONFIG_FILE)
 
 
-def _copy_beside(part: Declared, home: Path) -> None:
-    for path in _beside(part):
-        shutil.copy(path, home)
-
-
-def _write(home: Path, config: dict[str, Any]) -> None:
-    (home / VERSION).mkdir(parents=True)
-    (home / CONFIG_FILE).write_text(text_of(config, home.name), encoding="utf-8")
-
-
-def _in_the_way(parts: Sequence[SavedPart], folder: Path) -> Iterator[Problem]:
+def _existing(parts: Sequence[SavedPart], folder: Path) -> Iterator[Problem]:
     for part in parts:
         if (folder / part.name).exists():
             text = f"'{folder / part.name}' exists already"

@@ -1,7 +1,7 @@
-"""`flowserve.Graph`: a graph written in Python, which is the same thing as its files and its pictures.
+"""`flowserve.Graph`: a graph written in Python, equivalent to its files and its pictures.
 
-Decided here: what a graph in Python can do besides being wired (graph/builder.py): be checked, saved and loaded, drawn,
-served. Every one of these goes through the configurations and rules that files go through.
+Decides the operations on such a graph besides wiring (`graph/builder`): check, save and load, draw, serve. All of them
+use the same configurations and rules as files. Callers: user programs, `authoring/engine`, the command line.
 """
 
 from __future__ import annotations
@@ -12,94 +12,94 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.authoring.files import SavedPart, contents, write_private, write_to_keep
+from flowserve.authoring.load import load_graph
 from flowserve.authoring.parts import FolderModel
 from flowserve.backends import registry
 from flowserve.config.load import draft_of, finish
-from flowserve.config.parse import Parsed
+from flowserve.config.parse import Parsed, config_message
 from flowserve.config.types import ModelConfig, SourceMap
-from flowserve.config.write import message_of
 from flowserve.errors import FlowserveError, Problem, Problems
-from flowserve.graph.builder import Declared, Outputs, Part, Sketch, Tensor, caller, wanted
+from flowserve.graph.builder import DeclaredPart, GraphBuilder, Outputs, Part, Tensor, calling_line, require
 from flowserve.render.formats import format_of, render
 from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.resolve import resolve
-from flowserve.runtime.reading import Reading
+from flowserve.runtime.loading.reading import Reading
 from flowserve.values import TensorSpec
 
-# What to do in Python about what the rules for files say.
+# Hints in terms of Python, in place of those of the rules for files.
 _HINTS: Final = {
     "M33": "graph.output(name, tensor) says what it answers",
     "M83": "a model that is called on tensors of the graph is a step",
-    "M84": "nobody reads what it makes",
+    "M84": "its outputs have no reader",
 }
-# What else is said where the only outputs are inputs as they are: that there is none, and no step that writes one.
+# Rules that are broken as a consequence if an input is used directly as the only output.
 _FOLLOWING: Final = frozenset({"M33", "M83"})
 
 
-class Graph(Declared):
-    """A graph of models, written step by step. Parts are called on tensors, which wires them; nothing is computed.
+class Graph(DeclaredPart):
+    """A graph of models, written step by step. Calling a part on tensors wires it; nothing is computed.
 
         graph = Graph("shout")
         graph.output("LOUD", louder(graph.input("TEXT", "BYTES[1]")))
 
-    `max_batch_size` None: what all of its models can take. `max_inflight_requests` limits how many responses of one
-    request may be in one step; 0: no limit. Equal graphs are those that would be saved as the same files.
+    `max_batch_size` None: the minimum of its models. `max_inflight_requests` limits the concurrent executions of one
+    step for one request; 0: no limit. Graphs are equal if they would be saved as the same files.
     """
 
     def __init__(self, name: str, *, max_batch_size: int | None = None, max_inflight_requests: int = 0) -> None:
-        self.name = wanted(name, str, "the name of a graph is a text")
-        self.place = caller()
-        self._sketch = Sketch(name, self.place, max_batch_size)
+        self.name = require(name, str, "the name of a graph is a text")
+        self.place = calling_line()
+        self._builder = GraphBuilder(name, self.place, max_batch_size)
         if max_inflight_requests:
-            self._sketch.options["ensemble_scheduling"] = {"max_inflight_requests": max_inflight_requests}
+            self._builder.options["ensemble_scheduling"] = {"max_inflight_requests": max_inflight_requests}
 
     # Wiring
 
     def input(self, name: str, tensor: str) -> Tensor:
-        """A tensor that requests carry: `graph.input("IMAGE", "UINT8[-1,-1,3]")`, dims without the batch dimension."""
-        return self.sketch.add_input(name, tensor)
+        """Declare an input: `graph.input("IMAGE", "UINT8[-1,-1,3]")`, dims without the batch dimension."""
+        return self.builder.add_input(name, tensor)
 
     def output(self, name: str, tensor: Tensor | Outputs | None = None, *, spec: str = "") -> None:
-        """Answer a tensor under this name. None: the one that a step called so. `spec` "": as its step says."""
-        self.sketch.add_output(name, tensor, spec)
+        """Declare an output. `tensor` None: the tensor a step gave this name. `spec` "": as the step declares it."""
+        self.builder.add_output(name, tensor, spec)
 
     def step(self, part: Part, inputs: Mapping[str, str | Tensor | Outputs], outputs: Mapping[str, str]) -> None:
-        """A step wired by names, as in a file: the part's tensor -> the graph's tensor."""
-        self.sketch.add_step(part, inputs, outputs)
+        """Add a step wired by names, as in a file: the part's tensor -> the graph's tensor."""
+        self.builder.add_step(part, inputs, outputs)
 
-    # What it is as a part
+    # A graph as a part of another graph
 
     @property
-    def sketch(self) -> Sketch:
-        return self._sketch
+    def builder(self) -> GraphBuilder:
+        return self._builder
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        return self.sketch.input_specs()
+        return self.builder.input_specs()
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        return self.sketch.output_specs()
+        return self.builder.output_specs()
 
     @property
     def max_batch_size(self) -> int:
-        return self.sketch.batch_size()
+        return self.builder.batch_size()
 
     def config(self) -> dict[str, Any]:
-        return self.sketch.config()
+        return self.builder.config()
 
     def source(self) -> SourceMap:
-        return self.sketch.source()
+        return self.builder.source()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Graph):
             return NotImplemented
         return self.name == other.name and contents(self._parts()) == contents(other._parts())
 
-    __hash__ = None  # type: ignore[assignment]  # a graph grows while it is written
+    __hash__ = None  # type: ignore[assignment]  # a graph is mutable
 
     def __repr__(self) -> str:
-        return f"<graph {self.name!r} of {len(self.sketch.calls)} steps>"
+        return f"<graph {self.name!r} of {len(self.builder.calls)} steps>"
 
     # Checking
 
@@ -108,9 +108,11 @@ class Graph(Declared):
         self.reading()
 
     def reading(self) -> Reading:
-        """What `flowserve check` makes of it: the configurations of everything, compiled. Blocks. Raises Problems."""
+        """The compiled graph with the configurations of all parts, as `flowserve check` has it. Blocks. Raises
+        Problems.
+        """
         parts = self._parts()
-        problems = [problem for part in parts if isinstance(part, Graph) for problem in part.sketch.problems]
+        problems = [problem for part in parts if isinstance(part, Graph) for problem in part.builder.problems]
         problems += [*_misnamed(parts), *_ambiguous([self])]
         configs: dict[str, ModelConfig] = {}
         failed: dict[str, FlowserveError] = {}
@@ -129,7 +131,7 @@ class Graph(Declared):
         return Reading(configs, resolution, tuple(warnings))
 
     def _parts(self) -> list[SavedPart]:
-        """Everything this graph is made of, each once, itself last."""
+        """All parts of this graph, each once, the graph itself last."""
         found: dict[str, SavedPart] = {}
         for part in _walk(self):
             found.setdefault(part.name, part)
@@ -138,10 +140,10 @@ class Graph(Declared):
     # Files
 
     def save(self, folder: str | Path) -> None:
-        """Write a repository of this graph and all that it is made of: a folder for each. Blocks.
+        """Write a repository with a folder for this graph and each of its parts. Blocks.
 
-        Raises Problems, and writes nothing, where the graph has mistakes, a folder exists, or a function cannot be
-        imported from a module.
+        Raises Problems and writes nothing if the graph has mistakes, a folder exists, or a function cannot be imported
+        from a module.
         """
         self.check()
         write_to_keep(self._parts(), Path(folder))
@@ -150,18 +152,16 @@ class Graph(Declared):
     def load(cls, folder: str | Path, name: str = "") -> Graph:
         """Read a graph from its own folder, or from a repository that has one graph, or one called `name`. Blocks.
 
-        Raises Problems where the files cannot be read; mistakes in them are for `check`.
+        Raises Problems if the files cannot be read; mistakes in them are reported by `check`.
         """
-        from flowserve.authoring.load import load_graph
-
-        return load_graph(Path(folder), name)
+        return load_graph(Path(folder), name, Graph)
 
     def write_private(self) -> PrivateFolder:
-        """A repository of this graph for this process alone, which exists as long as what is returned. Blocks.
+        """A repository of this graph for this process only. It exists as long as the returned object. Blocks.
 
-        Functions need no module there. Raises Problems.
+        Functions need not be importable. Raises Problems.
         """
-        return write_together([self])
+        return write_private_repository([self])
 
     # Pictures
 
@@ -181,19 +181,19 @@ class Graph(Declared):
         return self._draw("html").decode()
 
     def to_json(self) -> str:
-        """docs/pictures.md describes it."""
+        """The graph as JSON; docs/pictures.md describes the fields."""
         return self._draw("json").decode()
 
     def to_png(self) -> bytes:
-        """Raises Unsupported where Pillow is not installed."""
+        """Raises Unsupported if Pillow is not installed."""
         return self._draw("png")
 
     def draw(self, file: str | Path) -> None:
-        """Write the picture that the file's name asks for, as `flowserve graph -o` does. Blocks."""
+        """Write a picture in the format of the file's suffix, as `flowserve graph -o` does. Blocks."""
         Path(file).write_bytes(self._draw(format_of(Path(file))))
 
     def _draw(self, picture: str) -> bytes:
-        """Raises Problems: what has mistakes has no graph to draw."""
+        """Raises Problems: a graph with mistakes cannot be drawn."""
         reading = self.reading()
         return render(reading.resolution.graphs[self.name][1], reading.facts(), picture)
 
@@ -201,7 +201,7 @@ class Graph(Declared):
         return self.to_svg()
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """What notebooks show where they know it: the picture, or the mistakes."""
+        """The representation in notebooks: the picture, or the mistakes."""
         try:
             return {"image/svg+xml": self.to_svg(), "text/vnd.mermaid": self.to_mermaid(), "text/plain": repr(self)}
         except Problems as problems:
@@ -211,16 +211,15 @@ class Graph(Declared):
 
     def serve(self, *, http_address: str = "127.0.0.1", http_port: int = 8000) -> int:
         """Serve over HTTP until SIGTERM or Ctrl-C, as `flowserve run` does; returns its status. Raises Problems."""
-        from flowserve.cli.http_options import HttpChoice
-        from flowserve.cli.options import RunOptions
+        from flowserve.cli.options import HttpChoice, RunOptions
         from flowserve.cli.run import run
 
         private = self.write_private()
         return run(RunOptions((private.path,), HttpChoice(http_address, http_port)))
 
 
-def write_together(graphs: Sequence[Graph]) -> PrivateFolder:
-    """A repository of several graphs for this process alone; what they share is in it once. Blocks. Raises Problems."""
+def write_private_repository(graphs: Sequence[Graph]) -> PrivateFolder:
+    """A repository of several graphs for this process only; shared parts are in it once. Blocks. Raises Problems."""
     problems: list[Problem] = []
     for graph in graphs:
         try:
@@ -236,9 +235,9 @@ def write_together(graphs: Sequence[Graph]) -> PrivateFolder:
 
 
 def _walk(graph: Graph, seen: set[int] | None = None) -> Iterator[SavedPart]:
-    """Every part of every graph inside, each once, inner ones first. `seen`: ids of those that need no second look."""
+    """Every part of every nested graph, each once, inner ones first. `seen`: ids of the parts already visited."""
     seen = set() if seen is None else seen
-    for part in graph.sketch.parts():
+    for part in graph.builder.parts():
         if id(part) in seen:
             continue
         seen.add(id(part))
@@ -250,7 +249,7 @@ def _walk(graph: Graph, seen: set[int] | None = None) -> Iterator[SavedPart]:
 
 
 def _misnamed(parts: Sequence[SavedPart]) -> Iterator[Problem]:
-    """Names become folders."""
+    """Names that are not valid folder names."""
     for part in parts:
         try:
             check_name(part.name)
@@ -267,11 +266,11 @@ def _ambiguous(graphs: Sequence[Graph]) -> Iterator[Problem]:
             yield Problem(text, part.place, "B7", "give one of them another name")
 
 
-def _config(part: Declared) -> ModelConfig:
+def _config(part: DeclaredPart) -> ModelConfig:
     source = part.source()
     try:
-        message = message_of(part.config(), part.place.file)
-    except Problems as wrong:  # values that their fields cannot take; the places are fields, of a text nobody wrote
+        message = config_message(part.config(), part.place.file)
+    except Problems as wrong:  # values of a wrong type; their places are fields of a generated text, not lines
         moved = [replace(one, place=source.place(one.place.path if one.place else "")) for one in wrong.problems]
         raise Problems(moved) from None
     parsed = Parsed(message, source)
@@ -283,6 +282,6 @@ def _problems_of(error: FlowserveError | None, part: Part) -> list[Problem]:
         return []
     problems = error.problems if isinstance(error, Problems) else [Problem(str(error), part.place)]
     hints = _HINTS if isinstance(part, Graph) else {}
-    if isinstance(part, Graph) and part.sketch.hands_on_an_input:
+    if isinstance(part, Graph) and part.builder.outputs_an_input:
         problems = [problem for problem in problems if problem.rule not in _FOLLOWING]
     return [replace(problem, hint=hints.get(problem.rule, problem.hint)) for problem in problems]

@@ -1,7 +1,8 @@
-"""Steps of a graph that are files: an ONNX file, or the folder of a deployment.
+"""Parts of a graph that are files: an ONNX file, or the folder of a deployment.
 
-Decided here: that such a model is read when it is named, since its tensors must be known to be wired; what is wrong
-with it is said at that line of Python. A lone ONNX file gets a folder of its own around it, private to this process.
+Decides: such a model is read when it is named, because its tensors must be known for wiring, and its errors are
+reported at that line of Python. A single ONNX file gets a private folder for this process. Callers: user programs,
+`authoring/load`.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from typing import Any
 
 from flowserve.backends import registry
 from flowserve.config.load import CONFIG_FILE
+from flowserve.config.parse import config_text
 from flowserve.config.types import SourceMap
-from flowserve.config.write import text_of
 from flowserve.errors import Invalid, Place, Problem, Problems
-from flowserve.graph.builder import Part, caller
+from flowserve.graph.builder import Part, calling_line
 from flowserve.repository.layout import is_model_folder, model_folder_at
 from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.read import ReadModel, read_model
-from flowserve.runtime.completion import complete
-from flowserve.runtime.verification import verify
+from flowserve.runtime.loading.completion import complete
+from flowserve.runtime.loading.verification import verify
 from flowserve.values import TensorSpec
 
 
 class FolderModel(Part):
-    """A model that lies in a folder, `path`, as a repository holds it."""
+    """A model in a folder `path`, laid out as in a repository."""
 
     def __init__(self, path: Path, place: Place, private: PrivateFolder | None = None) -> None:
         self.name = path.name
         self.path = path
         self.place = place
-        self._private = private  # the folder disappears with it
+        self._private = private  # owns the folder, which is removed with it
         self.read: ReadModel = self._read()
 
     @property
@@ -59,7 +60,7 @@ class FolderModel(Part):
         except Problems as problems:
             if self._private is None:
                 raise
-            # The file of the place is one that we wrote; the user's word is the call.
+            # The place is in a generated file; report the user's call instead.
             raise Problems([replace(problem, place=self.place) for problem in problems.problems]) from None
         if self._private is not None:
             source = SourceMap(self.place.file, dict.fromkeys(read.config.json, self.place))
@@ -78,13 +79,13 @@ def onnx_model(
     max_queue_delay_us: int = 0,
     instances: int = 0,
 ) -> FolderModel:
-    """The model of an ONNX file; its tensors are those of the file. Blocks while it is read. Raises Problems.
+    """The model of an ONNX file, with the file's tensors. Blocks while it is read. Raises Problems.
 
-    `name` is the file's where nothing is said. `max_batch_size` None: 4 with the dynamic batcher where the file's first
-    dimensions vary, else 0, as a repository would have it; above 0: batches of so many rows, dynamically formed.
-    `instances` 0: as many as onnxruntime models have by default.
+    `name` defaults to the file's name. `max_batch_size` None: as in a repository, 4 with the dynamic batcher if the
+    first dimensions in the file vary, else 0; above 0: the dynamic batcher with batches of up to that many rows.
+    `instances` 0: the default of onnxruntime models.
     """
-    place, path = caller(), Path(file).resolve()
+    place, path = calling_line(), Path(file).resolve()
     if not path.is_file():
         raise Problems([Problem(f"there is no file '{file}'", place, "B4")])
     try:
@@ -100,16 +101,16 @@ def onnx_model(
     private = PrivateFolder()
     home = private.path / config["name"]
     (home / "1").mkdir(parents=True)
-    (home / CONFIG_FILE).write_text(text_of(config, home.name), encoding="utf-8")
+    (home / CONFIG_FILE).write_text(config_text(config, home.name), encoding="utf-8")
     (home / "1" / "model.onnx").symlink_to(path)
-    for beside in path.parent.glob(f"{path.name}?*"):  # weights that exporters put beside the file: net.onnx.data
+    for beside in path.parent.glob(f"{path.name}?*"):  # external weights next to the file: net.onnx.data
         (home / "1" / beside.name).symlink_to(beside)
     return FolderModel(home, place, private)
 
 
 def model_folder(path: str | Path) -> FolderModel:
-    """The model in a folder as a repository holds it: config.pbtxt, and 1/model.py, 1/model.onnx or another file.
+    """The model in a folder laid out as in a repository: config.pbtxt, and 1/model.py, 1/model.onnx or another file.
 
     Its name is the folder's. Blocks while it is read. Raises Problems.
     """
-    return FolderModel(Path(path).resolve(), caller())
+    return FolderModel(Path(path).resolve(), calling_line())

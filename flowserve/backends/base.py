@@ -1,44 +1,48 @@
-"""What a backend is, and what each side may assume.
+"""The interface of a backend.
 
-A `Backend` knows a kind of model file. `load` gives a `LoadedModel` (one per model version: the file, read once), and
-that gives one `Instance` per copy that may run at the same time. The runtime drives them so:
+A `Backend` handles one kind of model file. `load` returns a `LoadedModel` (one per model version, read once), which
+makes one `Instance` per copy that may run at the same time. The runtime calls them as follows:
 
 * `complete` and `load` are called on a worker thread, may block, and raise `Invalid` (or `Unsupported`) with a text
-  that names both sides.
-* an instance's `open`, `run` and `close` are never called at the same time, `open` first, `close` last; `run` may
-  happen on the event loop (inline) or on the instance's own thread, whichever the runtime measured cheaper. So `run`
-  never awaits and never touches trio.
-* `run` gets tensors it may keep only until it returns, and whose arrays it must not write to unless `Work.may_write`
-  says so. What it returns is owned by the runtime: arrays it does not write to again.
-* tensors have the shapes of the configuration's `dims` on both sides; a backend applies `TensorSpec.reshape` itself.
-* members of a batch have equal shapes but for their rows, except in inputs that are `TensorSpec.ragged`. What the
-  configuration asks to be made of a batch (`batch_inputs`, `batch_outputs`) is the backend's to make, or to refuse.
-* a failure of the whole batch is raised; a failure of one member is put in `Results.errors`.
+  that names both sides of a disagreement.
+* The methods `open`, `run` and `close` of an instance are never called at the same time; `open` is first, `close` last.
+  `run` may be called on the event loop (inline) or on the instance's own thread, whichever was measured to be cheaper.
+  So `run` never awaits and never uses trio.
+* `run` may keep its tensors only until it returns, and must not write to their arrays unless `Work.may_write` allows
+  it. The runtime owns what it returns: the instance does not write to those arrays again.
+* Tensors have the shapes of the configuration's `dims` on both sides. The backend applies `TensorSpec.reshape`.
+* The members of a batch have equal shapes except for their rows and for inputs with `TensorSpec.ragged`. The backend
+  computes the configured `batch_inputs` and `batch_outputs`, or refuses the model.
+* An exception fails the whole batch. `Results.errors` fails single members.
 
-Backends do not know graphs, queues or clocks: `run` reports the two moments the statistics need through the clock it
-is given.
+A backend does not know graphs, queues or clocks: `run` reads the two times that statistics need from the clock it is
+given.
+
+Protocols marked `runtime_checkable` are optional features that an object may implement in addition.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, Protocol, runtime_checkable
 
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Invalid, Problem, Problems
+from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, Request, Response
+from flowserve.values import MemoryPlace, Request, Response
 
 ClockNs = Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where one version of a model lies. `folder` is the model's folder, `version_folder` the one with its files."""
+    """The files of one version of a model. `folder` is the model's folder, `version_folder` the one of the version."""
 
     repository: Path
     folder: Path
@@ -48,8 +52,39 @@ class ModelFiles:
     def version_folder(self) -> Path:
         return self.folder / str(self.version)
 
+    def model_file(self, config: ModelConfig, default_filename: str) -> Path:
+        """The model's file or folder, which the configuration names, or else the backend. Raises Invalid if it is
+        missing, with the names of the files that are there.
+        """
+        name = config.default_model_filename or default_filename
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            message = f"default_model_filename '{name}' leads out of the version's folder"
+            raise Problems([Problem(message, config.source.place("default_model_filename"))])
+        path = self.version_folder / name
+        failed = f"failed to load '{config.name}' version {self.version}: "
+        try:
+            is_there = path.exists()
+        except OSError as error:
+            raise Invalid(f"{failed}{self.shown(path)} cannot be read: {error.strerror}") from error
+        if not is_there:
+            raise Invalid(f"{failed}file {self.shown(path)} does not exist; {self._neighbours()}")
+        return path
+
+    def shown(self, path: Path) -> str:
+        """`path` relative to the repository, as messages show it."""
+        return path.relative_to(self.repository).as_posix()
+
+    def _neighbours(self) -> str:
+        where = self.shown(self.version_folder)
+        if not self.version_folder.is_dir():
+            return f"there is no folder {where} either"
+        found = sorted(entry.name for entry in self.version_folder.iterdir())
+        if not found:
+            return f"folder {where} is empty"
+        return f"folder {where} holds {', '.join(found)}; default_model_filename can name another file"
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """With paths as text: other versions of Python keep the class in another module."""
+        """With paths as text: the module of Path differs between versions of Python."""
         return _files_at, (str(self.repository), str(self.folder), self.version)
 
 
@@ -59,8 +94,8 @@ def _files_at(repository: str, folder: str, version: int) -> ModelFiles:
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """One answer of a decoupled model: its outputs in order, and what it says besides. `infer_ns`: how long the model
-    took for it, waits in its send left out; `output_ns`: how long it took to take it over.
+    """One response of a decoupled model: its outputs in the configuration's order, and its parameters. `infer_ns`: the
+    time that the model took for it, without waits in `send`; `output_ns`: the time that taking it over took.
     """
 
     outputs: Sequence[Tensor | None]
@@ -70,64 +105,64 @@ class Sent:
 
 
 class Sender(Protocol):
-    """Where a decoupled model's answers to one request go. On any thread, and as long as somebody has it. A request
-    that runs again has the sender that it had; `kept` is what the backend wants to find there then.
+    """Receives a decoupled model's responses to one request. Used on any thread, as long as it is referenced. A request
+    that runs again keeps its sender; `kept` is an object that the backend stores there until then.
     """
 
     kept: Any
 
     def send(self, sent: Sent) -> None:
-        """One answer. Waits until there is room for it; returns at once where nobody wants it any more."""
+        """Send one response. Blocks until there is room for it; returns at once if the request is cancelled."""
 
     def fail(self, error: FlowserveError) -> None:
-        """The request failed; there are no more answers."""
+        """Fail the request; there are no more responses."""
 
     def finish(self, *, is_empty: bool = False) -> None:
-        """There are no more answers. `is_empty`: that was said by itself, and not with the last of them."""
+        """There are no more responses. `is_empty`: the model declared this separately, not with its last response."""
 
     def is_cancelled(self) -> bool:
-        """Whether nobody wants any more answers."""
+        """Whether the client has cancelled the request."""
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One batch, as an instance sees it.
+    """One batch, as an instance receives it.
 
-    `inputs[i][m]` is the model's i-th input for member m, None where an optional input was not given. `rows[m]` is
-    the member's row count (1 for a model without batching). `requests[m]` is the client's request the member belongs
-    to. `wanted[m]` names the outputs asked of it. `may_write[i][m]` tells whether the member is the last reader of
-    that input. `senders[m]`, of a decoupled model only, is where answers to it go: `run` then returns empty `Results`,
-    and inputs may be kept until the last answer. `contexts[m]`, where anybody is traced, is the `traceparent` of the
-    span that the member runs in, "" for none. `keeps_whole`: outputs may be columns (memory/columns.py), since they are
-    mostly read whole.
+    `inputs[i]` is the column of the model's i-th input; `inputs[i][m]` is the tensor of member m, None if it lacks an
+    optional input. `rows[m]` is the row count of member m (1 for a model without batching, and for a member without
+    rows). `requests[m]` is the client's request that the member belongs to. `wanted[m]` names the outputs that it
+    requests. `may_write[i][m]`: whether the member is the last reader of that input. `senders[m]`, for decoupled models
+    only, takes the responses: then `run` returns empty `Results`, and inputs may be kept until the last response.
+    `contexts[m]`, if a member is traced, is the `traceparent` of its span, "" for none.
     """
 
-    inputs: list[list[Tensor | None]]
+    inputs: Sequence[Column]
     rows: list[int]
     requests: Sequence[Request]
     wanted: list[tuple[str, ...]]
     may_write: list[list[bool]] | None = None
     senders: Sequence[Sender] | None = None
     contexts: Sequence[str] | None = None
-    keeps_whole: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Results:
-    """`outputs[j][m]` is the model's j-th output for member m, None where it made none. `errors[m]`, where given, is
-    why member m failed.
+    """The outcome of a batch.
 
-    `gathered_ns` and `computed_ns`: when the inputs were in place, and when the computation was over.
+    `outputs[j][m]` is the model's j-th output for member m, None if it made none. `outputs[j]` is a column
+    (memory/column.py) or any other sequence of tensors. `errors[m]` is the error of member m, if it failed.
 
-    `copied[i]`: bytes of input i that were copied before the model could read them in one piece, because the members'
-    rows were not neighbours in one block, or lay where the model cannot read them (an odd address, memory that its
-    process does not see). What is not copied was handed on as it lay. `placed[j]`: bytes of output j that were laid
-    side by side when a model's answers, one for each request, were taken. Both are () where there was nothing of it.
-    `parameters[m]`, where given, is what member m's answer says besides its tensors. `rescheduled`: members that are
-    not answered but run again, in a model of iterative sequences; of their outputs only states count.
+    `gathered_ns` and `computed_ns`: the times when the inputs were in place, and when the computation ended.
+
+    `copied[i]`: bytes of input i that were copied because the model could not read them in place: the members' rows
+    were not contiguous in one block, not aligned, or not in memory of its process. `placed[j]`: bytes of output j that
+    were placed contiguously when the model's responses, one for each request, were taken over. Both may be () for none.
+    `parameters[m]`: response parameters of member m. `rescheduled`: members that are not answered but run again, in a
+    model of iterative sequences; of their outputs only states are used. `taken[i]`: bytes of input
+    i, which the worker sets.
     """
 
-    outputs: list[list[Tensor | None]]
+    outputs: Sequence[Sequence[Tensor | None]]
     errors: Mapping[int, FlowserveError] = field(default_factory=dict)
     gathered_ns: int = 0
     computed_ns: int = 0
@@ -135,40 +170,28 @@ class Results:
     placed: Sequence[int] = ()
     parameters: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     rescheduled: Sequence[int] = ()
-
-
-class Alike:
-    """How nearly every batch is answered: `outputs[j][m]` is member m's one row of the model's j-th output, all of the
-    output's one shape and type, and nothing is said besides. Times as in `Results`.
-    """
-
-    __slots__ = ("computed_ns", "gathered_ns", "outputs")
-
-    def __init__(self, outputs: Sequence[Sequence[Array]], gathered_ns: int, computed_ns: int) -> None:
-        self.outputs = outputs
-        self.gathered_ns = gathered_ns
-        self.computed_ns = computed_ns
+    taken: Sequence[int] = ()
 
 
 class Instance(Protocol):
     """One copy of a model, ready to run one batch at a time."""
 
     def open(self) -> None:
-        """Whatever must happen once, on the thread that will run it, before the first `run`. May block."""
+        """Prepare the instance, on the thread that will run it, before the first `run`. May block."""
 
     def run(self, work: Work, clock: ClockNs) -> Results:
-        """Compute one batch. Never called concurrently with itself."""
+        """Compute one batch."""
 
     def close(self) -> None:
-        """Give everything back. Called once, after the last `run`."""
+        """Free all resources. Called once, after the last `run`."""
 
 
 class LoadedModel(Protocol):
-    """One version of a model, read from disk; makes instances."""
+    """One version of a model, read from disk. Makes instances."""
 
-    # True where a batch that raised may be run again in halves: same inputs, same outputs, no effects.
+    # Whether a batch that raised may run again in halves: the same inputs give the same outputs, without side effects.
     is_pure: bool
-    # True where the runtime may run an instance on the event loop when it measures that to be cheaper.
+    # Whether the runtime may run an instance on the event loop if it measures that to be cheaper.
     may_run_inline: bool
 
     def instance(self, name: str, group: InstanceGroup) -> Instance:
@@ -180,22 +203,27 @@ class LoadedModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What a child process does to have something: import `entry` ("package.module:function") and call it with
-    `arguments`, which travel by pickle from the server to the child (never back).
+    """A function call in a worker process: import `entry` ("package.module:function") and call it with `arguments`,
+    which are pickled from the server to the worker (never back).
     """
 
     entry: str
     arguments: tuple[Any, ...]
 
+    def call(self) -> Any:
+        """Make the call in this process."""
+        module, _, function = self.entry.partition(":")
+        return getattr(importlib.import_module(module), function)(*self.arguments)
 
-# What comes of a call: a response, or why there is none; None after the last response of a call that may have many.
+
+# The result of a call of another model: a response or an error; None after the last response of a stream.
 Answer = Response | FlowserveError | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A request that a model makes of a deployment, `version` "" for its latest. `is_stream`: it takes any number of
-    responses, with None after the last; otherwise it gets one answer. An error is always the last.
+class BlsCall:
+    """A request of a model to a deployment, `version` "" for its latest. `is_stream`: it gets any number of responses,
+    then None; otherwise one response. An error is always last.
     """
 
     model: str
@@ -204,21 +232,20 @@ class Call:
     is_stream: bool = False
 
 
-# What an instance's code may ask of the server, with these arguments; all that is answered is what JSON can say.
+# What the code of an instance may ask of the server, with these arguments. Answers are JSON values.
 LOAD: Final = "load"  # model, configuration as JSON or ""; with files
-UNLOAD: Final = "unload"  # model, whether what it is made of goes, too
+UNLOAD: Final = "unload"  # model, whether the models of an ensemble are unloaded too
 IS_READY: Final = "is ready"  # model, version or ""
-OPEN_FAMILY: Final = "open family"  # name, description, "counter", "gauge" or "histogram"; answers the family's number
+OPEN_FAMILY: Final = "open family"  # name, description, "counter", "gauge" or "histogram"; answer: its number
 METRIC: Final = "metric"  # the family's number, labels, buckets or None
 METRIC_VALUE: Final = "metric value"  # the family's number, labels
-IS_WITHDRAWN: Final = "is withdrawn"  # which member of the batch that is executed
+IS_WITHDRAWN: Final = "is withdrawn"  # the member of the batch that is executed
 NO_FILES: Final[Mapping[str, bytes]] = {}
 
 
 class Cells(Protocol):
-    """What a metric of a model's own is counted in. A counter: what was counted. A gauge: when it was last set, in
-    nanoseconds of the caller's clock, to what, and what was added since. A histogram: the sum, and how often for each
-    bucket.
+    """The numbers in which a metric of a model is counted. A counter: [count]. A gauge: [time of the last set in
+    nanoseconds of the caller's clock, value set, sum added since]. A histogram: [sum, count of each bucket ...].
     """
 
     def __len__(self) -> int: ...
@@ -226,116 +253,134 @@ class Cells(Protocol):
     def __setitem__(self, index: int, value: float, /) -> None: ...
 
 
-class Caller(Protocol):
-    """How an instance's code reaches the server: it calls other models, while it runs and on threads of its own; and it
-    asks for models and metrics, also while it is opened. On any thread. `clock` is one for all of a server's.
+class BlsClient(Protocol):
+    """The connection of an instance's code to the server. The code calls other models, while it runs and on threads of
+    its own; it asks for models and metrics, also while it is opened. Used on any thread. All clients of a server share
+    one `clock`.
     """
 
     clock: ClockNs
 
-    def begin(self, call: Call, answered: Callable[[Answer], None]) -> Callable[[], None]:
-        """Send a call. The request's arrays are copied before this returns. `answered` is called for each answer, on
-        any thread and never waiting; arrays in it are the caller's own. Returns what withdraws the call, for whoever
-        has lost interest. Raises Unsupported where it cannot be made here.
+    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[], None]:
+        """Send a call. The request's arrays are copied before this returns. `answered` is called for each result, on
+        any thread, and must not block; the model owns the arrays in it. Returns a function that withdraws the call.
+        Raises Unsupported if it cannot be made here.
         """
 
     def wait(self, is_there: Callable[[], bool]) -> None:
-        """Block until `is_there()`, which an answer makes true."""
+        """Block until `is_there()`, which is called after each result."""
 
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
-        """Around waiting on an asyncio loop, on whose thread this is called."""
+        """Context manager around a wait on an asyncio loop, on the loop's thread."""
 
     def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
-        """Ask the server, and wait for what it says. Raises FlowserveError; Unsupported where nobody may wait."""
+        """Ask the server and wait for its answer. Raises FlowserveError; Unsupported where waiting is not allowed."""
 
     def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
-        """Have a metric shown until its family is dropped. It is counted in what is returned: so many cells, all zero.
-        Raises FlowserveError.
+        """Show a metric until its family is dropped. Returns the `count` cells to count in, all zero. Raises
+        FlowserveError.
         """
 
     def drop(self, family: int) -> None:
-        """A family is not wanted any more. At any moment, never waiting."""
+        """End a metric family. Called at any time; never blocks."""
 
     def is_withdrawn(self, member: int) -> bool:
-        """Whether nobody waits any more for a member of the batch that the instance executes."""
+        """Whether the client of this member of the current batch has cancelled its request."""
 
     def close(self) -> None:
-        """The instance is closed: nothing is asked any more, and no metric of its own is shown."""
+        """The instance is closed: no calls follow, and its metrics are not shown any more."""
 
 
 def answer_or_raise(answer: Any) -> Any:
-    """What was asked for; raised, where it is why there is nothing."""
+    """The answer; raised if it is an error."""
     if isinstance(answer, FlowserveError):
         try:
             raise answer
         finally:
-            del answer  # or this frame would hold it, and it the frames of a batch: until the collector comes
+            del answer  # breaks the reference cycle with this frame, which would keep the tensors of a batch alive
     return answer
 
 
 @runtime_checkable
 class CallsModels(Protocol):
-    """What an `Instance` has besides where its code may call other models."""
+    """Implemented by an `Instance` whose code may call other models."""
 
-    def call_through(self, caller: Caller) -> None:
-        """From now on it calls through this. Before it is opened."""
-
-
-@runtime_checkable
-class RunsWhole(Protocol):
-    """What an `Instance` has besides that takes each input of a batch as one array."""
-
-    def run_whole(self, work: Work, inputs: Sequence[Array], clock: ClockNs) -> Results | Alike:
-        """As `run`, where all members have all inputs, side by side: `inputs[i]` is their rows, in the shapes of the
-        configuration, and may be written to. `work.inputs` is empty.
-        """
+    def call_through(self, caller: BlsClient) -> None:
+        """Use this connection. Called before `open`."""
 
 
 @runtime_checkable
 class SharesOutputs(Protocol):
-    """What an `Instance` has besides that can have outputs in memory that other processes may read."""
+    """Implemented by an `Instance` that can write outputs to memory that other processes read."""
 
     def share(self, output: int) -> None:
-        """From now on this output lies there, if it can. On any thread, once it is open, also during a run."""
+        """Write this output to shared memory from now on, if possible. Any thread, after `open`, also during a run."""
+
+
+@dataclass(slots=True, eq=False)
+class DeviceWork(Work):
+    """A batch for an instance on a device: its inputs may be `DeviceTensor`s and `Mirror`s.
+
+    `read_at[j][m]` says where output j of member m is read (ON_HOST, ON_DEVICE or both, of memory/stream.py); None:
+    all outputs are read on the host. Outputs read on the host are there when `run` returns; the others may still be
+    being computed.
+    """
+
+    read_at: Sequence[Sequence[int]] | None = None
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """Implemented by an `Instance` that computes on a GPU and takes `DeviceWork`: it reads its inputs where they are,
+    on the host or on any device, and leaves its outputs where they are read next. It runs on its own thread, never on
+    the event loop. `is_of_any_thread`: runs may come from several threads, one at a time; otherwise all runs come from
+    the thread that opened the instance.
+    """
+
+    @property
+    def place(self) -> MemoryPlace: ...
+
+    @property
+    def is_of_any_thread(self) -> bool: ...
 
 
 @runtime_checkable
 class RunsInProcess(Protocol):
-    """What a `LoadedModel` has besides where its instances may live in child processes."""
+    """Implemented by a `LoadedModel` whose instances may be in worker processes."""
 
     def remote(self, name: str, group: InstanceGroup) -> Remote:
-        """How a child makes the instance that `instance(name, group)` would make here: the entry returns an
-        `Instance`, not yet opened.
+        """The call by which a worker process makes the instance that `instance(name, group)` would make here. It
+        returns an `Instance`, not yet opened.
         """
 
 
 @runtime_checkable
 class UsesGpus(Protocol):
-    """What a `Backend` has besides whose instances may be on GPUs: they find theirs as the only one in the `gpus` of
-    their group, whose kind is KIND_GPU.
+    """Implemented by a `Backend` whose instances may be on GPUs: the group of such an instance has kind KIND_GPU and
+    one GPU in `gpus`.
     """
 
-    # How many instances a group gets on each GPU when the configuration does not say.
+    # Default number of instances of a group on each GPU.
     gpu_instance_count: int
 
 
 @runtime_checkable
 class CompletesInProcess(Protocol):
-    """What a `Backend` has besides that runs a model's own code to complete its configuration."""
+    """Implemented by a `Backend` that executes a model's code to complete its configuration."""
 
     def complete_by(self, config: ModelConfig, files: ModelFiles, run: Callable[[Remote], Any]) -> Completion:
-        """As `complete`, but the model's code runs only within `run`, which does what it is told in a process of its
-        own and returns what JSON makes of the result.
+        """As `complete`, but the model's code is executed only by `run`, which makes the call in a process of its own
+        and returns its result as JSON values.
         """
 
 
 @runtime_checkable
 class Verifies(Protocol):
-    """What a `Backend` has besides that can tell from a version's files, without a device, what `load` would refuse."""
+    """Implemented by a `Backend` that can check a version's files without a device."""
 
     def verify(self, config: ModelConfig, files: ModelFiles) -> None:
-        """Judge one version, running nothing of it. `config` is the one that it would be loaded with. May block. Raises
-        Problems, Invalid or Unsupported.
+        """Raise Problems, Invalid or Unsupported as `load` would, without executing the model. `config` is the
+        configuration that it would be loaded with. May block.
         """
 
 
@@ -343,16 +388,16 @@ class Backend(Protocol):
     """A kind of model. Registered in backends/registry.py, or by the entry point group `flowserve.backends`."""
 
     name: str
-    # The file a version folder holds unless the configuration names another: "model.onnx".
+    # The model file in a version's folder, unless the configuration names another: "model.onnx".
     default_filename: str
-    # How many instances a group gets when the configuration does not say.
+    # Default number of instances of a group.
     default_instance_count: int
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
-        """Read what the model says about itself. `config` is what the user wrote so far, unchecked."""
+        """The fields that the model's files add to the configuration. `config` is what the user wrote, unchecked."""
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> LoadedModel:
-        """Read one version. `options` are what the server knows and the model does not: `execution` ("thread",
-        "inline" or "auto": where instances will run) and `runs_at_once` (how many instances of this backend the
-        server will have, all models together, so that they can share the cores).
+        """Read one version. `options` come from the server: the operator's options for this backend, `execution`
+        ("thread", "inline" or "auto": where instances will run) and `runs_at_once` (number of instances of this backend
+        in the server, of all models, which share the cores).
         """

@@ -1,8 +1,9 @@
-"""What every sender of a decoupled model does: one credit for each answer, and patience where there is none.
+"""Flow control of a decoupled model's responses: one credit for each response; a sender without a credit blocks.
 
-Decided here: how threads wait for credits, and that whoever waits says so once more when it is passed by. How answers
-and waits travel is decided by those who inherit from this: runtime/streaming.py for threads of the server,
-child/streaming.py for processes.
+Decides how threads wait for credits, and when a wait is reported again. How responses and waits are sent is decided in
+the subclasses: runtime/workers/streaming.py for threads of the server, worker/streaming.py for worker processes.
+
+Callers: the subclasses.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flowserve.errors import FlowserveError
 
 
 class CreditSender:
-    """A `Sender` (backends/base.py) that is granted credits, and withdrawn when nobody wants its answers any more."""
+    """A `Sender` (base.py) that is granted credits, and withdrawn when its client has cancelled the request."""
 
     def __init__(self) -> None:
         self.kept: Any = None
@@ -37,7 +38,7 @@ class CreditSender:
         if not self._credits.acquire(blocking=False):
             self._wait()
         if self._is_withdrawn:
-            self._credits.release()  # for whoever sends next
+            self._credits.release()  # for the next thread that sends
             return
         self._tell_answer(sent)
 
@@ -68,5 +69,5 @@ class CreditSender:
         raise NotImplementedError
 
     def _tell_waits(self) -> None:
-        """A thread waits for a credit. Told from that thread."""
+        """A thread waits for a credit. Called on that thread."""
         raise NotImplementedError

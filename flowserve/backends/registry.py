@@ -1,9 +1,11 @@
-"""Which backends there are.
+"""Finds backends by name.
 
-Decided here: the built-in names, and that other packages add theirs under the entry point group `flowserve.backends`
-(the entry's name is the backend's, its object a `Backend` or a callable that makes one). A backend is imported when
-its first model is loaded, not before: onnxruntime alone costs more start-up time than everything else together. This
-file does not know what a backend does.
+Decides the built-in names, and that other packages add backends under the entry point group `flowserve.backends` (the
+entry's name is the backend's; its object is a `Backend` or a callable that makes one). A backend is imported when its
+first model is loaded: onnxruntime alone takes more time at start-up than all other imports. It does not know how a
+backend works.
+
+Callers: runtime/ and authoring/.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ GROUP: Final = "flowserve.backends"
 
 # name: module, class, default file
 _BUILT_IN: Final = {
-    # Before "python", whose a model.py is where nothing else is said.
-    "callable": ("flowserve.backends.callable", "CallableBackend", "model.py"),
-    "onnxruntime": ("flowserve.backends.onnxruntime", "OnnxRuntime", "model.onnx"),
-    "tensorrt": ("flowserve.backends.tensorrt", "TensorRtBackend", "model.plan"),
-    "python": ("flowserve.backends.python", "PythonBackend", "model.py"),
+    # Before "python", the default for a model.py.
+    "callable": ("flowserve.backends.functions.backend", "CallableBackend", "model.py"),
+    "onnxruntime": ("flowserve.backends.onnx.backend", "OnnxRuntime", "model.onnx"),
+    "tensorrt": ("flowserve.backends.tensorrt.backend", "TensorRtBackend", "model.plan"),
+    "python": ("flowserve.backends.python.backend", "PythonBackend", "model.py"),
 }
 
 
 @cache
 def find(name: str) -> Backend:
-    """The backend of that name. Raises `Unsupported`, listing those there are."""
+    """The backend of that name. Raises Unsupported, with the names of all backends, if there is none."""
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
         module, factory, _ = built_in
@@ -52,8 +54,8 @@ def find(name: str) -> Backend:
 
 @cache
 def default_files() -> Mapping[str, str]:
-    """The file that each backend's version folders hold unless a configuration names another, by backend. One that
-    cannot be loaded is left out, with a warning.
+    """The default model file of each backend, by the backend's name. A backend that cannot be loaded is left out, with
+    a warning.
     """
     files = {name: file for name, (_, _, file) in _BUILT_IN.items()}
     for name in _entries():

@@ -1,6 +1,7 @@
-"""`flowserve bench`: how many requests a server answers, how fast; or which configuration of a repository is best.
+"""`flowserve bench`: throughput and latency of a server, or the best configuration of a repository (`--sweep`).
 
-Decided here: what is shown: a table with a plot in it for people, JSON for programs, progress on a terminal only.
+Decides the output: a table with a bar plot, JSON for programs, progress on a terminal only. Does not know how load is
+generated (`load`) or which configurations are tried (`sweep`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,20 @@ from rich.progress import Progress
 from rich.table import Table
 
 from flowserve.cli.client import Address, MakeId, describe, sequence_ids
-from flowserve.cli.inputs import made_up, read_inputs
-from flowserve.cli.load import Measured, measure_server
-from flowserve.cli.sequence_load import LENGTH, measure_server_sequences
-from flowserve.cli.stream_load import StreamsMeasured, measure_streams
-from flowserve.cli.sweep import Subject, Tried, Variant, recommended, sweep
+from flowserve.cli.inputs import generated_inputs, read_inputs
+from flowserve.cli.load import (
+    LENGTH,
+    Measured,
+    StreamsMeasured,
+    measure_server,
+    measure_server_sequences,
+    measure_streams,
+)
+from flowserve.cli.sweep import SweepTarget, Trial, Variant, recommended, sweep
 from flowserve.cli.tensors import InferBody, Parameters, flat_body
 from flowserve.cli.terminal import output
-from flowserve.config.write import text_of
-from flowserve.errors import FlowserveError, Invalid, Unsupported
+from flowserve.config.parse import config_text
+from flowserve.errors import Invalid, Unsupported
 
 T = TypeVar("T")
 
@@ -36,8 +42,8 @@ BAR: Final = 24  # characters of the longest bar
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """`sweep` None: a server at `url` is measured. `p99_ms`: the bound of a recommendation. `inputs` (): made up.
-    `sequence_length`: how many requests a sequence has, 0 for what the model needs.
+    """`sweep` None: measure the server at `url`. `p99_ms`: the bound of a recommendation. `inputs` (): generated.
+    `sequence_length`: requests per sequence, 0 for the default if the model has sequences, else none.
     """
 
     url: str
@@ -53,18 +59,14 @@ class BenchOptions:
 
 
 def bench(options: BenchOptions, err: TextIO) -> int:
-    """Measure and print. Returns the exit status: 0, or 1 with a sentence on `err` (also where requests failed)."""
-    try:
-        return _sweep(options, err) if options.sweep is not None else _bench(options, err)
-    except FlowserveError as error:
-        print(f"flowserve: {error}", file=err)
-        return 1
-
-
-def _bench(options: BenchOptions, err: TextIO) -> int:
+    """Measure and print. Returns the exit status: 0, or 1 with a message on `err` if requests failed. Raises
+    FlowserveError.
+    """
+    if options.sweep is not None:
+        return _sweep(options, options.sweep, err)
     address = Address.of(options.url)
     described, is_decoupled = describe(address, options.model)
-    inputs = read_inputs(options.inputs, described) if options.inputs else made_up(described)
+    inputs = read_inputs(options.inputs, described) if options.inputs else generated_inputs(described)
     make_id = sequence_ids(address, options.model)
     length = options.sequence_length or (LENGTH if make_id else 0)
     measured: Sequence[Measured | StreamsMeasured]
@@ -102,7 +104,7 @@ def _bench(options: BenchOptions, err: TextIO) -> int:
 def _measuring(
     options: BenchOptions, address: Address, body: InferBody, make_id: MakeId, length: int
 ) -> Callable[[int, float], Awaitable[Measured]]:
-    """How one level is measured, of requests that are answered once."""
+    """The function that measures one level of a model with one response per request."""
     path = address.path(options.model, "", "/infer")
     if length:
         return partial(measure_server_sequences, address, path, body, options.parameters, make_id, length)
@@ -120,29 +122,28 @@ def _each_level(options: BenchOptions, err: TextIO, measure: Callable[[int, floa
     return measured
 
 
-def _sweep(options: BenchOptions, err: TextIO) -> int:
-    assert options.sweep is not None
-    subject = Subject(options.sweep, options.model)
-    if options.sequence_length and subject.make_id is None:
-        raise Invalid(f"--sequence-length: '{subject.name}' has no sequences")
+def _sweep(options: BenchOptions, repository: Path, err: TextIO) -> int:
+    target = SweepTarget(repository, options.model)
+    if options.sequence_length and target.make_id is None:
+        raise Invalid(f"--sequence-length: '{target.name}' has no sequences")
     with _progress(err) as progress:
         task = progress.add_task("reading", total=None)
 
-        def tell(variant: Variant, number: int, total: int) -> None:
+        def report(variant: Variant, number: int, total: int) -> None:
             progress.update(task, description=str(variant), completed=number, total=total)
 
-        tried = trio.run(
-            sweep, subject, max(options.concurrency), options.seconds, tell, options.sequence_length or LENGTH
+        trials = trio.run(
+            sweep, target, max(options.concurrency), options.seconds, report, options.sequence_length or LENGTH
         )
-    best = recommended(tried, options.p99_ms)
+    best = recommended(trials, options.p99_ms)
     if options.as_json:
-        rows = [{**asdict(one.variant), **asdict(one.measured)} for one in tried]
+        rows = [{**asdict(one.variant), **asdict(one.measured)} for one in trials]
         print(json.dumps({"model": options.model, "tried": rows, "recommended": best and asdict(best.variant)}))
     else:
-        output().print(_variants(tried, best))
+        output().print(_variants(trials, best))
         if best is not None:
-            print(f"recommended for {', '.join(subject.models)}: {best.variant}\n")
-            print(text_of(best.variant.fields(), options.model))
+            print(f"recommended for {', '.join(target.models)}: {best.variant}\n")
+            print(config_text(best.variant.fields(), options.model))
     if best is None:
         print(f"flowserve: nothing keeps p99 within {options.p99_ms:g} ms at {max(options.concurrency)}", file=err)
         return 1
@@ -150,7 +151,7 @@ def _sweep(options: BenchOptions, err: TextIO) -> int:
 
 
 def _progress(err: TextIO) -> Progress:
-    """On a terminal a bar, elsewhere nothing."""
+    """A progress bar, visible on a terminal only."""
     console = Console(file=err, markup=False)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
@@ -175,10 +176,10 @@ def _streams(measured: Sequence[StreamsMeasured]) -> Table:
     return table
 
 
-def _variants(tried: Sequence[Tried], best: Tried | None) -> Table:
+def _variants(trials: Sequence[Trial], best: Trial | None) -> Table:
     table = Table("", "configuration", "requests/s", "", "p50 ms", "p90 ms", "p99 ms", "failed", box=SIMPLE)
-    most = max(one.measured.requests_per_s for one in tried)
-    for one in tried:
+    most = max(one.measured.requests_per_s for one in trials)
+    for one in trials:
         table.add_row("*" if one is best else "", str(one.variant), *_figures(one.measured, most))
     return table
 

@@ -1,6 +1,7 @@
-"""`flowserve build-plan`: an ONNX file becomes a TensorRT plan, on the GPU that will serve it.
+"""`flowserve build-plan`: compiles an ONNX file into a TensorRT plan, on the GPU that will serve it.
 
-Decided here: how ranges of shapes are written on the command line, and where the plan goes.
+Decides the syntax of shape ranges on the command line, and where the plan is written. Does not know TensorRT
+(`backends`).
 """
 
 from __future__ import annotations
@@ -9,37 +10,29 @@ import argparse
 from pathlib import Path
 from typing import TextIO
 
-from flowserve.backends.tensorrt_build import Ranges, Shape, build_plan
-from flowserve.backends.tensorrt_library import tensorrt_library
-from flowserve.errors import FlowserveError
+from flowserve.backends.tensorrt.library import Ranges, Shape, build_plan, tensorrt_library
+from flowserve.errors import Invalid
 
 MEBIBYTE = 1 << 20
 
 
-def build(parsed: argparse.Namespace, out: TextIO, err: TextIO) -> int:
-    """Returns the exit status."""
+def build(parsed: argparse.Namespace, out: TextIO) -> None:
+    """Write the plan, and one line about it to `out`. Raises FlowserveError."""
+    library = tensorrt_library()
+    output, workspace_bytes = Path(parsed.output), parsed.workspace_mib * MEBIBYTE
     try:
-        library = tensorrt_library()
         onnx = parsed.model.read_bytes()
         with library.on_device(parsed.gpu):
-            plan = build_plan(
-                library, onnx, parsed.profile, half=parsed.fp16, workspace_bytes=parsed.workspace_mib * MEBIBYTE
-            )
-        output: Path = parsed.output
+            plan = build_plan(library, onnx, parsed.profile, half=parsed.fp16, workspace_bytes=workspace_bytes)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_bytes(plan)
-    except FlowserveError as error:
-        print(f"flowserve: {error}", file=err)
-        return 1
     except OSError as error:
-        print(f"flowserve: {error.filename}: {error.strerror}", file=err)
-        return 1
+        raise Invalid(f"{error.filename}: {error.strerror}") from None
     print(f"{output}: {len(plan)} bytes, for GPUs like gpu{parsed.gpu} and TensorRT {library.version}", file=out)
-    return 0
 
 
 def profile(text: str) -> Ranges:
-    """ "X:1x4:8x4:16x4,Z:1:8:16": the smallest, best and largest shape of each input that varies."""
+    """ "X:1x4:8x4:16x4,Z:1:8:16": the smallest, best and largest shape of each varying input."""
     ranges: dict[str, tuple[Shape, Shape, Shape]] = {}
     for part in text.split(","):
         name, *written = part.rsplit(":", 3)

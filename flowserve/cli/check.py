@@ -1,7 +1,7 @@
-"""`flowserve check`: everything that can be said about a repository without serving it.
+"""`flowserve check`: validates a repository without serving it.
 
-Decided here: how problems and graphs are printed, for people and as JSON for programs (docs/command-line.md describes
-it field by field), and the exit status. What is a problem is decided by the rooms that read and compile.
+Decides how problems and graphs are printed, as text and as JSON (docs/command-line.md describes each field), and the
+exit status. Does not decide what a problem is: the packages that read and compile do.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from flowserve.errors import FlowserveError, Place, Problem, Problems
 from flowserve.graph.advice import advise
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
-from flowserve.runtime.reading import Reading, read_apart
-from flowserve.runtime.verification import verify
+from flowserve.runtime.loading.reading import Reading, read_apart
+from flowserve.runtime.loading.verification import verify
 
 RED, YELLOW, DIM, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
-SCHEMA: Final = "flowserve.check/1"  # fields may be added; what is there keeps its name and meaning
+SCHEMA: Final = "flowserve.check/1"  # fields may be added; existing ones keep their name and meaning
 Severity = Literal["error", "warning"]
 TINTS: Final[dict[Severity, str]] = {"error": RED, "warning": YELLOW}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong or slow. `deployment` "": it is about no single one."""
+    """One error or warning. `deployment` "": it concerns no single deployment."""
 
     severity: Severity
     deployment: str
@@ -47,14 +47,14 @@ def check(
     *,
     as_json: bool = False,
 ) -> int:
-    """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0. In the place of a single
-    repository there may be one deployment's folder of it, or "module:graph".
+    """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0. A single repository may
+    also be one deployment's folder, or "module:graph".
 
-    Warnings go to `err` in both cases. `as_json`: instead of all that, one line to `out`.
+    Warnings go to `err` in both cases. `as_json`: only one line of JSON to `out`.
     """
     reading: Reading | None = None
     try:
-        with redirect_stdout(err):  # what the user's own code prints is no part of this
+        with redirect_stdout(err):  # output of the user's own code does not belong to the result
             reading = _read(repositories, config_name)
         findings = [*_findings(reading)]
     except FlowserveError as error:
@@ -83,7 +83,7 @@ def _findings(reading: Reading) -> Iterator[Finding]:
         hint = "a repository is a folder of models' folders, each with a config.pbtxt or a numbered version folder"
         yield Finding("warning", "", Problem("there is no model here", rule="R11", hint=hint))
     for name in resolution.ensembles:
-        # Versions of an ensemble have one configuration, and so one advice.
+        # All versions of an ensemble share one configuration, so they share the advice.
         for advice in advise(next(iter(resolution.graphs[name].values())), reading.configs):
             yield Finding("warning", name, advice)
     for name, failure in sorted(resolution.failed.items()):
@@ -136,7 +136,7 @@ def _print(reading: Reading | None, findings: Sequence[Finding], out: TextIO, pr
 
 
 class Printer:
-    """Writes what is wrong as compilers do, `place: error: text`, which editors and terminals make links of."""
+    """Writes problems as compilers do, `place: error: text`, which editors and terminals turn into links."""
 
     def __init__(self, err: TextIO, color: bool) -> None:
         self._errors = 0
@@ -149,7 +149,7 @@ class Printer:
             self.finding(Finding("error", name, problem))
 
     def finding(self, found: Finding) -> None:
-        """The deployment's name stands in for the place of what has none."""
+        """Print one finding; without a place, the deployment's name is printed instead."""
         problem, severity = found.problem, found.severity
         self._errors += severity == "error"
         place = problem.place or (Place(found.deployment) if found.deployment else None)
@@ -160,7 +160,7 @@ class Printer:
             self._line(f"    {escape(problem.hint)}")
 
     def summary(self, right: int, wrong: int) -> None:
-        self._line(f"{self._errors} problem{_s(self._errors)}; {right} of {right + wrong} deployments are right")
+        self._line(f"{self._errors} problem{_s(self._errors)}; {right} of {right + wrong} deployments are valid")
 
     def _line(self, text: str) -> None:
         self._err.write(f"{text}\n")

@@ -1,6 +1,7 @@
-"""What the commands that talk to a server say to it: one request, and its answer or answers, over plain HTTP.
+"""HTTP client of the commands that talk to a server: one request and its response or responses, over plain HTTP.
 
-Decided here: how a server is named, and how a refusal becomes one sentence. Tensors are tensors.py's.
+Decides how a server is named, and how an error becomes one sentence. Does not know tensors (`tensors`). Callers:
+`infer`, `bench`, `load`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from urllib.parse import quote, urlsplit
 from flowserve.errors import FlowserveError, Invalid, Unavailable
 
 PATIENCE_S: Final = 300.0
-EVENT: Final = b"data: "  # before each server-sent event
+EVENT: Final = b"data: "  # prefix of each server-sent event
 Headers = Mapping[str, str]
 MakeId = Callable[[int], int | str]
 NO_HEADERS: Final[Headers] = {}
@@ -25,7 +26,7 @@ NO_HEADERS: Final[Headers] = {}
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens. `prefix` is what stands before /v2 in its paths."""
+    """A server's address. `prefix` precedes /v2 in its paths."""
 
     host: str
     port: int
@@ -38,7 +39,7 @@ class Address:
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             port = parts.port
-        except ValueError:  # a bracket without its other, a port that is no number
+        except ValueError:  # an unmatched bracket, or a port that is not a number
             parts, port = urlsplit(""), None
         if (
             parts.scheme not in ("http", "https")
@@ -51,7 +52,7 @@ class Address:
         return cls(parts.hostname, port or (443 if is_tls else 8000), is_tls, quote(parts.path.rstrip("/"), safe="/%"))
 
     def path(self, model: str, version: str, what: str = "") -> str:
-        """Of a model, or of what can be asked of it ("/infer")."""
+        """The path of a model, or of one of its endpoints (`what`, for example "/infer")."""
         of_version = f"/versions/{quote(version, safe='')}" if version else ""
         return f"{self.prefix}/v2/models/{quote(model, safe='')}{of_version}{what}"
 
@@ -67,16 +68,16 @@ class Address:
 def ask(
     address: Address, method: str, path: str, body: bytes = b"", headers: Headers = NO_HEADERS
 ) -> tuple[Headers, bytes]:
-    """One exchange: the answer's headers, in lower case, and its body. Blocks. Raises Unavailable where nobody answers,
-    Invalid with the server's own words where it refuses.
+    """One exchange: the response's headers, in lower case, and its body. Blocks. Raises Unavailable without a response,
+    Invalid with the server's own message for an error status.
     """
     with _answered(address, method, path, body, headers) as answer:
         return {name.lower(): value for name, value in answer.getheaders()}, answer.read()
 
 
 def events(address: Address, path: str, body: bytes) -> Iterator[dict[str, Any]]:
-    """The server-sent events of one request, each as soon as it is there. Blocks and raises as `ask` does; after the
-    events before, Invalid with what the request failed with.
+    """The server-sent events of one request, each on arrival. Blocks and raises as `ask` does, and raises Invalid with
+    the error if the request fails after some events.
     """
     with _answered(address, "POST", path, body, {}) as answer:
         for line in answer:
@@ -97,7 +98,7 @@ def _answered(
         connection.request(method, path, body or None, dict(headers))
         answer = connection.getresponse()
         if answer.status != 200:
-            raise Invalid(f"{address} answered {answer.status}: {said(answer.read())}")
+            raise Invalid(f"{address} answered {answer.status}: {error_text(answer.read())}")
         yield answer
     except (OSError, http.client.HTTPException) as error:
         raise no_answer(address, error) from None
@@ -106,20 +107,20 @@ def _answered(
 
 
 def no_answer(address: Address, error: Exception) -> Unavailable:
-    """Why, and what to look at."""
+    """The error for a missing response: the reason, and what to check."""
     if isinstance(error, ssl.SSLCertVerificationError):
         text = f"{error.verify_message}; SSL_CERT_FILE=FILE in front of the command names authorities to trust"
         return Unavailable(f"no answer from {address}: {text}")
     if isinstance(error, ssl.SSLError):
         return Unavailable(f"no answer from {address}: {error.reason or error}; does it speak HTTPS?")
-    # A server that ends without a word is a BadStatusLine too, and a ConnectionError besides.
+    # A server that closes without a response is a BadStatusLine and a ConnectionError.
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
         return Unavailable(f"no answer from {address}: this does not speak HTTP; is it the gRPC port?")
     return Unavailable(f"no answer from {address}: {_shown(str(error)) or type(error).__name__}; is a server running?")
 
 
-def said(content: bytes) -> str:
-    """The error in an answer's body."""
+def error_text(content: bytes) -> str:
+    """The error message in a response body."""
     try:
         found = json.loads(content)
         return str(found["error"]) if isinstance(found, dict) and "error" in found else str(found)
@@ -128,12 +129,12 @@ def said(content: bytes) -> str:
 
 
 def _shown(text: str) -> str:
-    """What a terminal would obey, or cannot show, as a question mark; lines as they are."""
+    """Unprintable characters, terminal control codes included, as question marks; line breaks stay."""
     return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
 def metadata(address: Address, model: str, version: str = "") -> dict[str, Any]:
-    """What a server says of a model's tensors. Raises FlowserveError."""
+    """A model's metadata from the server. Raises FlowserveError."""
     _, content = ask(address, "GET", address.path(model, version))
     try:
         found = json.loads(content)
@@ -145,8 +146,8 @@ def metadata(address: Address, model: str, version: str = "") -> dict[str, Any]:
 
 
 def describe(address: Address, model: str, version: str = "") -> tuple[dict[str, Any], bool]:
-    """The same with `optional` said of each input, and whether it answers any number of times; as far as the server
-    tells how it is configured. Raises FlowserveError.
+    """A model's metadata with `optional` added to each input, and whether the model is decoupled. Both are read from
+    the model's configuration, if the server shows it. Raises FlowserveError.
     """
     found, config = metadata(address, model, version), _configuration(address, model, version)
     optional = {tensor.get("name") for tensor in config.get("input", ()) if tensor.get("optional")}
@@ -155,14 +156,14 @@ def describe(address: Address, model: str, version: str = "") -> tuple[dict[str,
 
 
 def sequence_ids(address: Address, model: str) -> MakeId | None:
-    """What makes a number the id of a sequence of a model's requests, or of one that an ensemble is made of; None where
-    they belong to none, as far as the server tells. Raises FlowserveError.
+    """The function that makes a sequence id from a number, for a model with sequences or an ensemble with such a model;
+    None without sequences, or if the server does not show the configuration. Raises FlowserveError.
     """
     seen, waiting = {model}, [model]
     while waiting:
         config = _configuration(address, waiting.pop(), "")
         batching = config.get("sequence_batching")
-        if batching is not None and not batching.get("iterative_sequence"):  # there each request is one by itself
+        if batching is not None and not batching.get("iterative_sequence"):  # there each request is its own sequence
             controls = [one for tensor in batching.get("control_input", ()) for one in tensor.get("control", ())]
             return str if any(one.get("data_type") == "TYPE_STRING" for one in controls) else int
         steps = {step["model_name"] for step in config.get("ensemble_scheduling", {}).get("step", ())} - seen
@@ -172,7 +173,7 @@ def sequence_ids(address: Address, model: str) -> MakeId | None:
 
 
 def _configuration(address: Address, model: str, version: str) -> dict[str, Any]:
-    """{} where there is no such extension of the protocol."""
+    """The model's configuration; {} if the server lacks that extension."""
     try:
         found = json.loads(ask(address, "GET", address.path(model, version, "/config"))[1])
     except (Invalid, ValueError):

@@ -1,6 +1,6 @@
-"""`flowserve graph`: one deployment as a picture, or all of a repository as text.
+"""`flowserve graph`: draws one deployment, or prints all of a repository as text.
 
-Decided here: which deployment is meant, and where the picture goes. What it looks like is render/'s.
+Decides which deployment is selected, and where the picture is written. Does not know its appearance (`render`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flowserve.graph.types import Graph
 from flowserve.render.formats import format_of, render
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
-from flowserve.runtime.reading import Reading, read_apart
+from flowserve.runtime.loading.reading import Reading, read_apart
 
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """`model` "" is the only one there is, or all of them as text. `picture` "" is what the name of `output` says."""
+    """`model` "": the only deployment, or all of them as text. `picture` "": the format by the name of `output`."""
 
     path: Path
     model: str = ""
@@ -35,11 +35,11 @@ class GraphOptions:
 
 
 def draw(options: GraphOptions, err: TextIO, *, color: bool) -> int:
-    """Write the picture to its file or to standard output. Returns 0, or 1 where there is none to draw."""
+    """Write the picture to its file or to standard output. Returns 0, or 1 if it cannot be drawn."""
     printer = Printer(err, color)
     try:
         picture = options.picture or (format_of(options.output) if options.output else "text")
-        with redirect_stdout(err):  # what the user's own code prints is no part of the picture
+        with redirect_stdout(err):  # output of the user's own code does not belong to the picture
             reading, model = _read(options)
         failed = {n: error for n, error in reading.resolution.failed.items() if model in ("", n)}
         for name, error in sorted(failed.items()):
@@ -54,7 +54,7 @@ def draw(options: GraphOptions, err: TextIO, *, color: bool) -> int:
 
 
 def _read(options: GraphOptions) -> tuple[Reading, str]:
-    """With the deployment that is meant, "" for any."""
+    """The reading, and the selected deployment, "" for any."""
     if is_target(options.path):
         graph = find_graph(str(options.path))
         return graph.reading(), options.model or graph.name
@@ -63,8 +63,8 @@ def _read(options: GraphOptions) -> tuple[Reading, str]:
 
 
 def _which(options: GraphOptions) -> tuple[Path, str]:
-    """The repository, and the deployment of it that is meant."""
-    path = Path(os.path.realpath(options.path))  # a link that leads in a circle stays itself
+    """The repository, and the selected deployment."""
+    path = Path(os.path.realpath(options.path))  # a circular link stays unchanged
     if not is_model_folder(path):
         return options.path, options.model
     if options.model not in ("", path.name):
@@ -103,8 +103,8 @@ def _write(drawn: bytes, picture: str, output: Path | None) -> None:
             raise Invalid(f"'{output}' cannot be written: {error.strerror}") from error
         return
     if picture == "png" and sys.stdout.isatty():
-        raise Invalid("a PNG is nothing for a terminal; add -o FILE, or send it on")
-    if picture == "text":  # names come from users, and terminals obey control characters
+        raise Invalid("a PNG cannot be shown on a terminal; add -o FILE, or redirect the output")
+    if picture == "text":  # names come from users, and terminals interpret control characters
         drawn = "".join(f"{escape(line)}\n" for line in drawn.decode().splitlines()).encode()
     sys.stdout.flush()
     sys.stdout.buffer.write(drawn)

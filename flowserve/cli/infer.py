@@ -1,7 +1,6 @@
-"""`flowserve infer`: one request to a server, and its answer, or its answers where a model gives many.
+"""`flowserve infer`: sends one request to a server and prints its response, or each response of a decoupled model.
 
-Decided here: how an answer is shown: for people as arrays, with `--json` as one line of JSON for programs; each as soon
-as it is there.
+Decides the output: arrays as text, or one line of JSON per response with `--json`; each response on arrival.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from flowserve.cli.tensors import (
     read_flat_answer,
     write_output,
 )
-from flowserve.errors import FlowserveError, Invalid
+from flowserve.errors import Invalid
 from flowserve.values import Array
 
 
@@ -41,17 +40,8 @@ class InferOptions:
     parameters: Parameters
 
 
-def infer(options: InferOptions, out: TextIO, err: TextIO) -> int:
-    """Ask and print. Returns the exit status: 0, or 1 with a sentence on `err`."""
-    try:
-        _infer(options, out)
-    except FlowserveError as error:
-        print(f"flowserve: {error}", file=err)
-        return 1
-    return 0
-
-
-def _infer(options: InferOptions, out: TextIO) -> None:
+def infer(options: InferOptions, out: TextIO) -> None:
+    """Send the request and print to `out`. Raises FlowserveError."""
     address = Address.of(options.url)
     described, is_decoupled = describe(address, options.model, options.version)
     inputs = read_inputs(options.inputs, described)
@@ -73,7 +63,7 @@ def _infer(options: InferOptions, out: TextIO) -> None:
 def _stream(
     options: InferOptions, address: Address, described: Mapping[str, Any], inputs: Mapping[str, Array], out: TextIO
 ) -> None:
-    """Every answer as it comes. They come as plain JSON, which is what HTTP has for them."""
+    """Print every response on arrival. Over HTTP, streamed responses are plain JSON."""
     known = {tensor["name"]: tensor for tensor in described["outputs"]}
     for word in options.outputs:
         if "=" in word:

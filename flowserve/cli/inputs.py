@@ -1,8 +1,8 @@
-"""Inputs as the command line writes them: `NAME=VALUE`, `NAME=@FILE`; or made up, where only measured is.
+"""Inputs on the command line: `NAME=VALUE`, `NAME=@FILE`; and generated inputs for measurements.
 
-Decided here: what a value or a file means, given the tensor that the model wants; what one means that goes with the
-request; and that no value becomes another without a word. The server's metadata says data type and dims; a batch
-dimension that is left out is added.
+Decides the meaning of a value or file for the tensor that the model expects (data type and dims come from the server's
+metadata), and of a request parameter. No value is converted to a different one silently; a missing batch dimension is
+added. Callers: `infer`, `bench`, `sweep`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flowserve.errors import Invalid, Unsupported
 from flowserve.values import BY_WIRE, Array, DType, Parameter
 
 SHOWN: Final = 60  # characters of a value that a message repeats
-# What numpy's kinds of arrays are called in messages.
+# The names of numpy's kinds of arrays in messages.
 _KINDS: Final = {"f": "numbers with fractions", "c": "complex numbers", "U": "text", "S": "text", "b": "true and false"}
 _NO_NUMBERS: Final = "what is no number, or has more than 64 bits"
 _WHOLE: Final = "iu"
 
 
 def read_inputs(words: Sequence[str], metadata: Mapping[str, Any]) -> dict[str, Array]:
-    """Every `NAME=VALUE` as the array that the model wants. Blocks. Raises Invalid."""
+    """Every `NAME=VALUE` as an array of the model's type and shape. Blocks. Raises Invalid."""
     wanted = {tensor["name"]: tensor for tensor in metadata["inputs"]}
     inputs: dict[str, Array] = {}
     for word in words:
@@ -49,9 +49,7 @@ def read_inputs(words: Sequence[str], metadata: Mapping[str, Any]) -> dict[str, 
 
 
 def request_parameter(word: str) -> tuple[str, Parameter]:
-    """`NAME=VALUE`: a number, true or false as JSON has them; anything else is text, as it stands or in JSON's quotes.
-    Raises Invalid.
-    """
+    """`NAME=VALUE`: a JSON number, true or false; anything else is text, bare or as a JSON string. Raises Invalid."""
     name, equals, value = word.partition("=")
     if not (name and equals):
         raise Invalid(f"expected NAME=VALUE, got {word!r}")
@@ -63,10 +61,8 @@ def request_parameter(word: str) -> tuple[str, Parameter]:
     return name, found if is_one else value
 
 
-def made_up(metadata: Mapping[str, Any]) -> dict[str, Array]:
-    """Inputs that fit, for whoever only measures: small numbers, dims that vary are 1, optional ones left out. The same
-    each time.
-    """
+def generated_inputs(metadata: Mapping[str, Any]) -> dict[str, Array]:
+    """Valid inputs for measurements: small numbers, varying dims are 1, optional inputs are left out. Reproducible."""
     generator = np.random.default_rng(1)
     inputs: dict[str, Array] = {}
     for tensor in metadata["inputs"]:
@@ -87,7 +83,7 @@ def _read(name: str, value: str, dtype: DType) -> Array:
         return _from_json(json.loads(value, parse_float=_number), dtype)
     except ValueError as error:
         if dtype is DType.BYTES and value[:1] not in ("[", '"'):
-            return strings(value)  # a text that needs no quotes
+            return strings(value)  # text without quotes
         shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
         raise Invalid(f"--input {name}: {shown!r} is no JSON for a tensor of {dtype}: {error}") from None
 
@@ -133,7 +129,7 @@ def _from_json(value: Any, dtype: DType) -> Array:
 
 
 def _cast(array: Array, dtype: DType) -> Array:
-    """The same values as the model wants them. Raises ValueError where they would become others."""
+    """The same values in the model's type. Raises ValueError if a value would change."""
     wanted = np.dtype(dtype.numpy)
     kind = array.dtype.kind
     if array.dtype == wanted or not array.size:
@@ -145,7 +141,7 @@ def _cast(array: Array, dtype: DType) -> Array:
         least, most = int(array.min()), int(array.max())
         if least < bounds[0] or most > bounds[1]:
             raise ValueError(f"it holds {least if least < bounds[0] else most}, and the least and most are {bounds}")
-    with np.errstate(over="ignore"):  # which is looked for
+    with np.errstate(over="ignore"):  # overflow is checked below
         cast = array.astype(wanted)
     if (lost := np.isinf(cast) & np.isfinite(array)).any():
         raise ValueError(f"it holds {array[lost].flat[0]}, which is too large for it")
@@ -153,14 +149,14 @@ def _cast(array: Array, dtype: DType) -> Array:
 
 
 def _number(text: str) -> float:
-    """One with a fraction or an exponent. Raises ValueError where Python would make it infinity."""
+    """A number with a fraction or an exponent. Raises ValueError if it overflows to infinity."""
     if math.isinf(number := float(text)):
         raise ValueError(f"it holds {text}, which is too large")
     return number
 
 
 def _fitted(array: Array, shape: Sequence[int]) -> Array:
-    """With the dimensions of size 1 in front that were not written."""
+    """The array with missing leading dimensions of size 1 added."""
     return array.reshape([1] * (len(shape) - array.ndim) + [*array.shape]) if array.ndim < len(shape) else array
 
 

@@ -1,7 +1,7 @@
-"""Ctrl-C while the program is still being read.
+"""Ctrl-C during imports.
 
-Decided here: that it ends the process at once and in silence. Imports turn a KeyboardInterrupt into a traceback of
-theirs, or into an error about something else; and nothing has begun yet that would have to be put in order.
+Decides: it ends the process at once, without output. An import turns a KeyboardInterrupt into a traceback or into an
+unrelated error, and nothing has started yet that would need a cleanup. Callers: `__main__`, `main`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-INTERRUPTED: Final = 130  # as shells say it
+INTERRUPTED: Final = 130  # the exit status that shells use
 
 
 @contextmanager
 def silent_interrupts() -> Iterator[None]:
-    """For imports. Without effect beside the main thread, and where Ctrl-C means something of the caller's own, or
-    nothing at all (nohup).
+    """A context for imports. No effect in other threads than the main one, and if SIGINT has a handler or is ignored
+    (nohup).
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,8 +1,8 @@
-"""How the program's log reads: one line per record, on standard error or in the operator's file.
+"""Format and destination of the log: one line per record, on standard error or in the operator's file.
 
-Decided here: the shape of a line, and that nothing a client or a file sent can forge one: control characters leave
-escaped, whatever room wrote them. Only a traceback has lines of its own below that line; each begins with blanks, as no
-record does, so they forge none either. Who logs what is each room's own matter (`logging.getLogger(__name__)`).
+Decides the format of a line, and escapes control characters in every record, so that text from a client or a file
+cannot forge a line. Only a traceback adds lines below its record; each begins with spaces, unlike a record. Does not
+know what is logged. Callers: `run`; `escape` is used by all commands that print names from files.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from logging.handlers import WatchedFileHandler
 from typing import Final
 
 from flowserve.observe.log_settings import LogChoice, LogSettings
-from flowserve.runtime.tracebacks import OF_LINES
+from flowserve.runtime.processes.tracebacks import OF_LINES
 
 _log = logging.getLogger("flowserve.cli")
 
-# C0 and C1 controls, DEL, and the two separators that some viewers break lines at.
+# C0 and C1 control characters, DEL, and the two Unicode separators at which some viewers break lines.
 _ESCAPES: Final = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
     for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
@@ -41,7 +41,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, tz=UTC)
-        first, *below = super().format(record).split("\n")  # with the traceback, where there is one
+        first, *below = super().format(record).split("\n")  # includes the traceback, if any
         text = "".join((first, *(f"\n{_BELOW}{escape(line)}" for line in below)))
         if self._time == "ISO8601":
             return f"{when:%Y-%m-%dT%H:%M:%S.%f}Z {record.levelname} {record.name}] {text}"
@@ -52,8 +52,8 @@ class LineFormatter(logging.Formatter):
         return "\n".join(map(escape, message.split("\n"))) if getattr(record, OF_LINES, False) else escape(message)
 
 
-class _Chosen(logging.Filter):
-    """Lets through the levels that are wanted."""
+class _LevelFilter(logging.Filter):
+    """Passes the selected levels."""
 
     def __init__(self, choice: LogChoice) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class _Chosen(logging.Filter):
         return choice.log_warning if record.levelno >= logging.WARNING else choice.log_info
 
 
-def thread_failed(arguments: threading.ExceptHookArgs) -> None:
-    """What nobody caught in a thread, of a model's own mostly, as Python calls it: a record as any other."""
+def log_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+    """`threading.excepthook` that logs an uncaught exception of a thread, usually of a model's own thread."""
     kind, error = arguments.exc_type, arguments.exc_value
     if error is not None and kind is not SystemExit:
         name = arguments.thread.name if arguments.thread is not None else "?"
@@ -75,9 +75,9 @@ def thread_failed(arguments: threading.ExceptHookArgs) -> None:
 
 
 def configure(choice: LogChoice) -> LogSettings:
-    """Send the log to standard error, or to its file, behind what is there; a file that was moved away is begun anew.
-    Level 0: information and worse; 1: our own details; 2: everybody's. What comes back can change that while the
-    server runs. Raises OSError where the file cannot be opened.
+    """Send the log to standard error, or append it to its file; a file that was moved away is created again. Verbosity
+    0: INFO and above; 1: flowserve's DEBUG records too; 2: all libraries' DEBUG records. The returned settings can be
+    changed while the server runs. Raises OSError if the file cannot be opened.
     """
     file = choice.log_file
     handler = WatchedFileHandler(file, encoding="utf-8") if file else logging.StreamHandler(sys.stderr)
@@ -87,7 +87,7 @@ def configure(choice: LogChoice) -> LogSettings:
     def apply(choice: LogChoice) -> None:
         nonlocal chosen
         handler.removeFilter(chosen)
-        chosen = _Chosen(choice)
+        chosen = _LevelFilter(choice)
         handler.addFilter(chosen)
         handler.setFormatter(LineFormatter(choice.log_format))
         level = choice.log_verbose_level

@@ -1,7 +1,7 @@
-"""The command `flowserve`: which words it understands, and what it says when it does not.
+"""The command `flowserve`: its subcommands, their arguments, and usage errors.
 
-Decided here: the commands and the manner of their complaints: one line on standard error, exit status 2. What the
-commands do is in the module of each; they are imported when called, so that `--help` answers at once.
+Decides the commands and the form of usage errors: one line on standard error, exit status 2. Does not know what a
+command does: each has its module, which is imported when the command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
-from flowserve.cli.commands import add_commands, run_command
 from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
+from flowserve.cli.option_values import add_option, whole_number
 from flowserve.cli.options import add_config_name, add_run_arguments, contradiction, run_options
 from flowserve.cli.refused_options import INSTEAD, NOT_YET
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Invalid
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
 NOT_WRITTEN: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
+LEVELS_MAX: Final = 1024
 
 DESCRIPTION: Final = """\
 Serve pipelines of models from a Triton model repository.
@@ -71,15 +72,43 @@ examples:
 GRAPH_EXAMPLES: Final = """\
 examples:
   flowserve graph graphs/                            every graph as text
-  flowserve graph graphs/read_text -o read_text.svg  one of them as a picture; the name says which kind
+  flowserve graph graphs/read_text -o read_text.svg  one of them as a picture in the file's format
   flowserve graph graphs/ read_text --format mermaid for a README
   flowserve graph graphs/read_text -o read_text.html nested ensembles fold; works offline
   flowserve graph steps:graph -o steps.svg           a graph of that name in the Python module steps
 """
 
+INFER_EXAMPLES: Final = """\
+examples:
+  flowserve infer localhost:8000 detect_language --input TEXT="good morning"
+  flowserve infer localhost:8000 digit --input PIXELS=@seven.npy --json
+  flowserve infer localhost:8000 read_text --input IMAGE=@page.png --output TEXT
+  flowserve infer localhost:8000 net --input 'X=[1.0, 2.0]' --output Y=answer.npy
+  flowserve infer localhost:8000 totals --input NUMBER=1 --sequence-id anna --sequence-start
+
+A value is JSON, or @FILE: .npy and .json hold a tensor; of any other file a BYTES
+input gets the bytes, a number input the picture [height, width, 3]. A batch
+dimension of 1 may be left out.
+"""
+
+BENCH_EXAMPLES: Final = """\
+examples:
+  flowserve bench localhost:8000 digit                       1, 2, 4 ... 32 requests at a time
+  flowserve bench localhost:8000 digit --concurrency 1,8     other levels
+  flowserve bench localhost:8000 chat --input TEXT=hello     one that streams: when its responses come
+  flowserve bench localhost:8000 totals --sequence-length 5  one with sequences, so many at a time
+  flowserve bench --sweep graphs/ digit --p99-ms 20          which instances, batches and delays are best
+  flowserve bench --sweep graphs/ digit --json               for a program
+"""
+
+BUILD_PLAN_EXAMPLES: Final = """\
+examples:
+  flowserve build-plan net.onnx -o models/net/1/model.plan --profile X:1x3x224x224:8x3x224x224:16x3x224x224
+"""
+
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, except that a complaint is one line; the usage is a `--help` away."""
+    """argparse, except that an error is one line without the usage, which `--help` shows."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
@@ -87,65 +116,154 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
-    """The whole command's parser, and one per subcommand."""
-    parser = _Parser(
-        prog="flowserve",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """The parser of the whole command, and one per subcommand."""
+    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = _Parser(prog="flowserve", description=DESCRIPTION, epilog=EXAMPLES, **style)
     parser.add_argument("--version", action="version", version=f"flowserve {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    made: dict[str, argparse.ArgumentParser] = {}
 
-    run = commands.add_parser(
+    def command(name: str, summary: str, description: str, examples: str = "") -> argparse.ArgumentParser:
+        made[name] = commands.add_parser(name, help=summary, description=description, epilog=examples, **style)
+        return made[name]
+
+    run = command(
         "run",
-        help="load a repository and serve it over HTTP and gRPC",
-        description="Load every model of REPO and serve them over HTTP and gRPC (KServe v2, as Triton speaks it).",
-        epilog=RUN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "load a repository and serve it over HTTP and gRPC",
+        "Load every model of REPO and serve them over HTTP and gRPC (KServe v2 as in Triton).",
+        RUN_EXAMPLES,
     )
     add_run_arguments(run)
 
-    check = commands.add_parser(
+    check = command(
         "check",
-        help="validate a repository and print its compiled graphs",
-        description="Read every configuration of REPO; print all problems with their places, or the compiled graphs.",
-        epilog=CHECK_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "validate a repository and print its compiled graphs",
+        "Read every configuration of REPO; print all problems with their places, or the compiled graphs.",
+        CHECK_EXAMPLES,
     )
-    check.add_argument(
-        "repositories",
-        metavar="REPO",
-        nargs="*",
-        type=Path,
-        help="a model repository, or several that are served together; or one deployment's folder",
-    )
-    check.add_argument("--json", action="store_true", help="one line of JSON instead, on standard output")
+    text = "a model repository, or several that are served together; or one deployment's folder"
+    check.add_argument("repositories", metavar="REPO", nargs="*", type=Path, help=text)
+    check.add_argument("--json", action="store_true", help="print one line of JSON instead")
     add_config_name(check)
 
-    graph = commands.add_parser(
+    graph = command(
         "graph",
-        help="draw the graph of a deployment",
-        description="Draw one deployment of REPO (or all of them, as text). Nothing is served, no network is needed.",
-        epilog=GRAPH_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "draw the graph of a deployment",
+        "Draw one deployment of REPO (or all of them, as text). Nothing is served, no network is needed.",
+        GRAPH_EXAMPLES,
     )
-    graph.add_argument(
-        "repository", metavar="PATH", nargs="?", type=Path, help="a model repository, or one deployment's folder of it"
-    )
+    text = "a model repository, or one deployment's folder of it"
+    graph.add_argument("repository", metavar="PATH", nargs="?", type=Path, help=text)
     graph.add_argument("model", metavar="MODEL", nargs="?", default="", help="which deployment of the repository")
-    graph.add_argument("--format", choices=PICTURES, help="what the name of FILE says, else text")
-    graph.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to, instead of standard output")
-    others = add_commands(commands, argparse.RawDescriptionHelpFormatter)
-    return parser, {"run": run, "check": check, "graph": graph, **others}
+    graph.add_argument("--format", choices=PICTURES, help="default: by the suffix of FILE, otherwise text")
+    graph.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
+
+    infer = command(
+        "infer",
+        "send one request to a server",
+        "Send one request to the server at URL and print its answer.",
+        INFER_EXAMPLES,
+    )
+    infer.add_argument("url", metavar="URL", help="http://host:port, or host:port")
+    infer.add_argument("model", metavar="MODEL")
+    add_option(infer, "--model-version N", "default: the latest", whole_number(1))
+    add_option(infer, "--input NAME=VALUE", "once for each input", repeatable=True)
+    add_option(infer, "--output NAME[=FILE]", "only these; FILE: .npy, .json, or bytes", repeatable=True)
+    parameter = "request parameter: priority=1, timeout=50000 (microseconds), or any other"
+    add_option(infer, "--parameter NAME=VALUE", parameter, _request_parameter, repeatable=True)
+    add_option(infer, "--sequence-id ID", "correlation ID of the sequence: a number, or text")
+    infer.add_argument("--sequence-start", action="store_true", help="the sequence begins with this request")
+    infer.add_argument("--sequence-end", action="store_true", help="the sequence ends with this request")
+    infer.add_argument("--json", action="store_true", help="one line of JSON")
+
+    bench = command(
+        "bench",
+        "measure a server, or find the best configuration of a repository",
+        "Send made-up requests (or --input) to MODEL at URL, so many at a time, and print percentiles.",
+        BENCH_EXAMPLES,
+    )
+    bench.add_argument("target", metavar="URL MODEL", nargs="*", help="with --sweep only MODEL")
+    add_option(bench, "--concurrency FROM:TO", "doubling, or N,M,...; default 1:32", levels, "1:32")
+    bench.add_argument("--seconds", type=_seconds, default=2.0, help="measured at each level; default 2")
+    add_option(bench, "--input NAME=VALUE", "as for infer", repeatable=True)
+    add_option(bench, "--parameter NAME=VALUE", parameter, _request_parameter, repeatable=True)
+    text = "send concurrent sequences of N requests each; default 20 if MODEL has sequences"
+    add_option(bench, "--sequence-length N", text, whole_number(1), 0)
+    text = "try configurations of MODEL in this process, without a server"
+    add_option(bench, "--sweep REPOSITORY", text, Path)
+    bench.add_argument("--p99-ms", type=_seconds, help="with --sweep: recommend only configurations within this bound")
+    bench.add_argument("--json", action="store_true", help="one line of JSON")
+
+    new = command(
+        "new",
+        "write a small, working graph to start from",
+        "Write the repository FOLDER: a graph of two Python models, commented, with a test.",
+    )
+    text = "must not exist; its last component is the graph's name"
+    new.add_argument("folder", metavar="FOLDER", type=Path, help=text)
+
+    plan = command(
+        "build-plan",
+        "compile an ONNX file for this machine's GPU, with TensorRT",
+        "Build a TensorRT plan from the ONNX file MODEL, on the GPU that is to serve it. Needs TensorRT.",
+        BUILD_PLAN_EXAMPLES,
+    )
+    plan.add_argument("model", metavar="MODEL", type=Path, help="an ONNX file")
+    plan.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="such as REPO/net/1/model.plan")
+    text = "smallest, best and largest shapes of the inputs; repeatable, each an optimisation profile"
+    add_option(plan, "--profile NAME:MIN:OPT:MAX[,...]", text, _profile, repeatable=True)
+    plan.add_argument("--fp16", action="store_true", help="compute in FP16 where that is faster (TensorRT 10)")
+    add_option(plan, "--workspace-mib MIB", "default: no limit", whole_number(0), 0)
+    add_option(plan, "--gpu N", "the GPU to build on; default 0", whole_number(0), 0)
+    return parser, made
+
+
+def _request_parameter(word: str) -> tuple[str, object]:
+    from flowserve.cli.inputs import request_parameter
+
+    try:
+        return request_parameter(word)
+    except Invalid as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _profile(text: str) -> object:
+    from flowserve.cli.build_plan import profile
+
+    return profile(text)
+
+
+def levels(text: str) -> tuple[int, ...]:
+    """ "1:32" doubles from 1 to 32; "1,8" is a list."""
+    first, colon, last = text.partition(":")
+    try:
+        found = [int(part) for part in ([first, last] if colon else text.split(","))]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or max(found) > LEVELS_MAX or (colon and found[0] > found[1]):
+        raise argparse.ArgumentTypeError(f"expected FROM:TO or N,M,... from 1 to {LEVELS_MAX}, got {text!r}")
+    if not colon:
+        return tuple(found)
+    chosen = []
+    level = found[0]
+    while level < found[1]:
+        chosen.append(level)
+        level *= 2
+    return (*chosen, found[1])
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 3600, got {text!r}")
+    return seconds
 
 
 def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str]) -> None:
-    """Complain about the first argument nobody took; an option before a stray word, which may be its value."""
+    """Report the first unknown argument; an option before a stray word, which may be its value."""
     if not leftovers:
         return
     options = [word for word in leftovers if word.startswith("-")]
@@ -162,14 +280,17 @@ def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 1 for a failure, 2 for a misuse (raised as SystemExit), 130
+    """Run one command. Returns the exit status: 0, 1 for a failure, 2 for a usage error (raised as SystemExit), 130
     after Ctrl-C.
     """
     _prepare_streams()
     try:
         status = _main(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads it has seen enough: `| head`
+    except FlowserveError as error:
+        sys.stderr.write(f"flowserve: {error}\n")
+        return 1
+    except BrokenPipeError:  # the reader closed the pipe: `| head`
         _drop_output()
         return 1
     except OSError as error:
@@ -178,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         sys.stderr.write(f"flowserve: the output cannot be written: {error.strerror}\n")
         return 1
-    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # which trio puts into a group
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # trio wraps it in a group
         if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
             raise
         return INTERRUPTED
@@ -186,21 +307,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Names come from users, and not every terminal, pipe or locale has their characters: those are escaped."""
+    """Escape characters that the terminal, pipe or locale cannot encode: names come from users."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # a shell's `>&-`
+        if getattr(sys, name) is None:  # closed by the shell: `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it lasts as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for standard error
+        sys.stdout.reconfigure(errors="backslashreplace")  # Python's default for standard error
 
 
 def _has_color() -> bool:
-    """Whether complaints may be coloured: https://no-color.org is what other tools keep to."""
+    """Whether messages may be coloured; follows https://no-color.org."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _drop_output() -> None:
-    """Or Python complains when it flushes at the end."""
+    """Redirect standard output to /dev/null; otherwise Python reports an error when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -212,37 +333,45 @@ def _main(arguments: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
     command = subparsers[parsed.command]
-    if parsed.command in ("run", "check"):
-        if not any(word.startswith("-") for word in leftovers):
-            parsed.repositories += map(Path, leftovers)  # those behind an option, which argparse leaves over
-            leftovers = []
-        parsed.repository = parsed.repositories[0] if len(parsed.repositories) == 1 else Path()
+    if parsed.command in ("run", "check") and not any(word.startswith("-") for word in leftovers):
+        parsed.repositories += map(Path, leftovers)  # those after an option, which argparse does not consume
+        leftovers = []
     _refuse_leftovers(command, leftovers)
-    if parsed.command in ("infer", "bench", "new", "build-plan"):
-        return run_command(parsed, command)
-    if not (parsed.repository if parsed.command == "graph" else parsed.repositories):
+    required = {"run": "repositories", "check": "repositories", "graph": "repository"}.get(parsed.command)
+    if required and not getattr(parsed, required):
         command.error(f"which repository? Say: {command.prog} REPO")
     match parsed.command:
         case "run":
             return _run(parsed, command)
+        case "check":
+            with silent_interrupts():
+                from flowserve.cli.check import check
+
+            config_name = parsed.model_config_name or ""
+            return check(
+                parsed.repositories, sys.stdout, sys.stderr, _has_color(), config_name=config_name, as_json=parsed.json
+            )
         case "graph":
             with silent_interrupts():
                 from flowserve.cli.graph import GraphOptions, draw
 
             options = GraphOptions(parsed.repository, parsed.model, parsed.format or "", parsed.output)
             return draw(options, sys.stderr, color=_has_color())
+        case "infer":
+            _infer(parsed, command)
+        case "bench":
+            return _bench(parsed, command)
+        case "build-plan":
+            with silent_interrupts():
+                from flowserve.cli.build_plan import build
+
+            build(parsed, sys.stdout)
         case _:
             with silent_interrupts():
-                from flowserve.cli.check import check
+                from flowserve.cli.new import new
 
-            return check(
-                parsed.repositories,
-                sys.stdout,
-                sys.stderr,
-                color=_has_color(),
-                config_name=parsed.model_config_name or "",
-                as_json=parsed.json,
-            )
+            new(parsed.folder, sys.stdout)
+    return 0
 
 
 def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
@@ -252,19 +381,60 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
         command.error(wrong)
     try:
         refuse_among(parsed.repositories)
-        if is_target(parsed.repository):
-            private = find_graph(str(parsed.repository)).write_private()
+        if len(parsed.repositories) == 1 and is_target(parsed.repositories[0]):
+            private = find_graph(str(parsed.repositories[0])).write_private()
             parsed.repositories = [private.path]
     except FlowserveError as error:
         from flowserve.cli.check import Printer
 
         Printer(sys.stderr, _has_color()).failure("", error)
         return 1
-    return _serve(parsed)
-
-
-def _serve(parsed: argparse.Namespace) -> int:
     with silent_interrupts():
         from flowserve.cli.run import run
 
     return run(run_options(parsed))
+
+
+def _infer(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> None:
+    with silent_interrupts():
+        from flowserve.cli.infer import InferOptions, infer
+
+    parameters = dict(parsed.parameter)
+    if parsed.sequence_id is not None:
+        _, found = _request_parameter(f"sequence_id={parsed.sequence_id}")
+        is_id = type(found) in (int, str)  # 1.5 and true are not ids, so they are taken as text
+        parameters["sequence_id"] = found if is_id else parsed.sequence_id
+        parameters |= {"sequence_start": parsed.sequence_start, "sequence_end": parsed.sequence_end}
+    elif parsed.sequence_start or parsed.sequence_end:
+        command.error("--sequence-start and --sequence-end have no effect without --sequence-id")
+    version = str(parsed.model_version or "")
+    options = InferOptions(
+        parsed.url, parsed.model, version, parsed.input, parsed.output, parsed.json, parameters=parameters
+    )
+    infer(options, sys.stdout)
+
+
+def _bench(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
+    with silent_interrupts():
+        from flowserve.cli.bench import BenchOptions, bench
+
+    if len(parsed.target) != (1 if parsed.sweep else 2):
+        command.error(f"say {'MODEL' if parsed.sweep else 'URL MODEL'}, got {' '.join(parsed.target) or 'nothing'}")
+    for name in ("input", "parameter") if parsed.sweep else ():
+        if getattr(parsed, name):
+            command.error(f"--{name} has no effect with --sweep, which generates its requests")
+    if parsed.p99_ms and not parsed.sweep:
+        command.error("--p99-ms is the bound of a recommendation, which --sweep makes")
+    options = BenchOptions(
+        url=parsed.target[0],
+        model=parsed.target[-1],
+        concurrency=parsed.concurrency,
+        seconds=parsed.seconds,
+        inputs=parsed.input,
+        sweep=parsed.sweep,
+        p99_ms=parsed.p99_ms,
+        as_json=parsed.json,
+        parameters=dict(parsed.parameter),
+        sequence_length=parsed.sequence_length,
+    )
+    return bench(options, sys.stderr)

@@ -1,7 +1,7 @@
-"""`flowserve new`: a repository of a small graph that runs, commented, to be changed into one's own.
+"""`flowserve new`: writes a repository with a small, commented graph as a starting point.
 
-Decided here: what a beginner's graph is: two Python models and the ensemble that joins them, a test, and a README with
-the next commands. Everything is text here; nothing of it is looked at before it is served.
+Decides its contents: two Python models and the ensemble that joins them, a test, and a README with the next commands.
+The files are plain text in this module; they are not checked when written.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import re
 from pathlib import Path
 from typing import Final, TextIO
 
+from flowserve.errors import Invalid
+
 NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,60}")
 
-COUNT: Final = """\
-# Counts the letters of texts. Every option of this file is told in docs/graph-files.md.
+COUNT_CONFIG: Final = """\
+# Counts the letters of texts. docs/graph-files.md describes every option of this file.
 backend: "python"
 
 # Requests that wait are run as one batch of up to 32 rows. Dims leave the batch dimension out.
@@ -41,13 +43,13 @@ class TritonPythonModel:
         return responses
 """
 
-JUDGE: Final = """\
-# Says of counted letters whether they sing.
+JUDGE_CONFIG: Final = """\
+# Decides from letter counts whether a text sings.
 backend: "python"
 max_batch_size: 32
 dynamic_batching { }
 
-# Two copies of the model work at the same time, each in a process of its own.
+# Two instances of the model run at the same time, each in its own process.
 instance_group [ { count: 2 kind: KIND_CPU } ]
 
 input [ { name: "COUNTS" data_type: TYPE_FP32 dims: [ 26 ] } ]
@@ -72,16 +74,16 @@ class TritonPythonModel:
         return responses
 """
 
-GRAPH: Final = """\
+GRAPH_CONFIG: Final = """\
 # The graph: which models, and which tensors join them. It is served under the name of its folder, {name}.
 platform: "ensemble"
 max_batch_size: 32
 
-# What requests carry, and what they are answered.
+# The inputs of requests, and the outputs of responses.
 input [ {{ name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] }} ]
 output [ {{ name: "WORD" data_type: TYPE_STRING dims: [ 1 ] }} ]
 
-# key: what the model calls the tensor; value: what this graph calls it. Two steps that name the same tensor are joined.
+# key: the model's name of the tensor; value: this graph's name. Two steps that name the same tensor are joined.
 ensemble_scheduling {{
   step {{
     model_name: "{name}_count"
@@ -98,7 +100,7 @@ ensemble_scheduling {{
 }}
 """
 
-TEST: Final = """\
+TEST_FILE: Final = """\
 import numpy as np
 from flowserve import Engine
 from flowserve.testing import simulate
@@ -113,12 +115,12 @@ def test_texts_with_many_vowels_sing():
     assert answer["WORD"].tolist() == [[b"sung"], [b"spoken"]]
 
 
-def test_what_waits_while_the_first_step_is_busy_runs_as_one_batch():
-    told = simulate(HERE, "{name}", arrivals=[0, 1, 2, 3], takes_ms=5)
-    assert [batch.requests for batch in told.batches_of("{name}_count")] == [(0,), (1, 2, 3)]
+def test_requests_that_wait_for_a_busy_step_run_as_one_batch():
+    result = simulate(HERE, "{name}", arrivals=[0, 1, 2, 3], takes_ms=5)
+    assert [batch.requests for batch in result.batches_of("{name}_count")] == [(0,), (1, 2, 3)]
 """
 
-README: Final = """\
+README_FILE: Final = """\
 # {name}
 
     flowserve check .                        # every mistake, with its place
@@ -130,23 +132,22 @@ README: Final = """\
 """
 
 FILES: Final = {
-    "{name}_count/config.pbtxt": COUNT,
+    "{name}_count/config.pbtxt": COUNT_CONFIG,
     "{name}_count/1/model.py": COUNT_MODEL,
-    "{name}_judge/config.pbtxt": JUDGE,
+    "{name}_judge/config.pbtxt": JUDGE_CONFIG,
     "{name}_judge/1/model.py": JUDGE_MODEL,
-    "{name}/config.pbtxt": GRAPH,
-    "test_{name}.py": TEST,
-    "README.md": README,
+    "{name}/config.pbtxt": GRAPH_CONFIG,
+    "test_{name}.py": TEST_FILE,
+    "README.md": README_FILE,
 }
-FORMATTED: Final = (GRAPH, TEST, README)  # those with the name in them
+FORMATTED: Final = (GRAPH_CONFIG, TEST_FILE, README_FILE)  # the templates that contain the name
 
 
-def new(path: Path, out: TextIO, err: TextIO) -> int:
-    """Write the repository into a folder that is not there yet. Returns the exit status."""
+def new(path: Path, out: TextIO) -> None:
+    """Write the repository into a new folder. Raises Invalid."""
     name = path.name
     if not NAME.fullmatch(name):
-        print(f"flowserve: {name!r} cannot be the graph's name: small letters, digits and _, a letter first", file=err)
-        return 1
+        raise Invalid(f"{name!r} cannot be the graph's name: small letters, digits and _, a letter first")
     try:
         path.mkdir(parents=True)
         for where, text in FILES.items():
@@ -155,10 +156,7 @@ def new(path: Path, out: TextIO, err: TextIO) -> int:
             target.write_text(text.format(name=name) if text in FORMATTED else text, encoding="utf-8")
         (path / name / "1").mkdir()
     except FileExistsError:
-        print(f"flowserve: {path} exists already; nothing was written", file=err)
-        return 1
+        raise Invalid(f"{path} exists already; nothing was written") from None
     except OSError as error:
-        print(f"flowserve: {path} cannot be written: {error.strerror}", file=err)
-        return 1
+        raise Invalid(f"{path} cannot be written: {error.strerror}") from None
     print(f"{path} is a repository of a graph called {name}; next: flowserve run {path}", file=out)
-    return 0

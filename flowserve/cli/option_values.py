@@ -1,7 +1,7 @@
-"""What a word on the command line may be: parsers that argparse calls, one for each kind of value.
+"""Kinds of options for argparse, and the parsers of their values: booleans, numbers, resources, settings and others.
 
-Decided here: how booleans, numbers, resources, restrictions and the like are written, and what is said of a word that
-is none. Which option takes which kind, options.py decides.
+Decides the syntax of each kind of value and the message for an invalid one. Does not know which option uses which kind
+(`options` and `main`, its callers).
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.errors import Invalid
+from flowserve.observe.trace_settings import LEVELS, MODES, OPENTELEMETRY, TRITON
 
 if TYPE_CHECKING:
-    from flowserve.runtime.restriction import Restriction
+    from flowserve.runtime.protocol.restriction import Restriction
 
-# Settings of the onnxruntime backend for all its models, each with the least it may be. Other backends know their own.
+# Settings of the onnxruntime backend for all its models, each with its minimum. Other backends check their own.
 ONNXRUNTIME_SETTINGS: Final[Mapping[str, int]] = {
     "default-max-batch-size": 1,
     "intra_op_thread_count": 0,
@@ -25,6 +26,43 @@ ONNXRUNTIME_SETTINGS: Final[Mapping[str, int]] = {
     "enable_mem_arena": 0,
     "enable_mem_pattern": 0,
 }
+
+_METRICS_SWITCHES: Final = ("counter_latencies", "histogram_latencies", "summary_latencies")
+METRICS_QUANTILES: Final = "summary_quantiles"
+_SHARE: Final = re.compile(r"0(?:\.[0-9]{1,9})?|1(?:\.0{1,9})?", re.ASCII)
+
+TRACE_SETTINGS: Final = {  # by mode, "" for the global ones
+    "": ("level", "rate", "count", "mode"),
+    TRITON: ("file", "log-frequency"),
+    OPENTELEMETRY: ("url", "resource", "bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size"),
+}
+_TRACE_NUMBERS: Final = {"rate": (0, 2**32 - 1), "count": (-1, 2**31 - 1), "log-frequency": (0, 2**32 - 1)}
+_BSP_MOST: Final = 2**31 - 1
+
+TraceSetting = tuple[str, str, str]  # mode ("" for global), name, value
+MetricsSetting = tuple[str, bool | tuple[float, ...]]
+
+
+def add_option(
+    group: argparse._ActionsContainer,
+    option: str,
+    text: str,
+    parse: Callable[[str], Any] = str,
+    default: Any = None,
+    *,
+    repeatable: bool = False,
+) -> None:
+    """Add an option written as in the help, "--name VALUE". The values of a `repeatable` one are a list."""
+    name, metavar = option.split(" ")
+    if repeatable:
+        group.add_argument(name, metavar=metavar, type=parse, action="append", default=[], help=text)
+    else:
+        group.add_argument(name, metavar=metavar, type=parse, default=default, help=text)
+
+
+def add_switch(group: argparse._ActionsContainer, name: str, default: bool, text: str) -> None:
+    """Add an option with the values true and false."""
+    add_option(group, f"{name} BOOL", f"{text}; default {str(default).lower()}", boolean, default)
 
 
 def boolean(text: str) -> bool:
@@ -79,7 +117,7 @@ def local_cache(text: str) -> int:
 
 def restriction(text: str) -> Restriction:
     """GROUP[,GROUP...]:HEADER=VALUE."""
-    from flowserve.runtime.restriction import parse_restriction  # not before it is needed: help should be quick
+    from flowserve.runtime.protocol.restriction import parse_restriction  # imported late, so that help is fast
 
     try:
         return parse_restriction(text)
@@ -88,7 +126,7 @@ def restriction(text: str) -> Restriction:
 
 
 def backend_setting(text: str) -> tuple[str, str, str]:
-    """BACKEND,KEY=VALUE; without a backend, for all that know the key."""
+    """BACKEND,KEY=VALUE; without a backend, a setting of onnxruntime."""
     found = re.fullmatch(r"(?:([a-z0-9_]*),)?([A-Za-z0-9_-]+)=(.+)", text, re.ASCII)
     if found is None:
         raise argparse.ArgumentTypeError(f"expected BACKEND,KEY=VALUE, got {text!r}")
@@ -102,7 +140,7 @@ def backend_setting(text: str) -> tuple[str, str, str]:
 
 
 def file_stem(text: str) -> str:
-    """The name of a file, without a folder and without what says its kind."""
+    """The name of a file, without folder and suffix."""
     if not re.fullmatch(r"[^\s/\\\x00]+", text) or text in (".", ".."):
         raise argparse.ArgumentTypeError(f"expected a name without slashes and spaces, got {text!r}")
     return text
@@ -114,3 +152,55 @@ def pattern(text: str) -> re.Pattern[str]:
         return re.compile(text, re.IGNORECASE | re.ASCII)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"expected a regular expression, got {text!r}: {error}") from None
+
+
+def gpu_pool(text: str) -> tuple[int, int]:
+    """GPU:BYTES."""
+    number, colon, nbytes = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"expected GPU:BYTES, got {text!r}")
+    parse = whole_number(0)
+    return parse(number), parse(nbytes)
+
+
+def metrics_setting(text: str) -> MetricsSetting:
+    """KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not equals or key not in (*_METRICS_SWITCHES, METRICS_QUANTILES):
+        known = ", ".join((*_METRICS_SWITCHES, METRICS_QUANTILES))
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE with one of {known}, got {text!r}")
+    return key, boolean(value) if key in _METRICS_SWITCHES else _quantiles(value)
+
+
+def _quantiles(text: str) -> tuple[float, ...]:
+    found = []
+    for one in text.split(","):
+        share, colon, error = one.partition(":")
+        if not _SHARE.fullmatch(share) or (colon and not _SHARE.fullmatch(error)):
+            raise argparse.ArgumentTypeError(f"expected quantiles such as 0.5:0.05,0.99:0.001, got {text!r}")
+        found.append(float(share))
+    return tuple(found)
+
+
+def trace_setting(text: str) -> TraceSetting:
+    """SETTING=VALUE or MODE,SETTING=VALUE, as for tritonserver."""
+    found = re.fullmatch(r"(?:([a-z]+),)?([a-z_-]+)=(.+)", text, re.ASCII | re.DOTALL)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected SETTING=VALUE or MODE,SETTING=VALUE, got {text!r}")
+    mode, name, value = found[1] or "", found[2], found[3]
+    if mode not in TRACE_SETTINGS:
+        raise argparse.ArgumentTypeError(f"expected the mode triton or opentelemetry, got {mode!r}")
+    if name not in TRACE_SETTINGS[mode]:
+        where = f"mode {mode} has" if mode else "without a mode there is"
+        raise argparse.ArgumentTypeError(f"{where} no setting {name!r}; there are {', '.join(TRACE_SETTINGS[mode])}")
+    if name in _TRACE_NUMBERS:
+        whole_number(*_TRACE_NUMBERS[name])(value)
+    elif name.startswith("bsp_"):
+        whole_number(1, _BSP_MOST)(value)
+    elif name == "level" and value not in LEVELS:
+        raise argparse.ArgumentTypeError(f"expected the level {', '.join(LEVELS)}, got {value!r}")
+    elif name == "mode" and value not in MODES:
+        raise argparse.ArgumentTypeError(f"expected the mode {' or '.join(MODES)}, got {value!r}")
+    elif name == "resource" and not re.fullmatch(r"[^=]+=.*", value, re.DOTALL):
+        raise argparse.ArgumentTypeError(f"expected resource=KEY=VALUE, got {value!r}")
+    return mode, name, value

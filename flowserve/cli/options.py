@@ -1,49 +1,131 @@
-"""What `flowserve run` can be told: its options and their limits.
+"""Options of `flowserve run`, parsed into a checked `RunOptions`.
 
-Decided here: names (tritonserver's, where it has one), defaults (safe ones) and what each value may be, of the options
-that have no module of their own (http_options.py and its like). What an option does is decided where it acts; this file
-only turns words into a checked `RunOptions`.
+Decides names (tritonserver's if it has the option), safe defaults and limits. The default addresses are local only,
+and HTTP's restrictions of API groups apply to gRPC too. `--gpu` has no counterpart in tritonserver. Does not know the
+effect of an option. Callers: `main`, `run`, `listen`; `authoring` for its defaults.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from flowserve.cli.gpu_options import GpuChoice, add_gpu_arguments, gpu_choice
-from flowserve.cli.grpc_options import GrpcChoice, add_grpc_arguments, grpc_choice, grpc_contradiction
-from flowserve.cli.http_options import HttpChoice, add_http_arguments, http_choice, http_contradiction
-from flowserve.cli.log_options import add_log_arguments, log_choice
-from flowserve.cli.metrics_options import (
-    MetricsOptions,
-    add_metrics_arguments,
-    metrics_contradiction,
-    metrics_options,
-)
 from flowserve.cli.option_values import (
+    METRICS_QUANTILES,
     ONNXRUNTIME_SETTINGS,
+    TraceSetting,
+    add_option,
+    add_switch,
     backend_setting,
     boolean,
     file_stem,
+    gpu_pool,
     local_cache,
+    metrics_setting,
     one_of,
+    pattern,
     resource,
+    restriction,
+    trace_setting,
     whole_number,
 )
 from flowserve.cli.refused_options import add_arguments_without_effect, settings_without_effect
-from flowserve.cli.trace_options import TraceSetting, trace_choice, trace_setting
+from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES_MAX, GrpcOptions
 from flowserve.observe.log_settings import LogChoice
+from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
+from flowserve.observe.trace_settings import LEVELS, OFF, OPENTELEMETRY, TRITON, TraceChoice
+
+if TYPE_CHECKING:
+    from flowserve.runtime.protocol.restriction import Restriction
 
 ControlMode = Literal["none", "poll", "explicit"]
+Certificate = tuple[Path, Path, Path | None]  # certificate, key, and the authority for clients' certificates
+
+LOCALHOST: Final = "127.0.0.1"
+MEBIBYTE: Final = 1 << 20
+DEFAULT_GRPC_PORT: Final = 8001
+QUANTILES: Final = (0.5, 0.9, 0.95, 0.99, 0.999)
+# Options passed to grpcio: its name for the option, tritonserver's default, the help text.
+_CHANNEL: Final[Mapping[str, tuple[str, int, str]]] = {
+    "--grpc-keepalive-time": ("grpc.keepalive_time_ms", 7_200_000, "milliseconds between pings to a silent client"),
+    "--grpc-keepalive-timeout": ("grpc.keepalive_timeout_ms", 20_000, "milliseconds a ping may stay unanswered"),
+    "--grpc-http2-max-pings-without-data": ("grpc.http2.max_pings_without_data", 2, "pings in a row; 0: any number"),
+    "--grpc-http2-min-recv-ping-interval-without-data": (
+        "grpc.http2.min_ping_interval_without_data_ms",
+        300_000,
+        "minimum milliseconds between a client's pings",
+    ),
+    "--grpc-http2-max-ping-strikes": ("grpc.http2.max_ping_strikes", 2, "pings that come too early; 0: any number"),
+    "--grpc-max-connection-age": (
+        "grpc.max_connection_age_ms",
+        0,
+        "maximum age of a connection in milliseconds; 0: no limit",
+    ),
+    "--grpc-max-connection-age-grace": (
+        "grpc.max_connection_age_grace_ms",
+        0,
+        "milliseconds for its calls to finish then; 0: no limit",
+    ),
+}
+_PERMIT_WITHOUT_CALLS: Final = "grpc.keepalive_permit_without_calls"
+# grpcio selects one of the client's algorithms by this level and compresses every response with it.
+_COMPRESSION: Final = "grpc.default_compression_level"
+_COMPRESSION_LEVELS: Final = ("none", "low", "medium", "high")
+_NO_LIMIT: Final = frozenset({"grpc.max_connection_age_ms", "grpc.max_connection_age_grace_ms"})
+
+
+@dataclass(frozen=True, slots=True)
+class HttpChoice:
+    """`address` may be unix:PATH. `max_input_size` is in bytes. `certificate` None: plain HTTP.
+    `header_forward_pattern` None: no header reaches a model.
+    """
+
+    address: str = LOCALHOST
+    port: int = 8000
+    max_input_size: int = 64 * MEBIBYTE
+    certificate: Certificate | None = None
+    restrictions: tuple[Restriction, ...] = ()
+    header_forward_pattern: re.Pattern[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcChoice:
+    """`port` None: the default port, if available. `open_over_http`: API groups that are restricted over gRPC only."""
+
+    is_allowed: bool = True
+    address: str = LOCALHOST
+    port: int | None = None
+    options: GrpcOptions = field(default_factory=GrpcOptions)
+    open_over_http: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsOptions:
+    """`port` None: the HTTP port only. `address` None: HTTP's address. `choice` None: no metrics."""
+
+    choice: MetricsChoice | None = EVERYTHING
+    port: int | None = None
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuChoice:
+    """`gpu_pool_bytes` is keyed by GPU number. None, or a missing GPU number, means the default."""
+
+    is_allowed: bool = True
+    pinned_pool_bytes: int | None = None
+    gpu_pool_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the operator asked for. Sizes in bytes, times in seconds. A resource is its name, how many there are, and
-    the device, None for each. `python_execution` None: what this system is best at.
+    """The parsed options. Sizes in bytes, times in seconds. A resource is its name, the count, and the device (None:
+    each device). `python_execution` None: the default of this system.
     """
 
     repositories: tuple[Path, ...]
@@ -69,163 +151,242 @@ class RunOptions:
     without_effect: tuple[str, ...] = ()
 
 
+# Declarations
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything `flowserve run` takes. The repository is optional here, so that a misspelt option is named first."""
-    parser.add_argument(
-        "repositories",
-        metavar="REPO",
-        nargs="*",
-        type=Path,
-        help="the model repository, a folder of model folders; several are served as one",
-    )
-
-    add_http_arguments(parser)
-    add_grpc_arguments(parser)
-    add_metrics_arguments(parser)
-
-    models = parser.add_argument_group("how models are loaded and run")
-    models.add_argument(
-        "--exit-on-error",
-        metavar="BOOL",
-        type=boolean,
-        default=True,
-        help="stop when a model fails to load at start; default true",
-    )
-    models.add_argument(
-        "--strict-readiness",
-        metavar="BOOL",
-        type=boolean,
-        default=True,
-        help="ready only while all models are; default true",
-    )
-    models.add_argument(
-        "--model-control-mode",
-        metavar="MODE",
-        type=one_of("none", "poll", "explicit"),
-        default="none",
-        help="none (default): load everything at start, and nothing later; poll: follow changes in the repository; "
-        "explicit: load what --load-model names, the rest when clients ask for it",
-    )
-    models.add_argument(
-        "--load-model",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="with --model-control-mode=explicit: load this at start; may be repeated; * alone loads everything",
-    )
-    add_config_name(models)
-    models.add_argument(
-        "--repository-poll-secs",
-        metavar="SECONDS",
-        type=whole_number(1),
-        default=15,
-        help="with --model-control-mode=poll: how often the repository is looked at; default %(default)s",
-    )
-    models.add_argument(
-        "--rate-limit",
-        metavar="MODE",
-        type=one_of("off", "execution_count"),
-        default="off",
-        help="off (default): instances run as soon as they are free; execution_count: they wait for their resources and"
-        " their turn",
-    )
-    models.add_argument(
-        "--rate-limit-resource",
-        metavar="NAME:COUNT[:DEVICE]",
-        type=resource,
-        action="append",
-        default=[],
-        help="how much there is of a resource, on one device or on each; repeatable. Without any, the most that any"
-        " instance asks for; with one, nothing of what is not given",
-    )
-    models.add_argument(
-        "--cache-config",
-        metavar="local,size=BYTES",
-        type=local_cache,
-        help="remember so many bytes of answers of the deployments whose configuration enables response_cache",
-    )
-    models.add_argument(
-        "--python-execution",
-        metavar="PLACE",
-        type=one_of("process", "thread", "inline"),
-        help="where Python models run: process, one for each instance; thread; or inline on the event loop, for "
-        "trusted models; default process on Linux, thread elsewhere",
-    )
-    models.add_argument(
-        "--backend-config",
-        metavar="BACKEND,KEY=VALUE",
-        type=backend_setting,
-        action="append",
-        default=[],
-        help="a setting of a backend for all its models, where they do not say otherwise; onnxruntime has "
-        f"{', '.join(ONNXRUNTIME_SETTINGS)}; repeatable",
-    )
-    add_gpu_arguments(parser)
-
-    process = parser.add_argument_group("how it logs, traces and ends")
-    process.add_argument(
-        "--exit-timeout-secs",
-        metavar="SECONDS",
-        type=whole_number(0),
-        default=30,
-        help="how long requests may take to finish after SIGTERM; default %(default)s",
-    )
-    add_log_arguments(process)
-    process.add_argument(
-        "--trace-config",
-        metavar="SETTING",
-        type=trace_setting,
-        action="append",
-        default=[],
-        help="level=TIMESTAMPS, level=TENSORS, rate=N, count=N, mode=triton or mode=opentelemetry; triton,file=PATH, "
-        "triton,log-frequency=N; opentelemetry,url=URL, opentelemetry,resource=KEY=VALUE; repeatable",
-    )
+    """Add all options. The repository is optional for argparse, so that a misspelt option is reported first."""
+    help_text = "the model repository, a folder of model folders; several are served as one"
+    parser.add_argument("repositories", metavar="REPO", nargs="*", type=Path, help=help_text)
+    _add_http_arguments(parser.add_argument_group("where it listens"))
+    _add_grpc_arguments(parser.add_argument_group("gRPC"))
+    _add_metrics_arguments(parser.add_argument_group("metrics"))
+    _add_model_arguments(parser.add_argument_group("how models are loaded and run"))
+    _add_gpu_arguments(parser.add_argument_group("GPUs"))
+    _add_process_arguments(parser.add_argument_group("how it logs, traces and ends"))
     add_arguments_without_effect(parser)
 
 
-def add_config_name(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """For every command that reads configurations."""
-    parser.add_argument(
-        "--model-config-name",
-        metavar="NAME",
-        type=file_stem,
-        help="models that have a configs/NAME.pbtxt are configured by it in place of config.pbtxt",
+def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
+    text = "default %(default)s: this machine only; 0.0.0.0 for all; unix:PATH for a socket in the file system"
+    add_option(group, "--http-address ADDRESS", text, default=LOCALHOST)
+    text = "default %(default)s; 0 picks a free one and prints it"
+    add_option(group, "--http-port PORT", text, whole_number(0, 65535), 8000)
+    text = "largest request body, after decompression; default %(default)s"
+    add_option(group, "--http-max-input-size BYTES", text, whole_number(1), 64 * MEBIBYTE)
+    add_option(group, "--http-server-cert FILE", "serve HTTPS with this certificate (PEM)", Path)
+    add_option(group, "--http-server-key FILE", "the certificate's key (PEM)", Path)
+    add_option(group, "--http-root-cert FILE", "clients must have a certificate of this authority", Path)
+    text = (
+        "these groups of endpoints require this header: health, metadata, inference, shared-memory, "
+        "model-config, model-repository, statistics, trace, logging; repeatable"
     )
+    add_option(group, "--http-restricted-api GROUP,...:HEADER=VALUE", text, restriction, repeatable=True)
+    text = "matching headers are passed to models as request parameters"
+    add_option(group, "--http-header-forward-pattern REGEX", text, pattern)
+    add_switch(group, "--allow-client-shm", False, "clients may register shared memory of this machine for tensors")
+
+
+def _add_grpc_arguments(group: argparse._ArgumentGroup) -> None:
+    add_switch(group, "--allow-grpc", True, "serve gRPC in addition to HTTP")
+    text = "default %(default)s: this machine only; 0.0.0.0 for all; unix:PATH for a socket in the file system"
+    add_option(group, "--grpc-address ADDRESS", text, default=LOCALHOST)
+    text = f"default {DEFAULT_GRPC_PORT}, if it is free and grpcio is installed; 0 picks a free one and prints it"
+    add_option(group, "--grpc-port PORT", text, whole_number(0, 65535))
+    text, parse = "largest message of a client; default %(default)s", whole_number(1, MESSAGE_BYTES_MAX)
+    add_option(group, "--grpc-max-message-size BYTES", text, parse, MESSAGE_BYTES_MAX)
+    text = "none (default), low, medium or high: compression of responses for clients that accept it"
+    add_option(
+        group, "--grpc-infer-response-compression-level LEVEL", text, one_of(*_COMPRESSION_LEVELS), default="none"
+    )
+    add_switch(group, "--grpc-keepalive-permit-without-calls", False, "send pings also while no call is active")
+    for option, (_, default, text) in _CHANNEL.items():
+        add_option(group, f"{option} N", f"{text}; default {default}", whole_number(0, 2**31 - 1), default)
+    add_option(group, "--grpc-use-ssl BOOL", "serve TLS; default false", boolean)
+    text = "serve TLS, and clients must have a certificate of --grpc-root-cert"
+    add_switch(group, "--grpc-use-ssl-mutual", False, text)
+    add_option(group, "--grpc-server-cert FILE", "the server's certificate (PEM)", Path)
+    add_option(group, "--grpc-server-key FILE", "the certificate's key (PEM)", Path)
+    add_option(group, "--grpc-root-cert FILE", "the authority of clients' certificates", Path)
+    text = (
+        f"these groups of calls require the header {KEY_PREFIX}KEY; the groups are those of "
+        "--http-restricted-api, whose restrictions hold here too; repeatable"
+    )
+    add_option(group, "--grpc-restricted-protocol GROUP,...:KEY=VALUE", text, restriction, repeatable=True)
+    text = "matching headers are passed to models as request parameters"
+    add_option(group, "--grpc-header-forward-pattern REGEX", text, pattern)
+
+
+def _add_metrics_arguments(group: argparse._ArgumentGroup) -> None:
+    add_switch(group, "--allow-metrics", True, "serve /metrics")
+    add_switch(group, "--allow-cpu-metrics", True, "include CPU and memory metrics of the machine")
+    add_switch(group, "--allow-gpu-metrics", True, "include GPU metrics, from NVIDIA's driver")
+    text = "also serve /metrics on a separate port; 0 picks a free one and prints it"
+    add_option(group, "--metrics-port PORT", text, whole_number(0, 65535))
+    add_option(group, "--metrics-address ADDRESS", "address of that port; default: HTTP's")
+    text = "minimum period over which the machine's figures are averaged; default %(default)s"
+    add_option(group, "--metrics-interval-ms MS", text, whole_number(1, 2**31 - 1), 2000)
+    text = (
+        "counter_latencies (default true), histogram_latencies (default true), summary_latencies (default false), "
+        "summary_quantiles=0.5:0.05,0.9:0.01 (the number after the colon is accepted and ignored); repeatable"
+    )
+    add_option(group, "--metrics-config KEY=VALUE", text, metrics_setting, repeatable=True)
+
+
+def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    add_switch(group, "--exit-on-error", True, "stop when a model fails to load at start")
+    add_switch(group, "--strict-readiness", True, "the server is ready only while all models are")
+    text = (
+        "none (default): load everything at start, and nothing later; poll: follow changes in the repository; "
+        "explicit: load what --load-model names, the rest when clients ask for it"
+    )
+    add_option(group, "--model-control-mode MODE", text, one_of("none", "poll", "explicit"), "none")
+    text = "with --model-control-mode=explicit: load this at start; may be repeated; * alone loads everything"
+    add_option(group, "--load-model NAME", text, repeatable=True)
+    add_config_name(group)
+    text = "with --model-control-mode=poll: seconds between two scans of the repository; default %(default)s"
+    add_option(group, "--repository-poll-secs SECONDS", text, whole_number(1), 15)
+    text = (
+        "off (default): instances run as soon as they are free; execution_count: they wait for their resources and"
+        " their turn"
+    )
+    add_option(group, "--rate-limit MODE", text, one_of("off", "execution_count"), "off")
+    text = (
+        "the amount of a resource, on one device or on each; repeatable. Without this option, the"
+        " largest amount that an instance requires; with it, resources that are not listed do not exist"
+    )
+    add_option(group, "--rate-limit-resource NAME:COUNT[:DEVICE]", text, resource, repeatable=True)
+    text = "size of the response cache in bytes; it serves deployments whose configuration enables response_cache"
+    add_option(group, "--cache-config local,size=BYTES", text, local_cache)
+    text = (
+        "where Python models run: process, one for each instance; thread; or inline on the event loop, for "
+        "trusted models; default process on Linux, thread elsewhere"
+    )
+    add_option(group, "--python-execution PLACE", text, one_of("process", "thread", "inline"))
+    text = (
+        "a setting of a backend for all its models that do not set it themselves; onnxruntime has "
+        f"{', '.join(ONNXRUNTIME_SETTINGS)}; repeatable"
+    )
+    add_option(group, "--backend-config BACKEND,KEY=VALUE", text, backend_setting, repeatable=True)
+
+
+def add_config_name(parser: argparse._ActionsContainer) -> None:
+    """Add --model-config-name, an option of every command that reads configurations."""
+    text = "use configs/NAME.pbtxt instead of config.pbtxt for models that have this file"
+    add_option(parser, "--model-config-name NAME", text, file_stem)
+
+
+def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
+    text = "auto (default): the GPUs of this machine; off: models that ask for one run on the CPU"
+    add_option(group, "--gpu auto|off", text, one_of("auto", "off"), "auto")
+    text = "pinned host memory for copies to and from GPUs; default 256 MiB"
+    add_option(group, "--pinned-memory-pool-byte-size BYTES", text, whole_number(0))
+    text = "memory of a GPU for tensors between steps; default 1 GiB; repeatable"
+    add_option(group, "--cuda-memory-pool-byte-size GPU:BYTES", text, gpu_pool, repeatable=True)
+
+
+def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
+    text = "how long requests may take to finish after SIGTERM; default %(default)s"
+    add_option(group, "--exit-timeout-secs SECONDS", text, whole_number(0), 30)
+    add_option(
+        group, "--log-verbose LEVEL", "0 (default): what an operator needs; 1 and more: details", whole_number(0), 0
+    )
+    text = "format of the time of a line: default or ISO8601"
+    add_option(group, "--log-format FORMAT", text, one_of("default", "ISO8601"), "default")
+    for what in ("info", "warning", "error"):
+        add_switch(group, f"--log-{what}", True, f"log {what} lines")
+    add_option(group, "--log-file PATH", "file to append the log to; default: standard error", default="")
+    text = (
+        "level=TIMESTAMPS, level=TENSORS, rate=N, count=N, mode=triton or mode=opentelemetry; triton,file=PATH, "
+        "triton,log-frequency=N; opentelemetry,url=URL, opentelemetry,resource=KEY=VALUE; repeatable"
+    )
+    add_option(group, "--trace-config SETTING", text, trace_setting, repeatable=True)
+
+
+# Checks of options together
 
 
 def contradiction(arguments: argparse.Namespace) -> str:
-    """What is wrong with options of `flowserve run` that are right each by itself, "" for nothing."""
+    """The error of options that are valid individually but not together, "" if there is none."""
     if arguments.load_model and arguments.model_control_mode != "explicit":
         return "--load-model chooses what is loaded at start only with --model-control-mode=explicit"
     if flaw := trace_choice(arguments.trace_config).flaw:
         return f"--trace-config: {flaw}"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:
         return "Wildcard model name '*' must be the ONLY startup model if specified at all."
-    return http_contradiction(arguments) or grpc_contradiction(arguments) or metrics_contradiction(arguments)
+    return _http_contradiction(arguments) or _grpc_contradiction(arguments) or _metrics_contradiction(arguments)
 
 
-def _by_backend(settings: Sequence[tuple[str, str, str]]) -> dict[str, dict[str, str]]:
-    """The last one wins where a setting is given twice."""
-    by_backend: dict[str, dict[str, str]] = {}
-    for backend, key, value in settings:
-        by_backend.setdefault(backend, {})[key] = value
-    return by_backend
+def _http_contradiction(arguments: argparse.Namespace) -> str:
+    if group := _repeated_group(arguments.http_restricted_api):
+        return f"--http-restricted-api: restricted api '{group}' can not be specified in multiple config groups"
+    if (arguments.http_server_cert is None) != (arguments.http_server_key is None):
+        return "--http-server-cert and --http-server-key go together"
+    if arguments.http_root_cert and not arguments.http_server_cert:
+        return "--http-root-cert has no effect without --http-server-cert"
+    return ""
+
+
+def _grpc_contradiction(arguments: argparse.Namespace) -> str:
+    if group := _repeated_group(arguments.grpc_restricted_protocol):
+        return f"--grpc-restricted-protocol: protocol '{group}' can not be specified in multiple config groups"
+    files = (arguments.grpc_server_cert, arguments.grpc_server_key)
+    if arguments.grpc_use_ssl_mutual or arguments.grpc_use_ssl:
+        if None in files:
+            return "--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key"
+        if arguments.grpc_use_ssl_mutual and not arguments.grpc_root_cert:
+            return "--grpc-use-ssl-mutual needs --grpc-root-cert"
+        if arguments.grpc_root_cert and not arguments.grpc_use_ssl_mutual:
+            return "--grpc-root-cert has no effect without --grpc-use-ssl-mutual true: clients would not be asked"
+    elif arguments.grpc_use_ssl is None and any((*files, arguments.grpc_root_cert)):
+        return "certificates for gRPC have no effect without --grpc-use-ssl true"
+    return ""
+
+
+def _metrics_contradiction(arguments: argparse.Namespace) -> str:
+    if arguments.metrics_address is not None and arguments.metrics_port is None:
+        return "--metrics-address has no effect without --metrics-port"
+    if arguments.metrics_port is not None and not arguments.allow_metrics:
+        return "--metrics-port has nothing to serve with --allow-metrics false"
+    return ""
+
+
+def _repeated_group(restrictions: Iterable[Restriction]) -> str:
+    """An API group that several restrictions name, "" if there is none."""
+    counts = Counter(group for one in restrictions for group in one.groups)
+    return next((group for group, count in counts.items() if count > 1), "")
+
+
+# From parsed arguments without a contradiction to choices
 
 
 def run_options(arguments: argparse.Namespace) -> RunOptions:
-    """The parsed arguments of `flowserve run` as the rest of the program trusts them."""
+    """The checked options from the parsed arguments. If a setting of a backend, or the pool of a GPU, is given twice,
+    the last value wins, as on tritonserver.
+    """
+    backend_settings: dict[str, dict[str, str]] = {}
+    for backend, key, value in arguments.backend_config:
+        backend_settings.setdefault(backend, {})[key] = value
+    pools = dict(arguments.cuda_memory_pool_byte_size)
     return RunOptions(
         repositories=tuple(arguments.repositories),
-        http=http_choice(arguments),
+        http=HttpChoice(
+            address=arguments.http_address,
+            port=arguments.http_port,
+            max_input_size=arguments.http_max_input_size,
+            certificate=_http_certificate(arguments),
+            restrictions=tuple(arguments.http_restricted_api),
+            header_forward_pattern=arguments.http_header_forward_pattern,
+        ),
         metrics=metrics_options(arguments),
         grpc=grpc_choice(arguments),
         allow_client_shm=arguments.allow_client_shm,
-        backend_settings=_by_backend(arguments.backend_config),
+        backend_settings=backend_settings,
         exit_timeout_s=arguments.exit_timeout_secs,
         exit_on_error=arguments.exit_on_error,
         strict_readiness=arguments.strict_readiness,
         python_execution=arguments.python_execution,
-        gpu=gpu_choice(arguments),
+        gpu=GpuChoice(arguments.gpu == "auto", arguments.pinned_memory_pool_byte_size, pools),
         model_control_mode=arguments.model_control_mode,
         model_config_name=arguments.model_config_name or "",
         load_models=tuple(dict.fromkeys(arguments.load_model)),
@@ -234,6 +395,96 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         rate_limit_resources=tuple(arguments.rate_limit_resource),
         cache_bytes=arguments.cache_config,
         trace=tuple(arguments.trace_config),
-        log=log_choice(arguments),
+        log=LogChoice(
+            log_file=arguments.log_file,
+            log_info=arguments.log_info,
+            log_warning=arguments.log_warning,
+            log_error=arguments.log_error,
+            log_verbose_level=arguments.log_verbose,
+            log_format=arguments.log_format,
+        ),
         without_effect=(*arguments.without_effect, *settings_without_effect(arguments.backend_config)),
     )
+
+
+def _http_certificate(arguments: argparse.Namespace) -> Certificate | None:
+    if arguments.http_server_cert is None:
+        return None
+    return arguments.http_server_cert, arguments.http_server_key, arguments.http_root_cert
+
+
+def _grpc_certificate(arguments: argparse.Namespace) -> Certificate | None:
+    if arguments.grpc_use_ssl or arguments.grpc_use_ssl_mutual:
+        return arguments.grpc_server_cert, arguments.grpc_server_key, arguments.grpc_root_cert
+    return None
+
+
+def grpc_choice(arguments: argparse.Namespace) -> GrpcChoice:
+    http, own = arguments.http_restricted_api, arguments.grpc_restricted_protocol
+    options = GrpcOptions(
+        max_message_bytes=arguments.grpc_max_message_size,
+        channel=_channel(arguments),
+        certificate=_grpc_certificate(arguments),
+        restrictions=_grpc_restrictions(http, own),
+        forward_pattern=arguments.grpc_header_forward_pattern,
+    )
+    closed = {group for one in http for group in one.groups}
+    still_open = tuple(group for one in own for group in one.groups if group not in closed)
+    return GrpcChoice(arguments.allow_grpc, arguments.grpc_address, arguments.grpc_port, options, still_open)
+
+
+def _channel(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
+    channel = [(_PERMIT_WITHOUT_CALLS, int(arguments.grpc_keepalive_permit_without_calls))]
+    for option, (name, _, _) in _CHANNEL.items():
+        value = getattr(arguments, option.removeprefix("--").replace("-", "_"))
+        if value or name not in _NO_LIMIT:
+            channel.append((name, value))
+    if level := _COMPRESSION_LEVELS.index(arguments.grpc_infer_response_compression_level):
+        channel.append((_COMPRESSION, level))
+    return tuple(channel)
+
+
+def _grpc_restrictions(http: list[Restriction], own: list[Restriction]) -> tuple[Restriction, ...]:
+    """All restrictions of gRPC. A group restricted over HTTP only gets HTTP's key, so that it is not open here."""
+    closed = {group for one in own for group in one.groups}
+    inherited = [replace(one, groups=tuple(group for group in one.groups if group not in closed)) for one in http]
+    return (*(replace(one, name=KEY_PREFIX + one.name) for one in own), *(one for one in inherited if one.groups))
+
+
+def metrics_options(arguments: argparse.Namespace) -> MetricsOptions:
+    if not arguments.allow_metrics:
+        return MetricsOptions(None)
+    settings: dict[str, bool | tuple[float, ...]] = dict(arguments.metrics_config)  # the last value wins
+    shares = settings.get(METRICS_QUANTILES, QUANTILES) if settings.get("summary_latencies") else ()
+    choice = MetricsChoice(
+        has_latency_counters=bool(settings.get("counter_latencies", True)),
+        has_first_response=bool(settings.get("histogram_latencies", True)),
+        quantiles=shares if isinstance(shares, tuple) else (),
+        has_machine=arguments.allow_cpu_metrics,
+        has_gpus=arguments.allow_gpu_metrics,
+        interval_ms=arguments.metrics_interval_ms,
+    )
+    return MetricsOptions(choice, arguments.metrics_port, arguments.metrics_address)
+
+
+def trace_choice(settings: Sequence[TraceSetting]) -> TraceChoice:
+    """The combined settings. The last value wins if a setting is given twice, except levels, which accumulate."""
+    last = {(mode, name): value for mode, name, value in settings}
+    levels = {value for mode, name, value in settings if (mode, name) == ("", "level")} - {OFF}
+    return TraceChoice(
+        trace_file=last.get((TRITON, "file"), ""),
+        trace_level=tuple(level for level in LEVELS if level in levels) or (OFF,),
+        trace_rate=int(last.get(("", "rate"), 1000)),
+        trace_count=int(last.get(("", "count"), -1)),
+        log_frequency=int(last.get((TRITON, "log-frequency"), 0)),
+        trace_mode=last.get(("", "mode"), TRITON),
+    )
+
+
+def opentelemetry_settings(settings: Sequence[TraceSetting]) -> dict[str, tuple[str, ...]]:
+    """The settings of the opentelemetry mode, each with all its values."""
+    given: dict[str, tuple[str, ...]] = {}
+    for mode, name, value in settings:
+        if mode == OPENTELEMETRY:
+            given[name] = (*given.get(name, ()), value)
+    return given

@@ -1,25 +1,23 @@
-"""What the operator sees of a start: a line per model while it loads, then a table of what is served and where.
+"""Output of a server's start: a line per model while it loads, then a table of the served deployments and their URLs.
 
-Decided here: the wording, and that a terminal is told in its own way (terminal.py) and everything else in plain lines
-for a log, so that a server nobody watches does not import what draws on terminals. Only values come in; nothing here
-loads, waits or listens.
+Decides the wording, and the plain form for logs and pipes; `terminal` has the form for terminals, which imports rich
+and is therefore chosen by the caller, `run`. Does not load, wait or listen: only values come in.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Final, Self, TextIO
 
 from flowserve.cli.logs import escape
-from flowserve.runtime.deployment import Deployment, Entry
-from flowserve.runtime.registry import LoadEvent
+from flowserve.runtime.engine.deployment import Deployment, Entry
+from flowserve.runtime.loading.registry import LoadEvent
 
 HEADINGS: Final = ("deployment", "versions", "what", "batch", "call")
 
 
 class Progress:
-    """Prints one line per event, and the table in the end. Names and reasons come from files: they are escaped."""
+    """Prints one line per event, and the table at the end. Names and reasons come from files, so they are escaped."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -31,35 +29,26 @@ class Progress:
         pass
 
     def report(self, event: LoadEvent) -> None:
-        """Called on the event loop for everything that happens to a model while loading."""
-        print(line_of(event), file=self._out, flush=True)
+        """Called on the event loop for every event of a model while it loads."""
+        print(event_line(event), file=self._out, flush=True)
 
     def served(self, entries: Mapping[str, Entry], url: str) -> None:
-        """What is served under which name, and where."""
-        rows = [HEADINGS, *(row_of(name, entry) for name, entry in sorted(entries.items()))]
+        """Print the table of served deployments; `url` is the server's."""
+        rows = [HEADINGS, *(deployment_row(name, entry) for name, entry in sorted(entries.items()))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         print(f"served at {url}", *lines, sep="\n", file=self._out, flush=True)
 
 
-def progress() -> Progress:
-    """On standard output, as suits it."""
-    if not sys.stdout.isatty():
-        return Progress(sys.stdout)
-    from flowserve.cli.terminal import TerminalProgress
-
-    return TerminalProgress(sys.stdout)
-
-
-def line_of(event: LoadEvent) -> str:
-    """What happened, in one line."""
+def event_line(event: LoadEvent) -> str:
+    """One line about the event."""
     took = f" in {event.seconds:.2f} s" if event.seconds else ""
     word = event.state if event.state in ("loading", "ready") else "failed"
     return f"{word:7} {escape(event.name)}{took}"
 
 
-def row_of(name: str, entry: Entry) -> tuple[str, ...]:
-    """One name: what it is, its versions, what it takes and gives, and the path to call."""
+def deployment_row(name: str, entry: Entry) -> tuple[str, ...]:
+    """One row of the table, with the columns of HEADINGS."""
     latest = entry.latest
     if latest is None:
         return escape(name), "-", "not available", "-", "-"
@@ -69,7 +58,7 @@ def row_of(name: str, entry: Entry) -> tuple[str, ...]:
 
 
 def _what(deployment: Deployment) -> str:
-    """`graph of 4 models` for an ensemble, the backend for a model."""
+    """`graph of 4 steps` for an ensemble, the backend for a model."""
     if not deployment.graph.is_ensemble:
         return deployment.config.backend
     count = len(deployment.graph.nodes)

@@ -1,7 +1,8 @@
-"""Options of tritonserver for which `flowserve run` has nothing to do, and what is said to whoever gives one.
+"""Options of tritonserver that `flowserve run` does not implement, and the message for each.
 
-Decided here: which are refused, and the feature that each of them stands for; where the same thing has another name;
-which are taken because they ask for what happens anyway, or tune what is not here.
+Decides which options are refused, with the name of the missing feature; which exist under another name; which are
+accepted because they request the existing behaviour, or tune a part that flowserve does not have. Callers: `main`,
+`options`, `run`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Final
 
 from flowserve.cli.option_values import whole_number
 
-# Options of tritonserver whose feature this server does not have, each with its verb. Naming the feature beats "unknown
-# option", and both beat silence.
+# Options whose feature is missing, each as a phrase with its verb: the message names the feature, which helps more than
+# "unknown option".
 NOT_YET: Final[Mapping[str, str]] = {
     "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point) is",
     "--cache-directory": "other caches than the local one are",
@@ -33,7 +34,7 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--vertex-ai-thread-count": "Vertex AI's endpoints are",
 }
 
-# Said instead of "not supported", where the thing exists under another name.
+# The message for options that exist under another name.
 INSTEAD: Final[Mapping[str, str]] = {
     "--model-repository": "the repository is named without an option: flowserve run REPO",
     "--model-store": "the repository is named without an option: flowserve run REPO",
@@ -47,7 +48,7 @@ INSTEAD: Final[Mapping[str, str]] = {
     "--response-cache-byte-size": "the option is --cache-config local,size=BYTES",
 }
 
-# Switches that are taken as they are said here, which is what happens anyway; the other way they are refused.
+# Switches that are accepted with the given value, the existing behaviour, and refused with the other value.
 AGREED: Final[Mapping[str, tuple[bool, str]]] = {
     "--allow-http": (True, "serving without HTTP is"),
     "--allow-sagemaker": (False, "SageMaker's endpoints are"),
@@ -59,7 +60,7 @@ AGREED: Final[Mapping[str, tuple[bool, str]]] = {
     "--strict-model-config": (False, "serving without completing configurations is"),
 }
 
-# Numbers that change how fast tritonserver is and nothing that it answers; whoever gives one is told so.
+# Numeric options that only affect tritonserver's speed. They are accepted with a warning.
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "--buffer-manager-thread-count": "what has to be copied is copied where it is used",
     "--grpc-infer-allocation-pool-size": "gRPC messages are not kept",
@@ -69,14 +70,14 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "--model-load-thread-count": "how many models load at once is not chosen",
 }
 
-# Backends that are told nothing by --backend-config. Others than these and onnxruntime are somebody else's packages.
+# Built-in backends without settings for --backend-config. Backends not listed here, except onnxruntime, are plug-ins.
 _WITHOUT_SETTINGS: Final = ("callable", "python", "tensorrt")
 
 
 def add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
-    """Takes them, and leaves them out of the help. The names of those to be warned of are in `without_effect`."""
+    """Add these options, hidden from the help. Those that need a warning are collected in `without_effect`."""
     for name, (value, feature) in AGREED.items():
-        # A switch without a value is on.
+        # A switch without a value means true.
         parser.add_argument(name, nargs="?", const="true", type=_agreed(value, feature), help=argparse.SUPPRESS)
     for name in WITHOUT_EFFECT:
         parser.add_argument(
@@ -85,12 +86,12 @@ def add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_without_effect(settings: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Of the backends' settings that were given, those that nobody reads, as options."""
+    """The given backend settings that no backend reads, in the form of options."""
     return [f"--backend-config={backend},{key}" for backend, key, _ in settings if backend in _WITHOUT_SETTINGS]
 
 
 def warning_of(names: Sequence[str]) -> str:
-    """One line about options without effect that were given."""
+    """One line about the given options without effect."""
     reasons = {name: WITHOUT_EFFECT.get(name, "this backend has no settings") for name in names}
     return "without effect here: " + ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
 
@@ -107,7 +108,7 @@ def _agreed(value: bool, feature: str) -> Callable[[str], bool]:
 
 
 def _number_of(name: str) -> Callable[[str], str]:
-    """A parser of numbers that tells only that there was one."""
+    """A parser that checks the number and returns the option's name."""
     number = whole_number(0)
 
     def parse(text: str) -> str:

@@ -1,11 +1,11 @@
-"""`flowserve run`: a repository in, a server on a port, and an exit status.
+"""`flowserve run`: serves a repository on a port.
 
-Decided here: the order of a server's life as the operator sees it. The port is taken first; then models load, while
-health questions are already answered (live, not ready); then the table and one last line that says where; then
-requests, until a signal; then the drain. What each of these is, other rooms decide.
+Decides the order of a server's life: the port is opened first; then models load, while health endpoints already answer
+(live, not ready); then the table of deployments and a last line with the URL; then requests, until a signal; then the
+drain. Does not know how each of these steps works: `runtime`, `http` and `grpc` do.
 
-Standard output carries the progress, the table and the line `listening on URL`; standard error carries the log and
-complaints. Exit status: 0 told to stop and everything finished, 1 something failed (said on standard error).
+Standard output has the progress, the table and the line `listening on URL`; standard error has the log and error
+messages. Exit status: 0 after a stop signal if everything finished, 1 after a failure (reported on standard error).
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from flowserve.cli import logs
-from flowserve.cli.gpu_options import GpuChoice
-from flowserve.cli.grpc_front import open_grpc
-from flowserve.cli.listen import UNIX, listen, url
-from flowserve.cli.options import RunOptions
-from flowserve.cli.progress import Progress, progress
+from flowserve.cli.listen import UNIX, listen, open_grpc, url
+from flowserve.cli.options import GpuChoice, RunOptions, opentelemetry_settings, trace_choice
+from flowserve.cli.progress import Progress
 from flowserve.cli.refused_options import warning_of
 from flowserve.cli.shutdown import Shutdown, end_now
-from flowserve.cli.trace_options import opentelemetry_settings, trace_choice
 from flowserve.config.instances import OFF, Gpus
 from flowserve.errors import FlowserveError
-from flowserve.http.app import AppOptions, make_app, make_metrics_app
-from flowserve.http.limits import Limits
-from flowserve.http.server import Server
-from flowserve.http.tls import tls_context
+from flowserve.http.api.app import make_app, make_metrics_app
+from flowserve.http.api.infer import InferRoute
+from flowserve.http.api.options import AppOptions
+from flowserve.http.server.limits import Limits
+from flowserve.http.server.server import Server
+from flowserve.http.server.tls import tls_context
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.devices import devices
 from flowserve.memory.pool import HOST, tune_malloc
 from flowserve.observe.log_settings import LogSettings
-from flowserve.runtime.control import Control, ControlOptions, open_control
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.hosts import PYTHON_EXECUTION
-from flowserve.runtime.opening import open_engine
-from flowserve.runtime.request_parameters import forwarding_of
-from flowserve.runtime.restriction import hides_names
-from flowserve.runtime.traces import TraceOptions
-from flowserve.scheduling.limiter import Available
-from flowserve.temporary import sweep
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.control import Control, ControlOptions, open_control
+from flowserve.runtime.protocol.request_parameters import forwarding_of
+from flowserve.runtime.protocol.restriction import hides_names
+from flowserve.runtime.tracing.traces import TraceOptions
+from flowserve.runtime.workers.factory import PYTHON_EXECUTION
+from flowserve.scheduling.rate_limit.limiter import Available
+from flowserve.temporary import remove_abandoned
 
 if TYPE_CHECKING:
     from flowserve.grpc.server import GrpcServer
@@ -55,36 +54,46 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flowserve.cli")
 
 DESCRIPTORS_WANTED: Final = 65536
-NAMES_MAX: Final = 10  # of instances that are busy when the server is told to stop
-# Of the exit timeout: what open sequences have at most. The rest is for what they asked last, and for closing.
+BUSY_NAMES_MAX: Final = 10  # busy instances named in the log line of the drain
+# Share of the exit timeout that open sequences get at most; the rest is for their last requests and for closing.
 SEQUENCES_SHARE: Final = 0.9
 
 
 def run(options: RunOptions) -> int:
-    """Serve until told to stop. Returns the exit status."""
+    """Serve until a stop signal. Returns the exit status."""
     try:
         log_settings = logs.configure(options.log)
     except OSError as error:
         return _failed(f"--log-file: '{options.log.log_file}' cannot be written: {error.strerror}")
-    threading.excepthook = logs.thread_failed
+    threading.excepthook = logs.log_thread_exception
     if options.without_effect:
         _log.warning("%s", warning_of(options.without_effect))
     tune_malloc()
-    # A worker thread that finished computing waits this long for a busy loop to let go of the interpreter; Python's
-    # own 5 ms are longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the throughput.
+    # A worker thread that finished computing waits this long for a busy event loop to release the interpreter lock;
+    # Python's default of 5 ms is longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the
+    # requests/s.
     sys.setswitchinterval(0.0005)
     _allow_many_descriptors()
-    # Beside all else: what was left may be gigabytes of small files.
-    threading.Thread(target=sweep, name="sweep", daemon=True).start()
+    # On its own thread: abandoned folders may hold gigabytes of small files.
+    threading.Thread(target=remove_abandoned, name="sweep", daemon=True).start()
     try:
         return trio.run(_run, options, log_settings)
-    except KeyboardInterrupt:  # before the handlers were in place
+    except KeyboardInterrupt:  # before the signal handlers were installed
         return 1
 
 
+def _progress() -> Progress:
+    """Progress on standard output: coloured on a terminal, plain lines elsewhere, without importing rich."""
+    if not sys.stdout.isatty():
+        return Progress(sys.stdout)
+    from flowserve.cli.terminal import TerminalProgress
+
+    return TerminalProgress(sys.stdout)
+
+
 def _allow_many_descriptors() -> None:
-    """A connection takes one descriptor and a model in a process of its own about five; 1024, the usual limit until a
-    program asks for more, are few. Where nobody allows more, what there is has to do.
+    """Raise the soft limit of open files. A connection needs one descriptor and a model in its own process about five;
+    1024, the usual soft limit, is little. The hard limit stays as it is.
     """
     if sys.platform == "win32":
         return
@@ -127,7 +136,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
             summaries=options.metrics.choice is not None and bool(options.metrics.choice.quantiles),
         )
         if options.rate_limit_resources and not options.rate_limit:
-            _log.warning("--rate-limit-resource says nothing without --rate-limit execution_count")
+            _log.warning("--rate-limit-resource has no effect without --rate-limit execution_count")
         control_options = ControlOptions(options.model_control_mode, options.load_models, options.repository_poll_s)
         async with (
             open_engine(
@@ -140,7 +149,8 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
         ):
             app_options = _app_options(options, log_settings)
             app = make_app(engine, app_options, control)
-            server = Server(app, Limits(max_body_bytes=options.http.max_input_size), HOST, tls)
+            limits = Limits(max_body_bytes=options.http.max_input_size)
+            server = Server(app, limits, HOST, tls, InferRoute(engine, app_options))
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
                 metrics = Server(make_metrics_app(engine, options.metrics.choice)) if metrics_listeners else None
@@ -148,7 +158,7 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
                     await nursery.start(metrics.serve, metrics_listeners)
                 if grpc_server is not None:
                     await nursery.start(grpc_server.serve, engine, control, app_options.client_memory, log_settings)
-                status = await _load(options, engine, control, shutdown, progress(), where)
+                status = await _load(options, engine, control, shutdown, _progress(), where)
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
@@ -190,7 +200,7 @@ def _app_options(options: RunOptions, log_settings: LogSettings) -> AppOptions:
 async def _load(
     options: RunOptions, engine: Engine, control: Control, shutdown: Shutdown, progress: Progress, where: str
 ) -> int:
-    """Load everything, telling the operator. Returns 0 where the server should go on (or was told to stop)."""
+    """Load all models and print the progress. Returns 0 if the server should continue (or was asked to stop)."""
     try:
         with shutdown.until_asked() as loading, progress:
             failures = await control.start(progress.report)
@@ -199,19 +209,19 @@ async def _load(
     if loading.cancelled_caught:
         return 0
     if failures:
-        _report_failures(failures, len(engine.entries))
+        _report_failures(failures, len(engine.deployments.entries))
         if options.exit_on_error:
             return _failed("not serving; --exit-on-error false serves the models that did load")
-    progress.served(engine.entries, where)
+    progress.served(engine.deployments.entries, where)
     print(f"listening on {where}", flush=True)
     return 0
 
 
 async def _drain(engine: Engine, server: Server, grpc_server: GrpcServer | None, shutdown: Shutdown) -> None:
-    """Let what is under way finish, until the deadline; what does not finish then ends the process with status 1.
+    """Let requests finish until the deadline; if some do not, the process ends with status 1.
 
-    The doors close when nothing is under way any more: until then clients of sequences come to end them, and whoever
-    asks hears that the server lives and is not ready, where a closed door would look like a crash.
+    The ports close only when no request is running: until then clients can end their sequences, and health checks see a
+    server that is live and not ready, whereas a closed port would look like a crash.
     """
     deadline = shutdown.deadline if shutdown.asked.is_set() else trio.current_time()
     engine.refuse_new()
@@ -230,12 +240,12 @@ async def _drain(engine: Engine, server: Server, grpc_server: GrpcServer | None,
 
 
 def _under_way(engine: Engine) -> str:
-    """Who is still waited for. A model that computes for nobody may keep the server, too."""
-    requests, sequences, busy = engine.dispatcher.in_flight, engine.dispatcher.open_sequences, engine.busy()
+    """What the drain waits for. A model may also be busy with requests whose callers have left."""
+    requests, sequences, busy = engine.scheduler.in_flight, engine.scheduler.open_sequences, engine.busy()
     text = f"{requests} requests under way, {sequences} sequences open"
     if not busy:
         return text
-    names = ", ".join([*busy[:NAMES_MAX], *(["..."] if len(busy) > NAMES_MAX else [])])
+    names = ", ".join([*busy[:BUSY_NAMES_MAX], *(["..."] if len(busy) > BUSY_NAMES_MAX else [])])
     return f"{text}; computing{'' if requests else ' for callers who have left'}: {names}"
 
 

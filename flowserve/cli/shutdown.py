@@ -1,7 +1,7 @@
-"""How the process ends when it is told to.
+"""Stop signals of the server process.
 
-Decided here: what the first and the second SIGTERM or SIGINT mean, and that the process ends in time even when the
-event loop cannot take part any more. What is done in between (drain, close) is run.py's.
+Decides the meaning of the first and the second SIGTERM or SIGINT, and ends the process in time even if the event loop
+is blocked. Does not know the drain and close between them (`run`, the only caller).
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from typing import Final, Self
 import trio
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-GRACE_S: Final = 0.5  # what the loop gets, beyond the exit timeout, to say itself what is still running
+GRACE_S: Final = 0.5  # time for the event loop, after the exit timeout, to report what is still running
 
 
 class Shutdown:
-    """Inside the block the first signal sets `asked` and starts the countdown; the second ends the process at once.
+    """A context in which the first signal sets `asked` and starts the timeout, and the second ends the process at once.
 
-    Plain signal handlers rather than trio's receiver: they also run while a model computes on the event loop.
+    It uses plain signal handlers rather than trio's receiver, because they also run while a model computes on the event
+    loop.
     """
 
     def __init__(self, exit_timeout_s: float, repositories: Sequence[Path]) -> None:
         self.asked = trio.Event()
-        self.deadline = float("inf")  # on the loop's clock, once asked
+        self.deadline = float("inf")  # on trio's clock, finite after the first signal
         self._exit_timeout_s = exit_timeout_s
         self._repositories = [one.resolve() for one in repositories]
         self._until_asked = trio.CancelScope()
@@ -50,7 +51,7 @@ class Shutdown:
 
     @contextmanager
     def until_asked(self) -> Iterator[trio.CancelScope]:
-        """What is in the block is cancelled when the signal comes; the scope's `cancelled_caught` tells."""
+        """A scope that the signal cancels; `cancelled_caught` is true if it did."""
         with trio.CancelScope() as scope:
             self._until_asked = scope
             if self.asked.is_set():
@@ -59,7 +60,7 @@ class Shutdown:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._watchdog is not None:
-            end_now(128 + number, "told twice to stop: ending at once")
+            end_now(128 + number, "second stop signal: ending at once")
         self._watchdog = threading.Timer(self._exit_timeout_s + GRACE_S, self._overdue)
         self._watchdog.daemon = True
         self._watchdog.start()
@@ -75,7 +76,7 @@ class Shutdown:
         end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {where}")
 
     def _held_at(self) -> str:
-        """The innermost line of a model's own code that the event loop's thread is in, "" where it is in none."""
+        """The innermost line of a model's own code that the event loop's thread executes, "" if there is none."""
         for frame in reversed(traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])):
             path = Path(frame.filename).resolve()
             for repository in self._repositories:
@@ -85,7 +86,7 @@ class Shutdown:
 
 
 def end_now(status: int, message: str) -> None:
-    """Say why on standard error and end the process, whatever its threads are doing."""
-    # Not print(): a signal may arrive in the middle of one, and a buffered stream does not let itself be entered twice.
+    """Write the reason to standard error and end the process, regardless of its threads."""
+    # Not print(): a signal may arrive during one, and a buffered stream is not reentrant.
     os.write(2, f"flowserve: {message}\n".encode())
     os._exit(status)

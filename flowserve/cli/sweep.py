@@ -1,8 +1,8 @@
-"""`flowserve bench --sweep`: a repository under many configurations, and which of them to take.
+"""`flowserve bench --sweep`: measures a deployment under many configurations and recommends one.
 
-Decided here: what is tried (instances, batch sizes and delays of all plain models that a deployment is made of), how
-(an engine in this process, so that only the models and their scheduling are compared), and what is recommended: most
-requests per second among those whose p99 keeps the bound.
+Decides which variants are tried (instances, batch sizes and delays of all plain models of a deployment), how (an engine
+in this process, so that only the models and their scheduling are compared), and the recommendation: most requests per
+second among the variants whose p99 is within the bound. Does not print. Caller: `bench`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.cli.client import MakeId
-from flowserve.cli.inputs import made_up
-from flowserve.cli.load import Measured, measure
-from flowserve.cli.sequence_load import LENGTH, measure_sequences
+from flowserve.cli.inputs import generated_inputs
+from flowserve.cli.load import LENGTH, Measured, measure, measure_sequences
 from flowserve.config.load import CONFIG_FILE
+from flowserve.config.parse import config_fields
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import SequenceBatching
-from flowserve.config.write import fields_of
 from flowserve.errors import NotFound
 from flowserve.graph.types import Graph
-from flowserve.runtime.embedded import AsyncEngine, Embedding, RequestOptions
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.reading import read_repositories
+from flowserve.runtime.embedding.embedded import AsyncEngine, Embedding, RequestOptions
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.reading import read_repositories
 from flowserve.values import DType
 
 INSTANCES: Final = (1, 2, 4)
@@ -36,14 +35,14 @@ EXIT_TIMEOUT_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What every plain model of the deployment is given. `batch` 0: no dynamic batching."""
+    """The setting of every plain model of the deployment. `batch` 0: no dynamic batching."""
 
     instances: int
     batch: int
     delay_us: int
 
     def fields(self) -> dict[str, Any]:
-        """What a config.pbtxt says for it."""
+        """The variant as fields of a config.pbtxt."""
         made: dict[str, Any] = {"instance_group": [{"count": self.instances}]}
         if self.batch:
             delay = {"max_queue_delay_microseconds": self.delay_us} if self.delay_us else {}
@@ -56,13 +55,13 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Trial:
     variant: Variant
     measured: Measured
 
 
-class Subject:
-    """The deployment that is measured, and what it is made of. Blocks while it is read. Raises FlowserveError."""
+class SweepTarget:
+    """The measured deployment and its plain models. Blocks while it is read. Raises FlowserveError."""
 
     def __init__(self, repository: Path, name: str) -> None:
         reading = read_repositories([repository])
@@ -79,15 +78,15 @@ class Subject:
         self.name = name
         self.is_decoupled = graph.is_decoupled
         self.models = sorted({node.model.name for node in graph.nodes})
-        self.inputs = made_up({"inputs": [*_described(graph)]})
+        self.inputs = generated_inputs({"inputs": [*_described(graph)]})
         self._batching = [model for model in self.models if reading.configs[model].sequence is None]
         self.make_id = _make_id(reading.configs[model].sequence for model in self.models)
         self._limits = {model: reading.configs[model].max_batch_size for model in self.models}
         self.repository = repository
 
     def variants(self) -> list[Variant]:
-        """All that is tried, the plainest first. Batch sizes are those that the widest of its models takes; those with
-        sequences batch in their own way.
+        """All variants, simplest first. Batch sizes go up to the largest `max_batch_size` of its models; models with
+        sequences are left out, because their batching has its own options.
         """
         widest = max((self._limits[model] for model in self._batching), default=0)
         sizes = [size for size in (8, 32, 128) if size < widest] + ([widest] if widest else [])
@@ -95,14 +94,14 @@ class Subject:
         return plain + [Variant(*chosen) for chosen in product(INSTANCES, sizes, DELAYS_US)]
 
     def configs(self, variant: Variant) -> dict[str, dict[str, Any]]:
-        """That variant's configuration of each model. Blocks."""
+        """The configuration of each model in a variant. Blocks."""
         return {model: self._config(self._fitted(variant, model), model) for model in self.models}
 
     def _config(self, variant: Variant, model: str) -> dict[str, Any]:
         file = self.repository / model / CONFIG_FILE
-        fields, _ = fields_of(file.read_text() if file.is_file() else "", model)
+        fields, _ = config_fields(file.read_text() if file.is_file() else "", model)
         wanted = variant.fields()
-        group = (fields.get("instance_group") or [{}])[0]  # on which device, and with which resources
+        group = (fields.get("instance_group") or [{}])[0]  # keeps the device and the resources
         fields["instance_group"] = [{**group, **wanted.pop("instance_group")[0]}]
         if "sequence_batching" not in fields:
             fields.pop("dynamic_batching", None)
@@ -110,41 +109,46 @@ class Subject:
         return fields
 
     def _fitted(self, variant: Variant, model: str) -> Variant:
-        """No model is asked for more than it takes."""
+        """The variant limited to the model's own `max_batch_size`."""
         return Variant(variant.instances, min(variant.batch, self._limits[model]), variant.delay_us)
 
 
 async def sweep(
-    subject: Subject, concurrency: int, seconds: float, tell: Callable[[Variant, int, int], None], length: int = LENGTH
-) -> list[Tried]:
-    """Every variant under the same load; `tell` is called before each, with its number and how many there are. `length`
-    is that of sequences, where a model has them. Raises FlowserveError where none can be served.
+    target: SweepTarget,
+    concurrency: int,
+    seconds: float,
+    report: Callable[[Variant, int, int], None],
+    length: int = LENGTH,
+) -> list[Trial]:
+    """Measure every variant under the same load. `report` is called before each one, with its number and the total.
+    `length` is the number of requests of a sequence, if a model has sequences. Raises FlowserveError if a variant
+    cannot be served.
     """
-    variants = subject.variants()
+    variants = target.variants()
     tried = []
-    found = [subject.repository], None
-    async with Embedding(lambda: found, EngineOptions(), (subject.name,), EXIT_TIMEOUT_S) as engine:
+    found = [target.repository], None
+    async with Embedding(lambda: found, EngineOptions(), (target.name,), EXIT_TIMEOUT_S) as engine:
         for number, variant in enumerate(variants):
-            tell(variant, number, len(variants))
-            # What the last one ran on is gone before this one is measured.
-            await engine.unload(subject.name, dependents=True)
-            for model in subject.models:
+            report(variant, number, len(variants))
+            # The previous variant is unloaded completely before this one is measured.
+            await engine.unload(target.name, dependents=True)
+            for model in target.models:
                 await engine.unload(model)
-            for model, config in subject.configs(variant).items():
+            for model, config in target.configs(variant).items():
                 await engine.load(model, config=config)
-            if subject.name not in subject.models:
-                await engine.load(subject.name)
-            if subject.make_id is not None:
-                senders = [partial(_ask, engine, subject)] * concurrency
-                measured = await measure_sequences(senders, subject.make_id, length, seconds)
+            if target.name not in target.models:
+                await engine.load(target.name)
+            if target.make_id is not None:
+                senders = [partial(_ask, engine, target)] * concurrency
+                measured = await measure_sequences(senders, target.make_id, length, seconds)
             else:
-                measured = await measure([partial(_ask, engine, subject)] * concurrency, seconds)
-            tried.append(Tried(variant, measured))
+                measured = await measure([partial(_ask, engine, target)] * concurrency, seconds)
+            tried.append(Trial(variant, measured))
     return tried
 
 
-def recommended(tried: list[Tried], p99_ms: float | None) -> Tried | None:
-    """The fastest of those that keep the bound; of equals (within 2 %) the plainest. None: none keeps it."""
+def recommended(tried: list[Trial], p99_ms: float | None) -> Trial | None:
+    """The fastest trial within the bound; of equals (within 2 %) the simplest. None if no trial is within the bound."""
     good = [one for one in tried if p99_ms is None or one.measured.p99_ms <= p99_ms]
     if not good:
         return None
@@ -153,19 +157,19 @@ def recommended(tried: list[Tried], p99_ms: float | None) -> Tried | None:
 
 
 async def _ask(
-    engine: AsyncEngine, subject: Subject, sequence_id: int | str = 0, start: bool = False, end: bool = False
+    engine: AsyncEngine, target: SweepTarget, sequence_id: int | str = 0, start: bool = False, end: bool = False
 ) -> None:
     place: RequestOptions = {"sequence_id": sequence_id, "sequence_start": start, "sequence_end": end}
-    if subject.is_decoupled:
-        async with engine.stream(subject.name, subject.inputs, **place) as answers:
+    if target.is_decoupled:
+        async with engine.stream(target.name, target.inputs, **place) as answers:
             async for _ in answers:
                 pass
     else:
-        await engine.infer(subject.name, subject.inputs, **place)
+        await engine.infer(target.name, target.inputs, **place)
 
 
 def _make_id(batchings: Iterable[SequenceBatching | None]) -> MakeId | None:
-    """As client.py tells it of a server's models."""
+    """As `client.sequence_ids`, from configurations."""
     for batching in batchings:
         if batching is not None and not batching.is_iterative:
             is_text = any(one.kind == "CORRID" and one.dtype is DType.BYTES for one in batching.controls)

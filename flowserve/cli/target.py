@@ -1,7 +1,8 @@
-"""What "module:graph" means where a repository could be named: a graph that is written in Python.
+"""The argument "module:graph" in place of a repository: a graph written in Python.
 
-Decided here: that modules are looked for in the current folder too, and what is said where there is no such graph.
-Graphs are known by what they can do, so that their room may use this one.
+Decides that modules are also searched in the current folder, and the messages for a missing graph. Does not import the
+Graph class: graphs are recognised by their methods, so that `authoring` can import this package. Callers: `main`,
+`check`, `graph`, `authoring`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from flowserve.errors import FlowserveError, Invalid, NotFound, Place, Problem, 
 
 if TYPE_CHECKING:
     from flowserve.repository.override import PrivateFolder
-    from flowserve.runtime.reading import Reading
+    from flowserve.runtime.loading.reading import Reading
 
 
 class PythonGraph(Protocol):
-    """What can be read, or made a repository of files for this process; flowserve.Graph."""
+    """The methods of flowserve.Graph that commands use: read it, or write it as a repository for this process."""
 
     name: str
 
@@ -33,7 +34,7 @@ class PythonGraph(Protocol):
 
 
 def is_target(path: Path) -> bool:
-    """Whether this is no folder but "module:graph". Raises Invalid where it is a module without its graph."""
+    """Whether this is "module:graph" and not a folder. Raises Invalid for a module without a graph name."""
     if ":" in str(path):
         return not os.path.exists(path)
     if os.path.isfile(file := path if path.suffix == ".py" else Path(f"{path}.py")) and not os.path.isdir(path):
@@ -42,8 +43,8 @@ def is_target(path: Path) -> bool:
 
 
 def refuse_among(repositories: Sequence[Path]) -> None:
-    """Where several are served together each is a folder. Raises FlowserveError where one is meant for a graph in
-    Python: what is wrong with it, or that it stands alone. Blocks while its module is imported.
+    """Raises FlowserveError if one of several repositories is a graph in Python, which cannot be combined with others:
+    the graph's own error, if it has one, else Invalid. Blocks while its module is imported.
     """
     for path in repositories if len(repositories) > 1 else ():
         if is_target(path):
@@ -55,11 +56,11 @@ def refuse_among(repositories: Sequence[Path]) -> None:
 
 
 def find_graph(word: str) -> PythonGraph:
-    """The graph of "module:graph". Blocks while the module is imported. Raises FlowserveError; a module's own failure
-    becomes one.
+    """The graph of "module:graph". Blocks while the module is imported. Raises FlowserveError, also for an exception of
+    the module itself.
     """
     module, _, attribute = word.partition(":")
-    if attribute.startswith("/"):  # two slashes are one by now: s3://bucket/models
+    if attribute.startswith("/"):  # Path has reduced two slashes to one: s3://bucket/models
         raise NotFound(
             f"'{module}:/{attribute}' is no folder here, and repositories elsewhere are not read; copy it into a "
             "folder (aws s3 sync, gcloud storage rsync, azcopy) and name that"
@@ -71,7 +72,7 @@ def find_graph(word: str) -> PythonGraph:
         raise Invalid(f"there is no folder '{word}'; a graph in Python is named as its module is imported: {wanted}")
     try:
         found = import_module(module)
-    except FlowserveError:  # what is wrong with what it declares, with its lines
+    except FlowserveError:  # an error in a declaration, with its lines
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
@@ -91,7 +92,7 @@ def _spelling(file: Path, attribute: str = "") -> str:
 
 
 def _culprit(error: Exception) -> Place | None:
-    """The innermost line of the user's own; None where there is none in or below the current folder."""
+    """The innermost line of the user's own code; None if none is in or below the current folder."""
     here = Path.cwd()
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_relative_to(here):
         return Place(Path(error.filename).relative_to(here).as_posix(), error.lineno or 1, error.offset or 1)
@@ -103,5 +104,5 @@ def _culprit(error: Exception) -> Place | None:
 
 
 def is_graph(value: object) -> TypeGuard[PythonGraph]:
-    # Asked of the class: a module may hold objects that have any attribute one asks for.
+    # Checked on the class: a module may contain objects whose instances have every attribute.
     return callable(getattr(type(value), "write_private", None))

@@ -1,6 +1,7 @@
-"""Tensors as bodies of requests, and out of answers, for the commands that talk to a server; and as files.
+"""Tensors in request and response bodies, for the commands that talk to a server, and in output files.
 
-Decided here: how they travel, and which file holds what. What a user writes for one is inputs.py's.
+Decides the encoding, and the format of each kind of file. Does not know how a user writes an input (`inputs`). Callers:
+`infer`, `bench`, `load`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from flowserve.errors import FlowserveError, Invalid
 from flowserve.memory import bytes_codec
-from flowserve.runtime.request_parameters import KNOWN_PARAMETERS
+from flowserve.runtime.protocol.request_parameters import KNOWN_PARAMETERS
 from flowserve.values import BY_WIRE, Array, DType, Parameter
 
 Parameters = Mapping[str, Parameter]
@@ -24,8 +25,8 @@ HEADER_LENGTH: Final = "inference-header-content-length"
 
 
 class InferBody:
-    """A request whose tensors, binary both ways, are encoded once, whatever parameters it is sent with. `outputs` ():
-    all of them.
+    """A request body with binary tensors, encoded once for any parameters; it requests binary outputs. `outputs` ():
+    all outputs.
     """
 
     def __init__(self, inputs: Mapping[str, Array], outputs: Sequence[str] = ()) -> None:
@@ -48,7 +49,7 @@ class InferBody:
 
 
 def read_answer(headers: Mapping[str, str], content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The answer's JSON, and its arrays by name. Raises FlowserveError for what is no such answer."""
+    """The response's JSON, and its arrays by name. Raises FlowserveError for a malformed response."""
     try:
         length = int(headers.get(HEADER_LENGTH, len(content)))
         header = json.loads(content[:length])
@@ -74,8 +75,8 @@ def read_answer(headers: Mapping[str, str], content: bytes) -> tuple[dict[str, A
 def flat_body(
     inputs: Mapping[str, Array], metadata: Mapping[str, Any], parameters: Parameters = NO_PARAMETERS
 ) -> bytes:
-    """The body of a request for many answers: plain JSON, each input flat, in the shape that its dims say. Raises
-    Invalid for what it cannot carry.
+    """The body of a generate_stream request: plain JSON, each input flat, with the shape implied by its dims. Raises
+    Invalid for an input or parameter that it cannot carry.
     """
     for name in sorted(parameters.keys() & KNOWN_PARAMETERS):
         raise Invalid(
@@ -103,8 +104,8 @@ def flat_body(
 def read_flat_answer(
     event: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """One of many answers: what it says besides its tensors, and those of `tensors` (by name, as the metadata describes
-    them) that it has. Raises FlowserveError for what is no such answer.
+    """One response of a stream: its fields besides tensors, and those of `tensors` (metadata by name) that it contains.
+    Raises FlowserveError for a malformed response.
     """
     arrays = {}
     try:
@@ -118,8 +119,8 @@ def read_flat_answer(
 
 
 def _shape_of(dims: Sequence[int], count: int) -> tuple[int, ...] | None:
-    """The shape of so many elements where nothing else is said: the last dimension that varies takes the rest, others
-    that vary are 1. None where that does not come out.
+    """The shape implied by an element count: the last varying dimension takes the rest, other varying ones are 1. None
+    if the count does not fit.
     """
     shape = [max(dim, 1) for dim in dims]
     varying = [axis for axis, dim in enumerate(dims) if dim == -1]
@@ -129,7 +130,7 @@ def _shape_of(dims: Sequence[int], count: int) -> tuple[int, ...] | None:
 
 
 def write_output(array: Array, path: Path) -> None:
-    """Into a .npy or .json file; into any other, the bytes of the one BYTES element. Blocks. Raises Invalid."""
+    """Write a .npy or .json file; any other file gets the bytes of a single BYTES element. Blocks. Raises Invalid."""
     is_bytes = array.dtype == object
     try:
         if path.suffix == ".npy":
@@ -147,7 +148,7 @@ def write_output(array: Array, path: Path) -> None:
 
 
 def plain(array: Array) -> Any:
-    """What JSON can hold."""
+    """The array as JSON values."""
     if array.dtype == object:
         flat = [one.decode(errors="replace") for one in array.ravel().tolist()]
         return np.array([*flat, None], np.object_)[:-1].reshape(array.shape).tolist()
@@ -164,7 +165,7 @@ def _from_lists(value: Any, dtype: DType) -> Array:
 
 
 def strings(value: Any) -> Array:
-    """A BYTES tensor of what JSON has for it: texts, in lists of any depth."""
+    """A BYTES tensor from JSON: strings, in lists of any depth."""
     array = np.array(value, np.object_)
     flat = [bytes_codec.to_bytes(one) for one in array.ravel().tolist()]
     return np.array([*flat, None], np.object_)[:-1].reshape(array.shape)

@@ -1,6 +1,7 @@
-"""How a start looks on a terminal, and how tables do: the only module of `flowserve run` that draws with rich.
+"""Output of a server's start on a terminal, and the console for tables. The only module of `flowserve run` with rich.
 
-Decided here: the look, and how many names the live line of what is loading has. The wording is progress.py's.
+Decides the appearance, and how many names the live line of loading models shows. Does not know the wording
+(`progress`). Callers: `run`, `bench`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from flowserve.cli.logs import escape
-from flowserve.cli.progress import HEADINGS, Progress, line_of, row_of
-from flowserve.runtime.deployment import Entry
-from flowserve.runtime.registry import LoadEvent
+from flowserve.cli.progress import HEADINGS, Progress, deployment_row, event_line
+from flowserve.runtime.engine.deployment import Entry
+from flowserve.runtime.loading.registry import LoadEvent
 
 PLAIN_WIDTH: Final = 120
-NAMES_MAX: Final = 5  # in the live line, which is drawn again with every line above it
+NAMES_MAX: Final = 5  # in the live line, which is redrawn with every line above it
 
 
 def output() -> Console:
-    """Standard output. Names and reasons come from files, so nothing in them is taken as markup."""
+    """Standard output as a console. Names and reasons come from files, so nothing in them is interpreted as markup."""
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(markup=False, highlight=False, emoji=False, width=PLAIN_WIDTH, soft_wrap=True)
@@ -31,13 +32,13 @@ def output() -> Console:
 
 
 class TerminalProgress(Progress):
-    """Colours, and a last line that names what is still loading."""
+    """Coloured lines, and a last line that names the models that are still loading."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__(out)
         self._console = output()
         self._status = self._console.status("reading")
-        self._loading: dict[str, None] = {}  # in the order in which they began
+        self._loading: dict[str, None] = {}  # in the order of their start
 
     def __enter__(self) -> Self:
         self._status.start()
@@ -51,7 +52,7 @@ class TerminalProgress(Progress):
             self._loading[event.name] = None
         else:
             self._loading.pop(event.name, None)
-            self._console.print(line_of(event), style="green" if event.state == "ready" else "red")
+            self._console.print(event_line(event), style="green" if event.state == "ready" else "red")
         self._status.update(Text(loading_line([*self._loading])))
 
     def served(self, entries: Mapping[str, Entry], url: str) -> None:
@@ -59,12 +60,12 @@ class TerminalProgress(Progress):
         for heading in HEADINGS:
             table.add_column(heading, overflow="fold")
         for name, entry in sorted(entries.items()):
-            table.add_row(*row_of(name, entry), style="red" if entry.latest is None else None)
+            table.add_row(*deployment_row(name, entry), style="red" if entry.latest is None else None)
         self._console.print(table)
 
 
 def loading_line(names: list[str]) -> str:
-    """What is loading, as far as it fits one line."""
+    """The models that are loading, shortened to one line."""
     if not names:
         return "reading"
     others = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""

@@ -1,7 +1,7 @@
-"""Which backend a model is for, told from what its configuration and its folder already say.
+"""Guesses a model's backend from its configuration and the file names in its folder.
 
-Decided here: which names are those of versions, and the guess that Triton makes before anything else looks at a model,
-in its order. It knows names of files, never their contents, and names of backends, not whether they are there.
+Decides which folder names are versions, and the guess, which is Triton's, in its order. Does not read model files, and
+does not know which backends are installed. Callers: `load`, `repository/layout`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BACKEND_OF_PLATFORM: Final[Mapping[str, str]] = {
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
 }
-# The platform a backend's configuration is given where it names none.
+# The default platform of each backend.
 PLATFORM_OF_BACKEND: Final[Mapping[str, str]] = {
     "onnxruntime": "onnxruntime_onnx",
     "tensorrt": "tensorrt_plan",
@@ -29,7 +29,7 @@ PLATFORM_OF_BACKEND: Final[Mapping[str, str]] = {
     "tensorflow": "tensorflow_savedmodel",
 }
 BACKENDS_WITH_PLATFORMS: Final = frozenset(PLATFORM_OF_BACKEND)
-# What Triton looks for in the first version's folder, in its order.
+# The files that Triton looks for in the first version's folder, in its order.
 FILES: Final = (
     ("model.savedmodel", "tensorflow"),
     ("model.graphdef", "tensorflow"),
@@ -47,14 +47,14 @@ VERSION_MAX: Final = 2**63 - 1
 
 def is_version(name: str) -> bool:
     """Whether a folder of that name is a version: a positive number without leading zeros."""
-    # str.isdigit alone is true for the digits of every script, and int() takes "1_0".
+    # str.isdigit alone accepts the digits of every script, and int() accepts "1_0".
     return (
         name.isascii() and name.isdigit() and not name.startswith("0") and len(name) < 20 and int(name) <= VERSION_MAX
     )
 
 
 def fill_backend(message: ModelConfigProto, folder: Path, default_files: Mapping[str, str]) -> None:
-    """Fill in `backend`, `platform` and `default_model_filename` where they can be told; leave them empty where not."""
+    """Fill in `backend`, `platform` and `default_model_filename` if they can be derived, else leave them empty."""
     if message.platform == "ensemble" or message.HasField("ensemble_scheduling"):
         return
     if not message.backend:
@@ -81,12 +81,12 @@ def _guess(message: ModelConfigProto, folder: Path, default_files: Mapping[str, 
 
 
 def _first_version(folder: Path) -> Iterator[str]:
-    """What lies in the first version's folder; the first in the order of their names, as on Triton."""
+    """The file names in the first version's folder; first in the order of names, as on Triton."""
     try:
         versions = sorted(entry.name for entry in folder.iterdir() if is_version(entry.name) and entry.is_dir())
         if versions:
             yield from (entry.name for entry in (folder / versions[0]).iterdir())
-    except OSError:  # unreadable here: the rule that wants a backend, or the backend itself, says so with its place
+    except OSError:  # the rule that requires a backend, or the backend itself, reports an unreadable folder
         return
 
 

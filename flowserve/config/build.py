@@ -1,8 +1,8 @@
-"""Gives a tree its meaning: fills a message of the schema, notes where every field was written, collects every mistake.
+"""Fills a message of the schema from a syntax tree, with the place of every field and all type errors.
 
-Decided here: which spellings of a value count as what, in either notation, that a field given twice is a mistake, and
-that a mistake in a file is told with its line, one in JSON with its field.
-It knows types, not rules: whether `max_batch_size: -1` makes sense is decided in rules/.
+Decides the accepted spellings of values in each notation, that a repeated singular field is a mistake, and that a
+mistake in a file is reported with its line, one in JSON with its field. Checks types, not rules: whether
+`max_batch_size: -1` is valid is decided in `rules`. Caller: `parse`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Final, Literal
 from google.protobuf.message import Message as ProtoMessage
 
 from flowserve.config.schema import ENUMS, MESSAGES, RANGES, Field, Message
-from flowserve.config.source import Block, Entry, Items, Scalar, Text, Value
 from flowserve.config.suggest import did_you_mean
+from flowserve.config.syntax import ConfigBlock, ConfigEntry, ConfigList, ConfigScalar, Text, Value
 from flowserve.errors import Place, Problem, Problems
 
 Format = Literal["pbtxt", "json"]
 Plain = str | int | float | bool
 
-# More than anybody reads; a file of a million mistakes is not a configuration.
+# Parsing stops after this number; a file with more mistakes is not a configuration.
 PROBLEMS_MAX: Final = 100
 TRUE: Final = frozenset({"true", "True", "t", "1"})
 FALSE: Final = frozenset({"false", "False", "f", "0"})
@@ -31,7 +31,7 @@ INTEGER: Final = re.compile(r"-?(0[xX][0-9a-fA-F]+|[0-9]+)")
 INFINITE: Final = re.compile(r"-?(inf|infinity|nan)", re.IGNORECASE)
 
 
-# What other tools call the data types; by spelling alone TYPE_FLOAT would be taken for TYPE_INT8.
+# Other tools' names of data types; by similarity alone TYPE_FLOAT would be corrected to TYPE_INT8.
 _OTHER_NAMES: Final = {
     "FLOAT": "TYPE_FP32",
     "FLOAT32": "TYPE_FP32",
@@ -48,12 +48,12 @@ _OTHER_NAMES: Final = {
 
 
 class WrongValue(Exception):
-    """A value that its field cannot take; the text says what was wanted."""
+    """A value of the wrong type; the text names the expected one."""
 
 
 class Builder:
-    """Fills messages from trees. `places`, `problems` and the paths that are `broken` grow as it goes; a field with a
-    problem stays unset.
+    """Fills messages from trees, and collects `places`, `problems` and the `broken` paths; a field with a problem stays
+    unset.
     """
 
     def __init__(self, text: Text, notation: Format) -> None:
@@ -62,11 +62,11 @@ class Builder:
         self.broken: set[str] = set()
         self._text = text
         self._is_json = notation == "json"
-        self._path = ""  # of the field that is being read
+        self._path = ""  # path of the current field
 
-    def fill(self, message: ProtoMessage, schema: Message, block: Block, prefix: str = "") -> None:
-        """Everything `block` says, into `message`. `prefix` is the path of the message, with its dot."""
-        seen: dict[str, Entry] = {}
+    def fill(self, message: ProtoMessage, schema: Message, block: ConfigBlock, prefix: str = "") -> None:
+        """Fill `message` from `block`. `prefix` is the path of the message, with a trailing dot."""
+        seen: dict[str, ConfigEntry] = {}
         for entry in block.entries:
             self._path = prefix + entry.name
             field = self._field(schema, entry)
@@ -76,7 +76,7 @@ class Builder:
                 self._path = prefix + field.name
                 self._set(message, field, entry, self._path)
 
-    def _field(self, schema: Message, entry: Entry) -> Field | None:
+    def _field(self, schema: Message, entry: ConfigEntry) -> Field | None:
         field = schema.fields.get(entry.name)
         if field is None and self._is_json:
             field = schema.by_json_name.get(entry.name)
@@ -86,10 +86,10 @@ class Builder:
         return field
 
     def _is_null(self, value: Value) -> bool:
-        return self._is_json and isinstance(value, Scalar) and value.kind == "word" and value.text == "null"
+        return self._is_json and isinstance(value, ConfigScalar) and value.kind == "word" and value.text == "null"
 
-    def _is_clash(self, field: Field, entry: Entry, seen: dict[str, Entry]) -> bool:
-        """True, with a problem noted, where the field or another member of its oneof was given before."""
+    def _is_clash(self, field: Field, entry: ConfigEntry, seen: dict[str, ConfigEntry]) -> bool:
+        """Whether the field, or another member of its oneof, was given before; records a problem."""
         if field.is_repeated and not self._is_json:
             return False
         first = seen.setdefault(field.oneof or field.name, entry)
@@ -103,13 +103,13 @@ class Builder:
             self._problem(entry.at, f'{text} "{field.oneof}"', f"keep one of them{where and '; '}{where}")
         return True
 
-    def _set(self, message: ProtoMessage, field: Field, entry: Entry, path: str) -> None:
+    def _set(self, message: ProtoMessage, field: Field, entry: ConfigEntry, path: str) -> None:
         self.places.setdefault(path, self._place(entry.at))
         if field.is_map:
             self._set_map(message, field, entry, path)
         elif field.is_repeated:
             self._append(message, field, entry, path)
-        elif isinstance(entry.value, Items):
+        elif isinstance(entry.value, ConfigList):
             self._problem(entry.value.at, f'field "{field.name}" takes one value, not a list')
         elif field.kind == "message":
             child = getattr(message, field.name)
@@ -120,8 +120,8 @@ class Builder:
             if plain is not None:
                 setattr(message, field.name, plain)
 
-    def _append(self, message: ProtoMessage, field: Field, entry: Entry, path: str) -> None:
-        if self._is_json and not isinstance(entry.value, Items):
+    def _append(self, message: ProtoMessage, field: Field, entry: ConfigEntry, path: str) -> None:
+        if self._is_json and not isinstance(entry.value, ConfigList):
             self._problem(entry.value.at, f'field "{field.name}" takes a list')
             return
         target = getattr(message, field.name)
@@ -135,13 +135,13 @@ class Builder:
                 target.append(plain)
 
     def _fill_child(self, child: ProtoMessage, field: Field, value: Value, path: str) -> None:
-        if isinstance(value, Block):
+        if isinstance(value, ConfigBlock):
             self.fill(child, MESSAGES[field.type], value, path + ".")
         else:
             wanted = "an object" if self._is_json else f"a block: {field.name} {{ ... }}"
             self._problem(value.at, f'field "{field.name}" takes {wanted}')
 
-    def _set_map(self, message: ProtoMessage, field: Field, entry: Entry, path: str) -> None:
+    def _set_map(self, message: ProtoMessage, field: Field, entry: ConfigEntry, path: str) -> None:
         key_field, value_field = (MESSAGES[field.type].fields[name] for name in ("key", "value"))
         target = getattr(message, field.name)
         for at, key, value in self._pairs(field, entry):
@@ -163,33 +163,37 @@ class Builder:
             if plain is not None:
                 target[plain_key] = plain
 
-    def _pairs(self, field: Field, entry: Entry) -> Iterator[tuple[int, Value, Value | None]]:
-        """(offset of the key, key, value) of each entry: a JSON object, or in text format blocks of key and value."""
+    def _pairs(self, field: Field, entry: ConfigEntry) -> Iterator[tuple[int, Value, Value | None]]:
+        """(offset of the key, key, value) of each entry of a JSON object or of text-format key-value blocks."""
         if self._is_json:
-            if isinstance(entry.value, Block):
+            if isinstance(entry.value, ConfigBlock):
                 for pair in entry.value.entries:
-                    yield pair.at, Scalar(pair.at, "string", pair.name), pair.value
+                    yield pair.at, ConfigScalar(pair.at, "string", pair.name), pair.value
             else:
                 self._problem(entry.value.at, f'field "{field.name}" takes an object')
             return
         schema = MESSAGES[field.type]
         for at, value in _each(entry):
-            if not isinstance(value, Block):
+            if not isinstance(value, ConfigBlock):
                 self._problem(value.at, f'field "{field.name}" takes a block: {field.name} {{ key: ... value: ... }}')
                 continue
-            given: dict[str, Entry] = {}
+            given: dict[str, ConfigEntry] = {}
             for pair in value.entries:
                 member = self._field(schema, pair)
                 if member is not None and not self._is_clash(member, pair, given):
                     given[member.name] = pair
             key = given.get("key")
             value_entry = given.get("value")
-            empty = Scalar(at, "string", "") if schema.fields["key"].kind == "string" else Scalar(at, "number", "0")
+            empty = (
+                ConfigScalar(at, "string", "")
+                if schema.fields["key"].kind == "string"
+                else ConfigScalar(at, "number", "0")
+            )
             yield (key.at if key else at), (key.value if key else empty), (value_entry.value if value_entry else None)
 
     def _plain(self, field: Field, value: Value, *, is_key: bool = False) -> Plain | None:
-        """The value as Python wants it, or None with a problem noted."""
-        if not isinstance(value, Scalar):
+        """The value as a Python object, or None with a recorded problem."""
+        if not isinstance(value, ConfigScalar):
             self._problem(value.at, f'field "{field.name}" takes a plain value, not a {_noun(value)}')
             return None
         try:
@@ -206,7 +210,7 @@ class Builder:
             self._problem(value.at, f'field "{field.name}": {wrong}')
             return None
 
-    def _string(self, value: Scalar) -> str:
+    def _string(self, value: ConfigScalar) -> str:
         if value.kind != "string":
             raise WrongValue(f'Expected string, found {value.text} (did you mean "{value.text}", in quotes?)')
         try:
@@ -215,7 +219,7 @@ class Builder:
             raise WrongValue("the string holds half of a surrogate pair") from None
         return value.text
 
-    def _bool(self, value: Scalar) -> bool:
+    def _bool(self, value: ConfigScalar) -> bool:
         if value.kind == "word" or (value.kind == "number" and not self._is_json):
             if value.text in TRUE:
                 return True
@@ -223,7 +227,7 @@ class Builder:
                 return False
         raise WrongValue(f"Expected true or false, found {_shown(value)}")
 
-    def _float(self, value: Scalar) -> float:
+    def _float(self, value: ConfigScalar) -> float:
         if value.kind != "string" or self._is_json:
             if INFINITE.fullmatch(value.text):
                 return float(value.text)
@@ -233,7 +237,7 @@ class Builder:
                 pass
         raise WrongValue(f"Expected a number, found {_shown(value)}")
 
-    def _integer(self, kind: str, value: Scalar, is_key: bool) -> int:
+    def _integer(self, kind: str, value: ConfigScalar, is_key: bool) -> int:
         number: int | None = None
         if value.kind == "number" or (value.kind == "string" and self._is_json):
             number = _json_integer(value.text) if self._is_json else _text_integer(value.text)
@@ -244,7 +248,7 @@ class Builder:
             raise WrongValue(f"Integer out of range ({value.text}); {kind} holds {low} to {high}")
         return number
 
-    def _enum(self, field: Field, value: Scalar) -> int:
+    def _enum(self, field: Field, value: ConfigScalar) -> int:
         members = ENUMS[field.type]
         short = field.type.rpartition(".")[2]
         if value.kind == "number":
@@ -264,7 +268,7 @@ class Builder:
         raise WrongValue(f"Expected one of {', '.join(members)} without quotes, found {_shown(value)}")
 
     def _place(self, at: int) -> Place:
-        """JSON comes from programs, which know fields and not columns."""
+        """The place of an offset. JSON comes from programs, so its places are field paths instead of columns."""
         place = self._text.place(at)
         return replace(place, path=self._path) if self._is_json else place
 
@@ -275,9 +279,9 @@ class Builder:
             raise Problems([*self.problems, Problem("more mistakes follow", self._place(at))])
 
 
-def _each(entry: Entry) -> Iterator[tuple[int, Value]]:
-    """The values of a repeated field, each with the offset it is known by: the field's name, or its own in a list."""
-    if isinstance(entry.value, Items):
+def _each(entry: ConfigEntry) -> Iterator[tuple[int, Value]]:
+    """The values of a repeated field, each with its offset: that of the field's name, or its own in a list."""
+    if isinstance(entry.value, ConfigList):
         for value in entry.value.values:
             yield value.at, value
     else:
@@ -296,7 +300,7 @@ def _text_integer(text: str) -> int | None:
 
 
 def _json_integer(text: str) -> int | None:
-    """JSON writes integers as 1, "1", 1.0 or 1e0."""
+    """An integer in one of JSON's forms: 1, "1", 1.0 or 1e0."""
     try:
         return int(text)
     except ValueError:
@@ -308,9 +312,9 @@ def _json_integer(text: str) -> int | None:
     return int(number) if math.isfinite(number) and number.is_integer() else None
 
 
-def _noun(value: Block | Items) -> str:
-    return "block" if isinstance(value, Block) else "list"
+def _noun(value: ConfigBlock | ConfigList) -> str:
+    return "block" if isinstance(value, ConfigBlock) else "list"
 
 
-def _shown(value: Scalar) -> str:
+def _shown(value: ConfigScalar) -> str:
     return f'"{value.text}"' if value.kind == "string" else value.text

@@ -1,39 +1,43 @@
-"""Joins what the user wrote with what the model's own file says.
+"""Completes a configuration: from the declarations in the model's own file (autocomplete), and with defaults.
 
-Decided here: the file fills in what the user left out, and where both speak they must agree; a disagreement names both
-sides. What the file says, and how to read it, is the backend's knowledge (`Completion`). A `model.py` is its author's
-word, not a measurement: it may add tensors and raise the batch size, as on Triton.
+Decides: the file fills in fields that the user omitted; fields given in both must agree, and a contradiction names both
+sides. A `model.py` is a declaration by its author, not a measurement: it may add tensors and raise the batch size, as
+on Triton. Also decides every default, as on Triton, and which of them are removed again if a client sends the
+configuration back with changes. Does not read model files, and does not know a backend's default number of instances:
+both are in the backend's `Completion`. Callers: `load`, the load API.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, cast
 
-from flowserve.config.model_config_pb2 import DataType, ModelInput, ModelOutput
+from flowserve.config.instances import NO_GPUS, Gpus
+from flowserve.config.model_config_pb2 import DataType, ModelInput, ModelInstanceGroup, ModelOutput
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.suggest import did_you_mean
-from flowserve.config.types import Completion, SourceMap
+from flowserve.config.types import Completion, ModelConfig, SourceMap
 from flowserve.errors import Problem
 from flowserve.values import TensorSpec
 
-Side = Literal["input", "output"]
+TensorSide = Literal["input", "output"]
 RULE: Final = "M90"
-# Backends whose models are asked to write their configuration, and so may say more than one thing.
+# Backends whose models write their own configuration, and so may extend the user's.
 AUTHORS: Final = frozenset({"python"})
-# Backends whose files have values of their own for what they call optional.
+# Backends whose files contain default values for optional inputs.
 HAVE_DEFAULTS: Final = frozenset({"onnxruntime"})
+SEQUENCE_IDLE_DEFAULT_US: Final = 1_000_000
 
 
 def merge(message: ModelConfigProto, completion: Completion, source: SourceMap) -> list[Problem]:
-    """Fill `message` in place. Returns every disagreement."""
+    """Fill `message` in place. Returns every contradiction."""
     both_given = _is_whole(message.input) and _is_whole(message.output)
     merger = _Merger(message, completion, source, both_given)
     about_batches = [*merger.batch_size()]
     about_tensors = [*merger.tensors("input"), *merger.tensors("output")]
     merger.policies()
-    problems = about_batches or about_tensors  # a wrong batch size shifts every dimension: one mistake, not ten
+    problems = about_batches or about_tensors  # a wrong batch size shifts every dimension, so report only that
     return [replace(problem, rule=RULE) for problem in problems]
 
 
@@ -42,7 +46,7 @@ class _Merger:
     message: ModelConfigProto
     completion: Completion
     source: SourceMap
-    # Triton does not ask an ONNX file for anything where the user wrote both inputs and outputs whole.
+    # As on Triton, an ONNX file completes nothing if the user specified both inputs and outputs completely.
     both_given: bool
 
     @property
@@ -72,7 +76,7 @@ class _Merger:
         elif "max_batch_size" not in self.source.places and not self.both_given:
             m.max_batch_size = theirs
 
-    def tensors(self, side: Side) -> Iterator[Problem]:
+    def tensors(self, side: TensorSide) -> Iterator[Problem]:
         theirs = self.completion.inputs if side == "input" else self.completion.outputs
         if theirs is None:
             return
@@ -99,11 +103,9 @@ class _Merger:
             m.dynamic_batching.SetInParent()
 
     def _unknown(
-        self, side: Side, ours: Sequence[ModelInput | ModelOutput], theirs: Sequence[TensorSpec]
+        self, side: TensorSide, ours: Sequence[ModelInput | ModelOutput], theirs: Sequence[TensorSpec]
     ) -> Iterator[Problem]:
-        """Names only one side knows. A model may make more outputs than a configuration mentions, not want more
-        inputs.
-        """
+        """Names that only one side knows. A model may have more outputs than the configuration, but not more inputs."""
         if self._is_author:
             return
         known = [spec.name for spec in theirs]
@@ -122,7 +124,9 @@ class _Merger:
             )
             yield self._problem("input", f"{text} {want}", f"missing in the configuration: {', '.join(missing)}")
 
-    def _join(self, side: Side, index: int, ours: ModelInput | ModelOutput, spec: TensorSpec) -> Iterator[Problem]:
+    def _join(
+        self, side: TensorSide, index: int, ours: ModelInput | ModelOutput, spec: TensorSpec
+    ) -> Iterator[Problem]:
         path, name = f"{side}[{index}]", self.message.name
         if not ours.data_type:
             ours.data_type = _data_type(spec)
@@ -151,7 +155,7 @@ class _Merger:
             )
 
     def _full_dims(self, spec: TensorSpec) -> list[int]:
-        """The shape as the model's file has it: a completion leaves out the batch dimension where it batches."""
+        """The full shape in the model's file: a completion omits the batch dimension if the model batches."""
         dims = list(spec.dims if spec.reshape is None else spec.reshape)
         return [-1, *dims] if self._leaves_batch_out else dims
 
@@ -160,7 +164,7 @@ class _Merger:
         theirs = self.completion.max_batch_size
         return (self.message.max_batch_size if theirs is None else theirs) > 0
 
-    def _add(self, side: Side, spec: TensorSpec) -> None:
+    def _add(self, side: TensorSide, spec: TensorSpec) -> None:
         if side == "input":
             given = self.message.input.add(name=spec.name, optional=spec.optional, allow_ragged_batch=spec.ragged)
             given.data_type = _data_type(spec)
@@ -171,7 +175,7 @@ class _Merger:
             self._set_dims(made, spec)
 
     def _set_dims(self, tensor: ModelInput | ModelOutput, spec: TensorSpec) -> None:
-        """Single values are [1] to clients. Batched ones are reshaped to nothing for the model, as on Triton."""
+        """Scalars have dims [1] for clients; with batching they are reshaped to [] for the model, as on Triton."""
         batches = self.message.max_batch_size > 0
         if spec.reshape is None:
             dims = self._full_dims(spec)[1:] if batches and self._leaves_batch_out else self._full_dims(spec)
@@ -187,12 +191,12 @@ class _Merger:
 
 
 def _is_whole(tensors: Sequence[ModelInput | ModelOutput]) -> bool:
-    """Whether nothing is left to complete about these tensors."""
+    """Whether these tensors need no completion."""
     return bool(tensors) and all(tensor.data_type and tensor.dims for tensor in tensors)
 
 
 def _fits(written: Sequence[int], model: Sequence[int]) -> bool:
-    """Whether every dimension that the model fixes is written so."""
+    """Whether the written shape matches every dimension that the model fixes."""
     if not model and list(written) == [1]:  # a single value without batching
         return True
     return len(written) == len(model) and all(b in (-1, a) for a, b in zip(written, model, strict=True))
@@ -204,3 +208,77 @@ def _data_type(spec: TensorSpec) -> DataType:
 
 def _shape(dims: Sequence[int]) -> str:
     return "[" + ",".join(map(str, dims)) + "]"
+
+
+# ---------------------------------------------------------------------------------------------- defaults
+
+
+def fill_defaults(message: ModelConfigProto, completion: Completion | None = None, gpus: Gpus = NO_GPUS) -> None:
+    """Apply all defaults in place. `completion` has the backend's default number of instances. Idempotent."""
+    if message.version_policy.WhichOneof("policy_choice") is None:
+        message.version_policy.latest.num_versions = 1
+    if message.HasField("dynamic_batching"):
+        _prefer_the_largest(message.dynamic_batching.preferred_batch_size, message.max_batch_size)
+    if message.HasField("sequence_batching"):
+        batching = message.sequence_batching
+        batching.max_sequence_idle_microseconds = batching.max_sequence_idle_microseconds or SEQUENCE_IDLE_DEFAULT_US
+        if batching.HasField("oldest"):
+            _prefer_the_largest(batching.oldest.preferred_batch_size, message.max_batch_size)
+    if message.HasField("ensemble_scheduling"):
+        message.model_transaction_policy.decoupled = False  # an ensemble's own flag has no meaning; its steps decide
+    else:
+        _fill_pinned_memory(message)
+        _fill_instance_groups(message, completion or Completion(), gpus)
+
+
+def forget_defaults(message: ModelConfigProto, served: ModelConfig) -> None:
+    """Remove defaults from a configuration that was read from a server if they no longer fit: with another
+    max_batch_size, the preferred size changes. `served`: the current, or last, configuration of that name.
+    """
+    if message.max_batch_size == served.max_batch_size:
+        return
+    for sizes in (message.dynamic_batching.preferred_batch_size, message.sequence_batching.oldest.preferred_batch_size):
+        if [*sizes] == [served.max_batch_size]:
+            del sizes[:]
+
+
+def _prefer_the_largest(sizes: MutableSequence[int], max_batch_size: int) -> None:
+    if not sizes and max_batch_size > 0:
+        sizes.append(max_batch_size)
+
+
+def _fill_pinned_memory(message: ModelConfigProto) -> None:
+    for name in ("input_pinned_memory", "output_pinned_memory"):
+        if not message.optimization.HasField(name):
+            getattr(message.optimization, name).enable = True
+
+
+def _fill_instance_groups(message: ModelConfigProto, completion: Completion, gpus: Gpus) -> None:
+    """A model without groups gets one with the model's name; unnamed groups are numbered. A group without a kind uses
+    the GPUs that it lists, or all, if they exist and its backend uses GPUs; else the CPU.
+    """
+    if not message.instance_group:
+        message.instance_group.add(name=message.name)
+    for index, group in enumerate(message.instance_group):
+        group.name = group.name or f"{message.name}_{index}"
+        if group.kind == ModelInstanceGroup.KIND_AUTO:
+            can_use = gpus.ids and completion.gpu_instance_count and set(group.gpus) <= set(gpus.ids)
+            group.kind = ModelInstanceGroup.KIND_GPU if can_use else ModelInstanceGroup.KIND_CPU
+            if not can_use:
+                del group.gpus[:]
+        is_on_gpus = group.kind == ModelInstanceGroup.KIND_GPU
+        if is_on_gpus and not group.gpus:
+            group.gpus.extend(gpus.ids)
+        if group.count < 1:
+            group.count = completion.gpu_instance_count if is_on_gpus else completion.instance_count
+
+
+def gpus_to_cpu(message: ModelConfigProto) -> list[str]:
+    """Move every group to the CPU (`--gpu=off`). Returns the names of the groups that requested a GPU."""
+    moved = []
+    for index, group in enumerate(message.instance_group):
+        if group.kind == ModelInstanceGroup.KIND_GPU:
+            moved.append(group.name or f"{message.name}_{index}")
+            group.kind = ModelInstanceGroup.KIND_CPU
+            del group.gpus[:]
+    return moved

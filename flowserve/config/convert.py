@@ -1,7 +1,7 @@
-"""From the message to the records that the rest of the program trusts, and to the JSON that clients read.
+"""Converts the protobuf message to configuration records, and to the JSON that clients read.
 
-Decided here: how each field is spelt on the other side. A tensor without a usable data type is left out: before the
-rules ran that is all that can be said of it, and after them there is none.
+Decides the mapping of each field. A tensor without a valid data type is omitted: it occurs only before the rules have
+run. Does not check anything. Callers: `load`, the load API.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
 
 
 def to_json(message: ModelConfigProto) -> dict[str, Any]:
-    """The message as GET v2/models/NAME/config answers it: every plain field even at its default, proto names,
+    """The message as GET v2/models/NAME/config returns it: every plain field, defaults included, proto names,
     enumerations by name, 64-bit integers as numbers.
     """
     printed = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
@@ -73,7 +73,7 @@ def to_json(message: ModelConfigProto) -> dict[str, Any]:
 
 
 def _with_numbers(printed: Mapping[str, Any], schema: Message) -> dict[str, Any]:
-    """protobuf prints 64-bit integers as strings, for JavaScript's sake. Clients of a configuration want numbers."""
+    """Turn the strings that protobuf prints for 64-bit integers (for JavaScript) into numbers, as clients expect."""
     result: dict[str, Any] = {}
     for name, value in printed.items():
         field = schema.fields[name]
@@ -173,7 +173,7 @@ def _dynamic_batching(message: ModelConfigProto) -> DynamicBatching | None:
 
 
 def _sequence(message: ModelConfigProto) -> SequenceBatching | None:
-    """Direct, where no strategy is named, as on Triton."""
+    """The sequence batching; the default strategy is direct, as on Triton."""
     if not message.HasField("sequence_batching"):
         return None
     batching = message.sequence_batching

@@ -1,12 +1,12 @@
-"""Makes `model_config_pb2.py` and its type stub from `model_config.proto`: `python -m flowserve.config.generate`.
-The same for other proto files, for other rooms.
+"""Generates the `_pb2.py` modules of `config` and `grpc` and their type stubs from the proto files:
+`python -m flowserve.config.generate`.
 
-Decided here: the generated module is the file descriptor plus the protobuf call that turns it into classes, and not
-protoc's own Python output, for two reasons (docs/decisions/0007). It stands in a descriptor pool of its own, as
-Triton's client library puts the same message names into the global pool and a process may use both; and it works with
-every protobuf runtime, where protoc's output refuses runtimes older than itself and all but the next major version.
+Decides: a generated module is the file descriptor and the protobuf call that turns it into classes, instead of protoc's
+own Python output, for two reasons (docs/decisions/0007). All of them share a descriptor pool of their own, because
+Triton's client library puts the same message names into the global pool and a process may use both; and they work with
+every protobuf runtime, whereas protoc's output refuses runtimes older than itself and all but the next major version.
 
-Needs grpcio-tools, which only developers have. Nothing else imports this file.
+A developer tool that needs grpcio-tools. Callers: the tests.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
-HERE: Final = Path(__file__).parent
-PROTO: Final = "model_config.proto"
-BYTES_PER_LINE: Final = 28
+PACKAGE: Final = Path(__file__).parent.parent
+CONFIG_PROTO: Final = "config/model_config.proto"
+PROTOS: Final = (CONFIG_PROTO, "grpc/service.proto", "grpc/health.proto")
+_LINE_CHARS: Final = 112
 
-MODULE: Final = '''"""Made by {maker} from {proto}; do not edit."""
+_MODULE: Final = '''"""Made by flowserve/config/generate.py from {proto}; do not edit."""
 
 {pool}
 DESCRIPTOR = POOL.AddSerializedFile(
@@ -31,49 +33,56 @@ DESCRIPTOR = POOL.AddSerializedFile(
 )
 builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, __name__, globals())
 '''
-
-NEW_POOL: Final = """from google.protobuf import descriptor_pool
+_NEW_POOL: Final = """from google.protobuf import descriptor_pool
 from google.protobuf.internal import builder
 
 POOL = descriptor_pool.DescriptorPool()"""
+_SHARED_POOL: Final = """from google.protobuf.internal import builder
+
+from flowserve.config.model_config_pb2 import POOL
+"""
 
 
-def generate() -> dict[str, str]:
-    """The two files by name, as they should be."""
-    return generate_from(HERE, PROTO, "flowserve/config/generate.py", NEW_POOL)
+def generate() -> dict[Path, str]:
+    """The text of each generated file, by path."""
+    texts: dict[Path, str] = {}
+    for proto in PROTOS:
+        path = PACKAGE / proto
+        with tempfile.TemporaryDirectory() as made:
+            out = Path(made)
+            folders = (f"-I{path.parent}", f"-I{PACKAGE / 'config'}")
+            protoc = [sys.executable, "-m", "grpc_tools.protoc", *folders, f"--pyi_out={out}"]
+            subprocess.run([*protoc, f"--descriptor_set_out={out / 'set'}", path.name], check=True)
+            (file,) = FileDescriptorSet.FromString((out / "set").read_bytes()).file
+            stub = (out / f"{path.stem}_pb2.pyi").read_text(encoding="utf-8")
+        texts[path.with_name(f"{path.stem}_pb2.py")] = _module_text(file, proto)
+        texts[path.with_name(f"{path.stem}_pb2.pyi")] = _strictly_typed(stub)
+    return texts
 
 
-def generate_from(folder: Path, proto: str, maker: str, pool: str) -> dict[str, str]:
-    """The two files by name for `proto` in `folder`, which may import those of this folder. `pool` is Python that
-    imports protobuf's builder and names the POOL.
-    """
-    name = proto.removesuffix(".proto")
-    with tempfile.TemporaryDirectory() as made:
-        out = Path(made)
-        protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", f"-I{HERE}", f"--pyi_out={out}"]
-        subprocess.run([*protoc, f"--descriptor_set_out={out / 'set'}", proto], check=True)
-        (file,) = FileDescriptorSet.FromString((out / "set").read_bytes()).file
-        stub = (out / f"{name}_pb2.pyi").read_text(encoding="utf-8")
-    return {f"{name}_pb2.py": module_text(file, proto, maker, pool), f"{name}_pb2.pyi": strictly_typed(stub)}
-
-
-def strictly_typed(stub: str) -> str:
-    """protoc's stub with the type arguments that mypy --strict wants."""
+def _strictly_typed(stub: str) -> str:
+    """protoc's stub with the type arguments that mypy --strict requires."""
     stub = stub.replace("_Mapping]", "_Mapping[str, object]]").replace("**kwargs)", "**kwargs: object)")
     return stub.replace("import model_config_pb2", "from flowserve.config import model_config_pb2")
 
 
-def module_text(file: FileDescriptorProto, proto: str, maker: str, pool: str) -> str:
-    """The Python module for one proto file."""
-    raw = file.SerializeToString(deterministic=True)
-    lines = [f"    {raw[i : i + BYTES_PER_LINE]!r}" for i in range(0, len(raw), BYTES_PER_LINE)]
-    return MODULE.format(descriptor="\n".join(lines), proto=proto, maker=maker, pool=pool)
+def _module_text(file: FileDescriptorProto, proto: str) -> str:
+    lines = (f"    {piece!r}" for piece in _pieces(file.SerializeToString(deterministic=True)))
+    pool = _NEW_POOL if proto == CONFIG_PROTO else _SHARED_POOL
+    return _MODULE.format(descriptor="\n".join(lines), proto=Path(proto).name, pool=pool)
 
 
-def main() -> None:
-    for name, text in generate().items():
-        (HERE / name).write_text(text, encoding="utf-8")
+def _pieces(raw: bytes) -> Iterator[bytes]:
+    """Pieces whose literals fill a line each."""
+    start = 0
+    while start < len(raw):
+        end = start + _LINE_CHARS // 4  # a byte takes up to four characters
+        while end < len(raw) and len(repr(raw[start : end + 1])) <= _LINE_CHARS:
+            end += 1
+        yield raw[start:end]
+        start = end
 
 
 if __name__ == "__main__":
-    main()
+    for path, text in generate().items():
+        path.write_text(text, encoding="utf-8")

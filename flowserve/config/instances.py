@@ -1,7 +1,7 @@
-"""Where the instances of a model are, and what they are called.
+"""The instances of a model: their names and devices.
 
-Decided here: what a group comes to once it is known which GPUs there are: so many instances on each of them, one after
-the other. Which GPUs there are is found out by memory/devices.py, and handed in.
+Decides how an instance group is expanded for the available GPUs: `count` instances on each of them. Does not detect
+GPUs (`memory/devices`): they are passed in. Callers: `runtime`, `rules`, `memory/devices` for the `Gpus` record.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from flowserve.config.types import InstanceGroup, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The GPUs that models may use. `absence` says why there are none. `is_off`: the operator wants none of them used,
-    and what asks for one runs on the CPU. `is_assumed`: it will run on some other machine, which has what is asked for.
+    """The GPUs available to models. `absence` is the reason if there are none. `is_off`: the operator has disabled
+    GPUs, and instances that request one run on the CPU. `is_assumed`: the models will run on another machine that has
+    the requested GPUs.
     """
 
     ids: tuple[int, ...] = ()
@@ -29,8 +30,8 @@ ASSUMED = Gpus(is_assumed=True)
 
 
 def instances_of(config: ModelConfig) -> list[tuple[str, InstanceGroup]]:
-    """The name of every instance of a model, and its group, whose `gpus` are the one it is on: () on the CPU, and on
-    GPUs of which it is only assumed that they are there.
+    """The name of every instance of a model, and its group with `gpus` reduced to the instance's own: () on the CPU,
+    and if the GPUs are only assumed to exist.
     """
     instances = []
     for group in config.instance_groups:

@@ -1,46 +1,46 @@
-"""From a model's folder to a configuration that the rest of the program trusts, in two steps.
+"""Loads a model folder's configuration in two steps.
 
-Decided here: the order. `read_draft` reads what the user wrote and guesses the backend; the caller asks that backend
-what the model's own files say; `judge` joins both, judges the whole and applies the defaults. Nothing here reads model
-files.
+Decides the order: `read_draft` reads the user's file and guesses the backend; the caller asks that backend for the
+declarations in the model's own files; `validate` merges both, checks all rules and applies the defaults. It also keeps
+the places of configurations that this process generated from Python code, so that messages name the user's line. Does
+not read model files. Callers: `repository`, `authoring`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from flowserve.config.authored import authored
 from flowserve.config.backends import fill_backend
-from flowserve.config.complete import merge
+from flowserve.config.complete import fill_defaults, gpus_to_cpu, merge
 from flowserve.config.convert import to_config
-from flowserve.config.doubt import elsewhere, fields_of
-from flowserve.config.ignored import ignored_fields
+from flowserve.config.error_cascade import broken_fields, independent_problems
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
-from flowserve.config.normalise import fill_defaults, gpus_to_cpu
 from flowserve.config.parse import Parsed, parse, read_text
 from flowserve.config.rules import find_problems
-from flowserve.config.rules.subject import Subject
+from flowserve.config.rules.subject import RuleInput
 from flowserve.config.types import Completion, ModelConfig, SourceMap
-from flowserve.config.unsupported import UNSUPPORTED, refuse_backend
+from flowserve.config.unsupported import UNSUPPORTED, ignored_fields, refuse_backend
 from flowserve.errors import Place, Problem, Problems
 
 log = logging.getLogger("flowserve.config")
 
 CONFIG_FILE: Final = "config.pbtxt"
-VARIANTS: Final = "configs"  # the folder of configurations that have names
+VARIANTS: Final = "configs"  # the folder of named configurations
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What the user wrote for one model folder, mistakes of the text included, before its own files were asked.
+    """The user's configuration of one model folder, mistakes included, before completion from the model's own files.
 
-    `name` is the folder's name. `backend` is "" for ensembles and where it cannot be told. `preliminary` is what was
-    written so far, unchecked, for `Backend.complete`. `backends` are those that exist.
+    `name` is the folder's name. `backend` is "" for ensembles and if it is unknown. `preliminary` is the unchecked
+    configuration for `Backend.complete`. `backends` are the available ones.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """The configuration with its defaults; every mistake of the text and violation of every rule, sorted by place;
-    the configuration's own fields that they are in; and a warning for each field that nothing comes of.
+class Validated:
+    """The configuration with its defaults; all mistakes of the text and violations of rules, sorted by place; the
+    top-level fields that contain them; and a warning for each ignored field.
     """
 
     config: ModelConfig
@@ -66,11 +66,11 @@ class Judged:
 
 
 def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str], config_name: str = "") -> Draft:
-    """Read one model folder's configs/NAME.pbtxt where `config_name` is NAME and there is such a file, else its
-    config.pbtxt; where that is missing too, it is an empty configuration.
+    """Read one model folder's configs/NAME.pbtxt if `config_name` is NAME and the file exists, else its config.pbtxt;
+    if that is missing too, the configuration is empty.
 
-    `default_files`: the file a version of each existing backend holds ("onnxruntime": "model.onnx"). Raises `Problems`
-    where the file cannot be read or is not a configuration.
+    `default_files`: the model file of each available backend ("onnxruntime": "model.onnx"). Raises `Problems` if the
+    file cannot be read or has a syntax error.
     """
     home = folder.relative_to(repository).as_posix()
     named = (f"{VARIANTS}/{config_name}.pbtxt",) if config_name else ()
@@ -85,11 +85,11 @@ def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str],
 
 
 def _is_there(path: Path) -> bool:
-    return path.exists() or path.is_symlink()  # a link that leads nowhere is a mistake and not a missing file
+    return path.exists() or path.is_symlink()  # a broken link is a mistake, not a missing file
 
 
 def draft_of(parsed: Parsed, folder: Path, default_files: Mapping[str, str]) -> Draft:
-    """The draft of a configuration that is already parsed. Its message becomes the draft's own."""
+    """The draft of a parsed configuration, whose message it takes over."""
     message, source = parsed.message, parsed.source
     message.name = message.name or folder.name
     fill_backend(message, folder, default_files)
@@ -106,16 +106,16 @@ def draft_of(parsed: Parsed, folder: Path, default_files: Mapping[str, str]) -> 
 
 
 def finish(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> ModelConfig:
-    """The configuration to serve with. Raises `Problems` with all that `judge` finds."""
-    judged = judge(draft, completion, gpus)
-    if judged.problems:
-        raise Problems(judged.problems)
-    return judged.config
+    """The final configuration. Raises `Problems` with all problems that `validate` finds."""
+    validated = validate(draft, completion, gpus)
+    if validated.problems:
+        raise Problems(validated.problems)
+    return validated.config
 
 
-def judge(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> Judged:
-    """What comes of a draft. `completion` is what the model's own files say, None where nobody asked (ensembles).
-    `gpus` are those that the model's instances may be on.
+def validate(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> Validated:
+    """Complete and check a draft. `completion` has the declarations of the model's own files, None for ensembles.
+    `gpus` are those available to the model's instances.
     """
     message = ModelConfigProto()
     message.CopyFrom(draft.message)
@@ -123,18 +123,36 @@ def judge(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> 
         for group in gpus_to_cpu(message):
             log.warning("%s: instance group %s runs on the CPU instead of a GPU (--gpu=off)", draft.source.file, group)
     uses_gpus = completion is None or completion.gpu_instance_count > 0
-    subject = Subject(message, draft.source, draft.name, draft.folder, gpus, uses_gpus)
+    subject = RuleInput(message, draft.source, draft.name, draft.folder, gpus, uses_gpus)
     problems = merge(message, completion, draft.source) if completion else []
     problems += find_problems(subject)
     problems += find_problems(subject, UNSUPPORTED)
     problems += refuse_backend(subject, draft.backends)
-    broken = draft.parsed.broken | fields_of(problems, draft.source)
+    broken = draft.parsed.broken | broken_fields(problems, draft.source)
     if draft.parsed.problems:
-        problems = [*draft.parsed.problems, *elsewhere(problems, draft.source, draft.parsed.broken)]
+        problems = [*draft.parsed.problems, *independent_problems(problems, draft.source, draft.parsed.broken)]
     ignored = [*ignored_fields(message, draft.source)]
     fill_defaults(message, completion, gpus)
-    return Judged(to_config(message, draft.source), _in_order(problems), broken, ignored)
+    return Validated(to_config(message, draft.source), _in_order(problems), broken, ignored)
 
 
 def _in_order(problems: list[Problem]) -> list[Problem]:
     return sorted(problems, key=lambda problem: problem.place or Place(""))
+
+
+_sources: dict[str, SourceMap] = {}  # by the real path of a model's folder
+
+
+def note_author(folder: Path, source: SourceMap, owner: object) -> None:
+    """Use the places of `source` for the configuration in a model's folder, as long as `owner` is alive."""
+    path = os.path.realpath(folder)
+    _sources[path] = source
+    weakref.finalize(owner, _sources.pop, path, None)
+
+
+def authored(folder: Path, read: SourceMap) -> SourceMap:
+    """The places of a configuration read from a folder: those noted by `note_author`, if any."""
+    source = _sources.get(os.path.realpath(folder)) if _sources else None
+    if source is None:
+        return read
+    return SourceMap(source.file, {path: source.place(path) for path in read.places})

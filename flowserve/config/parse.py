@@ -1,33 +1,39 @@
-"""The door for text that somebody wrote: a configuration's text becomes a message and the place of every field.
+"""Configuration text to message, with the place of every field, and back.
 
-Decided here: how large a configuration may be, and that all mistakes of one text are reported together. Whether what it
-says makes sense is decided in rules/, whether this server can do it in unsupported.py.
+Decides the maximum size of a configuration, that all mistakes of one text are reported together, and that text written
+by flowserve is protobuf's text format as Triton reads it, with fields in the schema's order. Both directions use the
+schema, so an unknown field is an error in both. Does not decide whether the contents are valid (`rules`) or supported
+(`unsupported`). Callers: `load`, `authoring`, the load API, test tools.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from google.protobuf import text_format
+from google.protobuf.json_format import MessageToDict
 
 from flowserve.config.build import Builder, Format
-from flowserve.config.doubt import field_of
-from flowserve.config.jsontext import parse_json
+from flowserve.config.error_cascade import field_of
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
-from flowserve.config.pbtxt import parse_pbtxt
 from flowserve.config.schema import MODEL_CONFIG
-from flowserve.config.source import Text
+from flowserve.config.syntax import Text, parse_json, parse_pbtxt
 from flowserve.config.types import SourceMap
 from flowserve.errors import Place, Problem, Problems
 
-# Real configurations have a few kilobytes. The bound keeps a file that is something else from costing seconds.
+# Real configurations have a few kilobytes. The limit avoids seconds of parsing for a file of another kind.
 SIZE_MAX_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a text says. `problems` are every unknown field, wrong type and repeated field, sorted by place; what is
-    wrong is not in the `message`. `broken` are the configuration's own fields with such mistakes in them.
+    """The contents of a text. `problems` are all unknown fields, wrong types and repeated fields, sorted by place;
+    fields with problems are not in the `message`. `broken` are the top-level fields that contain such mistakes.
     """
 
     message: ModelConfigProto
@@ -39,18 +45,18 @@ class Parsed:
 def parse_model_config(
     text: str,
     file: str,
-    format: Format = "pbtxt",  # noqa: A002, the word users know it by
+    format: Format = "pbtxt",  # noqa: A002, the term that users know
 ) -> tuple[ModelConfigProto, SourceMap]:
-    """What `text` says, where all of it is right. Raises `Problems` as `parse` does, and with those that it finds."""
+    """The message of `text` if it has no mistakes. Raises `Problems` otherwise."""
     parsed = parse(text, file, format)
     if parsed.problems:
         raise Problems(parsed.problems)
     return parsed.message, parsed.source
 
 
-def parse(text: str, file: str, format: Format = "pbtxt") -> Parsed:  # noqa: A002, the word users know it by
-    """As far as it can be read. `file` is the name that places carry. Raises `Problems` where the text is not of that
-    format at all, with the one place where that shows.
+def parse(text: str, file: str, format: Format = "pbtxt") -> Parsed:  # noqa: A002, the term that users know
+    """Parse as much as possible. `file` is the file name of places. Raises `Problems` with a single place if the text
+    has a syntax error.
     """
     if len(text) > SIZE_MAX_BYTES:
         raise Problems([_too_large(file)])
@@ -64,7 +70,7 @@ def parse(text: str, file: str, format: Format = "pbtxt") -> Parsed:  # noqa: A0
 
 
 def read_text(path: Path, file: str) -> str:
-    """A configuration file's text. Raises `Problems` where it cannot be read, is too large, or is not UTF-8."""
+    """A configuration file's text. Raises `Problems` if it cannot be read, is too large, or is not UTF-8."""
     try:
         if not path.is_file() and path.exists() and not path.is_dir():
             raise Problems([Problem("cannot be read: it is a pipe or a device and not a file", Place(file))])
@@ -87,3 +93,24 @@ def read_text(path: Path, file: str) -> str:
 
 def _too_large(file: str) -> Problem:
     return Problem(f"larger than {SIZE_MAX_BYTES >> 20} MiB, which is too large for a configuration", Place(file, 1, 1))
+
+
+def config_message(config: Mapping[str, Any], file: str) -> ModelConfigProto:
+    """The message of a configuration in JSON form. `file` is used in error messages. Raises Problems."""
+    return parse_model_config(json.dumps(config, default=_plain), file, "json")[0]
+
+
+def _plain(value: object) -> int | str:
+    """Integers of other libraries as int; anything else as text, which the schema then reports."""
+    return int(value) if isinstance(value, Integral) else repr(value)
+
+
+def config_text(config: Mapping[str, Any], file: str) -> str:
+    """The contents of a config.pbtxt."""
+    return text_format.MessageToString(config_message(config, file), as_utf8=True)
+
+
+def config_fields(text: str, file: str) -> tuple[dict[str, Any], SourceMap]:
+    """The fields of a config.pbtxt in JSON form, without defaults. Raises Problems."""
+    message, source = parse_model_config(text, file)
+    return MessageToDict(message, preserving_proto_field_name=True), source

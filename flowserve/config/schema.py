@@ -1,8 +1,8 @@
-"""The schema as the builder reads it: fields by name, with their kinds.
+"""The configuration schema for the builder: fields by name, with their kinds.
 
-Decided here: nothing; it is worked out once from the descriptor in model_config_pb2. It is read from the descriptor's
-own message, whose meaning never changes, rather than from protobuf's reflection API, which renames its properties
-between releases.
+Derived once from the descriptor in model_config_pb2. It reads the descriptor's own message, which is stable, rather
+than protobuf's reflection API, which renames properties between releases. Callers: `build`, `convert`, `parse`,
+`error_cascade`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns a name that is not there into the one that was probably meant."""
+"""Suggestions for unknown names: the most similar known name. Callers: every package that reports an unknown name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Final
 
 KNOWN_MAX: Final = 64
 NAME_CHARS_MAX: Final = 128
-BEGINNING_MIN: Final = 4  # characters: most names begin with one or two of some other's
+BEGINNING_MIN: Final = 4  # characters: shorter prefixes match too many names
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is closest, or closest but for capitals, or the first that begins with it; "" where none is
-    so.
+    """The most similar known name, else the most similar ignoring case, else the first that begins with `name`; "" if
+    there is none.
     """
     names = list(known)
     if close := difflib.get_close_matches(name, names, n=1):
@@ -28,17 +28,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], quote: str = '"') -> str:
-    """'did you mean "input"?' where one of the known names is close, else ""."""
+    """'did you mean "input"?' if a known name is similar, else ""."""
     close = nearest(name, known)
     return f"did you mean {quote}{close}{quote}?" if close else ""
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """What a refused request is told besides, or whoever reads the log: " (did you mean 'input'?)", or "".
+    """A suffix for the message of a refused request or a log line: " (did you mean 'input'?)", or "".
 
-    Comparing takes tens of microseconds for each known name, and more for a longer one: so there is none among more
-    than `KNOWN_MAX` or for what is too long for a name, and a client that goes on asking for the same wrong name is
-    compared once.
+    A comparison takes tens of microseconds per known name, and more for long names. So there is none with more than
+    `KNOWN_MAX` names or for overlong names, and the results are cached for clients that repeat a wrong name.
     """
     if len(name) > NAME_CHARS_MAX:
         return ""

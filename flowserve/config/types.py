@@ -1,8 +1,8 @@
-"""What a configuration says, as the rest of the program trusts it.
+"""Configuration records for all other packages.
 
-Decided here: the frozen records that come out of config/. They hold checked values only; protobuf stays behind
-`ModelConfig.json`, which is the configuration as the wire shows it. Places of fields live in `SourceMap`, so that a
-rule in any room can still point at the user's line. Nothing here reads files.
+Decides the frozen records that `config` returns. They contain checked values only and no protobuf types;
+`ModelConfig.json` is the configuration in the form of the protocol. `SourceMap` has the places of fields, so that a
+rule in any package can report the user's line. Does not read files. Callers: every package.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flowserve.values import DType, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class SourceMap:
-    """Where each field of one file was written, by path: `"ensemble_scheduling.step[1].input_map[IMAGE]"`."""
+    """The place of each field of one file, by path: `"ensemble_scheduling.step[1].input_map[IMAGE]"`."""
 
     file: str
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def place(self, path: str) -> Place:
-        """The place of `path`, or of its nearest written ancestor, or of the whole (""), or the file itself."""
+        """The place of `path`, else of its nearest existing ancestor, else of the whole (""), else the file."""
         while path:
             found = self.places.get(path)
             if found is not None:
@@ -35,7 +35,7 @@ class SourceMap:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """Triton's ModelQueuePolicy. `timeout_action` is "REJECT" or "DELAY"; 0 is no timeout, and no limit."""
+    """Triton's ModelQueuePolicy. `timeout_action` is "REJECT" or "DELAY"; 0 means no timeout, and no size limit."""
 
     timeout_action: str = "REJECT"
     default_timeout_us: int = 0
@@ -45,8 +45,8 @@ class QueuePolicy:
 
 @dataclass(frozen=True, slots=True)
 class DynamicBatching:
-    """Triton's ModelDynamicBatching. `preferred_batch_sizes` is never empty on a batching model (default: the
-    maximum). `priority_queue_policies` are those of single levels, which are 1 to `priority_levels`.
+    """Triton's ModelDynamicBatching. `preferred_batch_sizes` is never empty for a batching model (default: the
+    maximum). `priority_queue_policies` is keyed by priority level, 1 to `priority_levels`.
     """
 
     preferred_batch_sizes: tuple[int, ...] = ()
@@ -58,14 +58,14 @@ class DynamicBatching:
     priority_queue_policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
 
 
-LATEST: Final = -1  # of a step's `version`: the highest there is
+LATEST: Final = -1  # a step's `version`: the highest available
 
 
 @dataclass(frozen=True, slots=True)
 class EnsembleStep:
     """One step: `input_map` is model input -> ensemble tensor, `output_map` is model output -> ensemble tensor.
 
-    `path` is where the step stands in the file, for `SourceMap.place`.
+    `path` is the step's path in the file, for `SourceMap.place`.
     """
 
     model: str
@@ -83,7 +83,7 @@ class Ensemble:
 
 @dataclass(frozen=True, slots=True)
 class LimitedResource:
-    """`count` copies of a resource, of the instance's device or (`is_global`) of the whole server."""
+    """`count` units of a resource, of the instance's device or (`is_global`) of the whole server."""
 
     name: str
     count: int
@@ -92,7 +92,7 @@ class LimitedResource:
 
 @dataclass(frozen=True, slots=True)
 class RateLimiter:
-    """What an instance holds while it runs, where `--rate-limit` is on. `priority`: 1 comes first."""
+    """The resources that an instance needs for an execution, with `--rate-limit`. `priority`: 1 is the highest."""
 
     resources: tuple[LimitedResource, ...] = ()
     priority: int = 1
@@ -100,9 +100,9 @@ class RateLimiter:
 
 @dataclass(frozen=True, slots=True)
 class InstanceGroup:
-    """`kind` is one of "KIND_CPU", "KIND_GPU", "KIND_MODEL"; of the second, there are `count` instances on each of
-    `gpus`. Instances of a `passive` group are loaded and initialised, and never given work. `profiles` are the numbers
-    of the optimisation profiles that TensorRT may use.
+    """`kind` is one of "KIND_CPU", "KIND_GPU", "KIND_MODEL"; with KIND_GPU there are `count` instances on each of
+    `gpus`. Instances of a `passive` group are loaded and initialised, but get no work. `profiles` are the numbers of
+    the optimisation profiles that TensorRT may use.
     """
 
     name: str
@@ -116,8 +116,9 @@ class InstanceGroup:
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """A model input that the server makes from the shapes of a batch. `kind` is Triton's name ("BATCH_ELEMENT_COUNT");
-    every one of `targets`, which are no inputs of the configuration, gets the same tensor; `source` is an input.
+    """A model input that the server computes from the shapes of a batch. `kind` is Triton's name
+    ("BATCH_ELEMENT_COUNT"); each of `targets`, which are not inputs of the configuration, gets the same tensor;
+    `source` is an input.
     """
 
     kind: str
@@ -128,7 +129,7 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True)
 class BatchOutput:
-    """Outputs that come flat and are cut up by the shapes of the input `source`."""
+    """Flat outputs that are divided by the shapes of the input `source`."""
 
     targets: tuple[str, ...]
     source: str
@@ -136,8 +137,8 @@ class BatchOutput:
 
 @dataclass(frozen=True, slots=True)
 class SequenceControl:
-    """An input by which a model of sequences is told what a request is. `kind` is "START", "END", "READY" or "CORRID";
-    `false` and `true` are the values of the first three.
+    """A control input of a sequence model. `kind` is "START", "END", "READY" or "CORRID"; `false` and `true` are the
+    values of the first three.
     """
 
     name: str
@@ -150,8 +151,8 @@ class SequenceControl:
 @dataclass(frozen=True, slots=True)
 class SequenceState:
     """A tensor that the server keeps between the requests of a sequence: `output` of one request is `input` of the
-    next. `dims` leave out the batch dimension. The first input has `initial_dims`, where given, and holds what a `file`
-    in initial_state/ says, else zeros.
+    next. `dims` exclude the batch dimension. The first input has `initial_dims`, if given, and the contents of `file`
+    in initial_state/, else zeros.
     """
 
     input: str
@@ -164,9 +165,9 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatching:
-    """Triton's ModelSequenceBatching. `is_direct`: else "oldest", whose `preferred_batch_sizes` and `candidates` (how
-    many sequences an instance has at a time; 0: as many as a batch has rows) these are. `slot_share` is direct's
-    minimum_slot_utilization. `is_iterative`: each request is a sequence, and runs until its model is done with it.
+    """Triton's ModelSequenceBatching. `is_direct`: strategy direct, with `slot_share` its minimum_slot_utilization;
+    else oldest, with `preferred_batch_sizes` and `candidates` (concurrent sequences per instance; 0: as many as a batch
+    has rows). `is_iterative`: each request is a sequence, and runs until its model is done with it.
     """
 
     idle_us: int
@@ -182,8 +183,8 @@ class SequenceBatching:
 
 @dataclass(frozen=True, slots=True)
 class WarmupInput:
-    """What a warm-up request holds in one input: zeros, or random values, or what a `file` in warmup/ says. `dims`
-    leave out the batch dimension.
+    """The contents of one input of a warm-up request: zeros, random values, or a `file` in warmup/. `dims` exclude the
+    batch dimension.
     """
 
     dtype: DType
@@ -194,7 +195,7 @@ class WarmupInput:
 
 @dataclass(frozen=True, slots=True)
 class WarmupSample:
-    """`count` batches of `batch_size` equal requests; a `batch_size` of 0 says not to run it."""
+    """`count` batches of `batch_size` equal requests; a `batch_size` of 0 disables the sample."""
 
     name: str
     batch_size: int
@@ -204,7 +205,7 @@ class WarmupSample:
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """Exactly one of the three: the `latest` N, all, or the `specific` ones."""
+    """Exactly one of three policies: the `latest` N, all, or the `specific` ones."""
 
     latest: int = 1
     all: bool = False
@@ -215,8 +216,8 @@ class VersionPolicy:
 class ModelConfig:
     """One deployment's configuration after defaults, autocomplete and rules.
 
-    `backend` is "" for ensembles. `json` is the whole message as GET .../config answers it. `decoupled`: a plain model
-    may answer a request any number of times; what an ensemble does, its steps decide.
+    `backend` is "" for ensembles. `json` is the whole message as GET .../config returns it. `decoupled`: a plain model
+    may send any number of responses per request; for an ensemble, its steps decide.
     """
 
     name: str
@@ -246,18 +247,18 @@ class ModelConfig:
 
     @property
     def steps(self) -> tuple[EnsembleStep, ...]:
-        """Those of an ensemble; none for a plain model."""
+        """The steps of an ensemble; () for a plain model."""
         return self.ensemble.steps if self.ensemble else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a backend read from the model's own files, for configuration fields the user left out.
+    """The declarations that a backend read from the model's own files, for configuration fields that the user omitted.
 
-    `max_batch_size` None: nothing to say. `inputs`/`outputs` leave out the batch dimension where `max_batch_size` > 0.
-    `dynamic_batching`: switch the dynamic batcher on (Triton does for ONNX files whose first dims are all dynamic).
-    `decoupled` None: nothing to say. `instance_count`: how many instances a group gets that does not say;
-    `gpu_instance_count`: how many on each GPU, 0 where the backend can do nothing with one.
+    `max_batch_size`, `decoupled` None: not declared. `inputs`/`outputs` exclude the batch dimension if
+    `max_batch_size` > 0. `dynamic_batching`: enable the dynamic batcher (as Triton does for ONNX files whose first dims
+    all vary). `instance_count`: the default number of instances of a group; `gpu_instance_count`: the same per GPU, 0
+    if the backend does not use GPUs.
     """
 
     inputs: tuple[TensorSpec, ...] | None = None

@@ -1,16 +1,27 @@
-"""What a right configuration may ask for and this version cannot do yet: one small function per feature.
+"""Unsupported features in valid configurations: refusals, one function per feature, and warnings.
 
-Decided here: that a feature which would change results is refused by name, never ignored. A feature that arrives
-deletes its line here. What is merely a hint about speed is listed in ignored.py.
+Decides: a feature that would change results is refused by name. Ignored with a warning are hints about performance, or
+about hardware that flowserve does not manage. Further warnings: a Python environment that the model cannot get,
+batching settings without effect, a cache that does not exist, and a parameter key that is nearly one of flowserve's and
+would otherwise pass for the model's own. Callers: `load`, `repository`, `runtime`; `rules/model` for the hints about
+other backends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Final
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Final
 
-from flowserve.config.rules.subject import Rule, Subject
-from flowserve.errors import Problem
+from google.protobuf.message import Message
+
+from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
+from flowserve.config.model_config_pb2 import ModelOptimizationPolicy
+from flowserve.config.parameters import ADMISSION_KEYS, ENVIRONMENT
+from flowserve.config.rules.subject import Rule, RuleInput
+from flowserve.config.types import ModelConfig, SourceMap
+from flowserve.errors import Place, Problem
 
 YET: Final = "is not supported yet"
 _EXPORT: Final = "export it: torch.onnx.export(model, inputs, '1/model.onnx', dynamo=True), or call it in a model.py"
@@ -18,7 +29,7 @@ _TENSORRT_LLM: Final = (
     "its engines are no TensorRT plans: call TensorRT-LLM in a decoupled model.py, or run trtllm-serve beside"
     " this server"
 )
-# What to do instead, by backend.
+# The alternative for each unsupported backend.
 OTHER_BACKENDS: Final[Mapping[str, str]] = {
     "pytorch": _EXPORT,
     "libtorch": _EXPORT,
@@ -37,50 +48,49 @@ OTHER_BACKENDS: Final[Mapping[str, str]] = {
 }
 
 
-def _not_yet(s: Subject, path: str, feature: str, hint: str = "") -> Problem:
+def _not_yet(s: RuleInput, path: str, feature: str, hint: str = "") -> Problem:
     return s.problem(path, f"model '{s.message.name}': {feature} {YET}", hint)
 
 
-def decoupled(s: Subject) -> Iterator[Problem]:
-    """Only code can answer when it likes. An ensemble's own flag means nothing: what its steps are decides."""
+def decoupled(s: RuleInput) -> Iterator[Problem]:
+    """An ONNX model cannot be decoupled. An ensemble's own flag has no meaning, because its steps decide."""
     if s.message.model_transaction_policy.decoupled and not s.is_ensemble and s.message.backend == "onnxruntime":
         text = "a decoupled model_transaction_policy of an ONNX model"
         yield _not_yet(s, "model_transaction_policy.decoupled", text, "put it behind a model.py that is decoupled")
 
 
-def shape_tensors(s: Subject) -> Iterator[Problem]:
+def shape_tensors(s: RuleInput) -> Iterator[Problem]:
     for path, text, tensor in s.tensors():
         if tensor.is_shape_tensor:
             yield _not_yet(s, f"{path}.is_shape_tensor", f"is_shape_tensor of {text}")
 
 
-def non_linear_formats(s: Subject) -> Iterator[Problem]:
+def non_linear_formats(s: RuleInput) -> Iterator[Problem]:
     for path, text, tensor in s.tensors():
         if tensor.is_non_linear_format_io:
             yield _not_yet(s, f"{path}.is_non_linear_format_io", f"is_non_linear_format_io of {text}")
 
 
-def namespaces(s: Subject) -> Iterator[Problem]:
+def namespaces(s: RuleInput) -> Iterator[Problem]:
     for index, step in enumerate(s.message.ensemble_scheduling.step):
         if step.model_namespace:
             path = f"ensemble_scheduling.step[{index}].model_namespace"
             yield _not_yet(s, path, f"model_namespace of step {index}")
 
 
-def operations(s: Subject) -> Iterator[Problem]:
+def operations(s: RuleInput) -> Iterator[Problem]:
     if s.message.model_operations.op_library_filename:
         yield _not_yet(s, "model_operations", "model_operations (custom operators)")
 
 
-def agents(s: Subject) -> Iterator[Problem]:
-    """An agent may verify a checksum or decrypt: left out, the model would be another one."""
+def agents(s: RuleInput) -> Iterator[Problem]:
+    """An agent may verify a checksum or decrypt the model, so it cannot be ignored."""
     if s.message.model_repository_agents.agents:
         yield _not_yet(s, "model_repository_agents", "model_repository_agents")
 
 
-def places(s: Subject) -> Iterator[Problem]:
-    value = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
-    if value == "ray":
+def places(s: RuleInput) -> Iterator[Problem]:
+    if s.parameter("execution") == "ray":
         yield _not_yet(s, "parameters[execution]", 'execution "ray"', 'use "process", "thread", "inline" or "auto"')
 
 
@@ -96,8 +106,8 @@ UNSUPPORTED: Final[Mapping[str, Rule]] = {
 BACKEND_RULE: Final = "N22"
 
 
-def refuse_backend(s: Subject, available: frozenset[str]) -> Iterator[Problem]:
-    """Backends of Triton's that nobody has installed here, each with what to do instead."""
+def refuse_backend(s: RuleInput, available: frozenset[str]) -> Iterator[Problem]:
+    """Refuse Triton's backends that are not installed, each with an alternative."""
     backend = s.message.backend
     if backend in OTHER_BACKENDS and backend not in available:
         path = "backend" if "backend" in s.source.places else "platform"
@@ -105,3 +115,89 @@ def refuse_backend(s: Subject, available: frozenset[str]) -> Iterator[Problem]:
         yield Problem(
             f"model '{s.message.name}': {label} {YET}", s.source.place(path), BACKEND_RULE, OTHER_BACKENDS[backend]
         )
+
+
+# ---------------------------------------------------------------------------------------------- warnings
+
+IGNORED: Final = (
+    "optimization.priority",
+    "optimization.cuda.busy_wait_events",
+    "optimization.cuda.output_copy_stream",
+    "optimization.execution_accelerators.cpu_execution_accelerator",
+    "optimization.input_pinned_memory",
+    "optimization.output_pinned_memory",
+    "optimization.gather_kernel_buffer_threshold",
+    "optimization.eager_batching",
+    "cc_model_filenames",
+    "metric_tags",
+    "model_metrics",
+    "runtime",
+)
+IGNORED_IN_GROUPS: Final = ("secondary_devices", "host_policy")
+OURS: Final = ("execution", "execution_timeout", *ADMISSION_KEYS)
+# Triton loads a custom batching strategy from this parameter's path, or from a library of this name in the model's
+# folder or a version's.
+BATCH_STRATEGY: Final = "TRITON_BATCH_STRATEGY_PATH"
+BATCH_STRATEGY_FILE: Final = "batchstrategy.so"
+LIKENESS_MIN: Final = 0.85  # similarity of a typing error; most models' own keys are far below
+
+
+def ignored_fields(message: ModelConfigProto, source: SourceMap) -> Iterator[Problem]:
+    """A warning for each ignored field with a non-default value: servers write out fields at their default too."""
+    found = {path: attrgetter(path)(message) for path in IGNORED}
+    for index, group in enumerate(message.instance_group):
+        found |= {f"instance_group[{index}].{field}": getattr(group, field) for field in IGNORED_IN_GROUPS}
+    for path, value in found.items():
+        if path in source.places and _has_effect(value):
+            yield Problem(f"{path} is read and ignored", source.place(path), "R15")
+
+
+def _has_effect(value: Any) -> bool:
+    if isinstance(value, ModelOptimizationPolicy.PinnedMemoryBuffer):
+        return not value.enable  # enabled is the default
+    return bool(value.ListFields() if isinstance(value, Message) else value)
+
+
+def unused_cache(config: ModelConfig) -> Iterator[Problem]:
+    """A warning if response_cache is enabled without a cache."""
+    if config.response_cache:
+        text = "response_cache is not used: there is no cache"
+        hint = "flowserve run --cache-config local,size=BYTES has one"
+        yield Problem(text, config.source.place("response_cache"), "R15", hint)
+
+
+def unused_environment(config: ModelConfig, execution: str) -> Iterator[Problem]:
+    """A warning if a Python model specifies an environment but does not run in its own process."""
+    if config.backend == "python" and config.parameters.get(ENVIRONMENT) and execution != "process":
+        text = f"{ENVIRONMENT} is not used: model '{config.name}' runs in the server's own Python environment"
+        place = config.source.place(f"parameters[{ENVIRONMENT}]")
+        hint = f'by execution "{execution}"; only "process" can have another. Else install there what the model imports'
+        yield Problem(text, place, "R9", hint)
+
+
+def unused_batching(config: ModelConfig, libraries: Sequence[Place]) -> Iterator[Problem]:
+    """A warning for a custom batching strategy, and for queue policies of priority levels that do not exist.
+    `libraries`: every `BATCH_STRATEGY_FILE` in the model's folder.
+    """
+    strategies = [(BATCH_STRATEGY_FILE, place) for place in libraries]
+    if BATCH_STRATEGY in config.parameters:
+        strategies.append((BATCH_STRATEGY, config.source.place(f"parameters[{BATCH_STRATEGY}]")))
+    for what, place in strategies:
+        text = f"{what} is not used: the server decides itself which requests are batched together"
+        hint = "it can be influenced by preferred_batch_size, max_queue_delay_microseconds and queue policies"
+        yield Problem(text, place, "R15", hint)
+    batching = config.dynamic_batching
+    if batching is not None and batching.priority_queue_policies and not batching.priority_levels:
+        path = "dynamic_batching.priority_queue_policy"
+        text = "priority_queue_policy is not used: without priority_levels there is no level that it could be for"
+        yield Problem(text, config.source.place(path), "R15", "default_queue_policy is for all requests")
+
+
+def misspelt_parameters(config: ModelConfig) -> Iterator[Problem]:
+    """A warning for a parameter key that is similar, but not equal, to one that the server reads."""
+    for key in sorted(config.parameters):  # the order of protobuf's maps differs between processes
+        close = difflib.get_close_matches(key.casefold(), OURS, n=1, cutoff=LIKENESS_MIN)
+        if close and key not in OURS:
+            place = config.source.place(f"parameters[{key}]")
+            text = f"parameter '{key}' is left to the model; the server does not read it"
+            yield Problem(text, place, "R13", f'did you mean "{close[0]}"?')

@@ -1,7 +1,6 @@
-"""What is right about a graph and yet is hardly meant: batches that fall apart again, and those that cannot pass.
+"""Warnings about valid graphs that are probably not intended: batches that are split, and batches that will fail.
 
-Decided here: what is worth a warning when a user asks for a check. Nothing is refused, and nothing that runs reads
-this.
+Decides which warnings `flowserve check` prints. Refuses nothing, and is not used at run time. Caller: `cli/check`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from flowserve.graph.types import GRAPH, Graph
 
 
 def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[Problem]:
-    """At most one for each model of an ensemble that reads what another made in batches, and breaks these up.
+    """At most one warning for each model that splits the batches of an earlier model, and one for each step at which a
+    request of several rows, which the ensemble accepts, would fail.
 
-    Batches come apart only behind the model that formed them: a small model in front of a larger one is none. Nor is
-    one behind a model that answers many times, whose answers come one by one. `configs` has every model of the graph
-    by name. And one for each step that a request of several rows, which the ensemble takes, would fail at.
+    Only a model behind the one that formed the batch can split it, so a small model before a larger one is no case; nor
+    is a model behind a decoupled one, whose responses come one by one. `configs` has every model of the graph by name.
     """
     largest: dict[str, ModelConfig] = {}
     for edge in graph.edges:
@@ -34,7 +33,7 @@ def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[Problem
 
 
 def _lose_rows(graph: Graph) -> Iterator[Problem]:
-    """Only a 1 can be taken away in front of a model that has no batch dimension."""
+    """Before a model without a batch dimension, only a leading 1 can be removed."""
     losing = {edge.consumer for edge in graph.edges if edge.conversion is not None and edge.conversion.batch < 0}
     for node in graph.nodes if graph.max_batch_size > 1 else ():
         if node.index in losing:
@@ -56,7 +55,7 @@ def _rows(config: ModelConfig | None) -> int:
 
 def _breaks(graph: Graph, first: ModelConfig, second: ModelConfig) -> Iterator[Problem]:
     if second.sequence is not None or second.max_batch_size < 1 or (second.decoupled and second.backend == BACKEND):
-        return  # sequences batch in their own way, the others not at all, whatever a configuration says
+        return  # sequences have their own batching; the others never batch, whatever their configuration
     place = second.source.place("max_batch_size")
     where = f"ensemble '{graph.name}': batches fall apart at model '{second.name}'"
     rows = first.max_batch_size

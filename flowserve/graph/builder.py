@@ -1,14 +1,16 @@
-"""A graph as somebody wires it in Python: parts called on tensors, or joined by the names of tensors.
+"""Builder of graphs in Python: parts are called on tensors, or joined by tensor names.
 
-Decided here: what a call means, how its tensors are named, and where each piece was written: the line of Python outside
-this package. What comes out is the configuration that a file would hold, with the place of every field, so that the
-rules for files judge it with the same words. A mistake in the wiring is noted, not raised: all are told together.
+Decides the short notation of tensors (`"FP32[3,-1]"`), the meaning of a call, the names of its tensors, and the place
+of each element: the line of Python outside flowserve. The result is the configuration that a file would contain, with
+the place of every field, so that the rules for files apply with the same messages. A wiring mistake is recorded, not
+raised, so that all are reported together.
 
-Nothing here reads or writes files, nor knows what a part computes.
+Does not read or write files, and does not know what a part computes. Caller: `authoring`.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -16,20 +18,63 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import LATEST, SourceMap
-from flowserve.errors import FlowserveError, Place, Problem, Problems
-from flowserve.graph.notation import input_json, output_json
-from flowserve.graph.notation import tensor as parse_tensor
+from flowserve.errors import FlowserveError, Invalid, Place, Problem, Problems
 from flowserve.graph.types import DEPTH_LIMIT, GRAPH
-from flowserve.values import TensorSpec
+from flowserve.values import BY_WIRE, TensorSpec
 
 _OURS: Final = ("flowserve.graph.", "flowserve.authoring.")
-# What an output is declared as whose tensor nobody writes: the rule that says so is the mistake to tell.
+# The declaration of an output whose tensor has no writer; the rule about the missing writer reports the mistake.
 _UNKNOWN: Final = "FP32[-1]"
 T = TypeVar("T")
 
 
-def caller() -> Place:
+def parse_tensor(name: str, text: str) -> TensorSpec:
+    """`parse_tensor("X", "FP32[3,-1]")`: data type and dims without the batch dimension. -1 varies between batches, *
+    also within a batch (the tensor is ragged); a trailing "?" makes it optional. Raises Invalid.
+    """
+    match = re.fullmatch(r"(\w+)\s*\[([-*\d,\s]*)\](\??)", str(text).strip())
+    if match is None:
+        raise Invalid(f"tensor '{name}': {text!r} is not a data type with dims, as in 'FP32[3,224,224]' or 'BYTES[1]'")
+    dtype, dims, optional = match.groups()
+    if dtype not in BY_WIRE:
+        hint = did_you_mean(dtype.upper(), BY_WIRE) or f"known are {', '.join(BY_WIRE)}"
+        raise Invalid(f"tensor '{name}': there is no data type '{dtype}' ({hint})")
+    words = [word.strip() for word in dims.split(",") if word.strip()]
+    try:
+        sizes = tuple(-1 if word == "*" else int(word) for word in words)
+        return TensorSpec(name, BY_WIRE[dtype], sizes, bool(optional), ragged="*" in words)
+    except ValueError:
+        raise Invalid(f"tensor '{name}': the dims of {text!r} are not whole numbers") from None
+
+
+def input_json(spec: TensorSpec) -> dict[str, Any]:
+    """An entry of `input` in JSON form."""
+    made = _tensor_json(spec)
+    if spec.optional:
+        made["optional"] = True
+    if spec.ragged:
+        made["allow_ragged_batch"] = True
+    return made
+
+
+def output_json(spec: TensorSpec) -> dict[str, Any]:
+    """An entry of `output` in JSON form."""
+    made = _tensor_json(spec)
+    if spec.labels:
+        made["label_filename"] = spec.labels
+    return made
+
+
+def _tensor_json(spec: TensorSpec) -> dict[str, Any]:
+    made: dict[str, Any] = {"name": spec.name, "data_type": spec.dtype.config_name, "dims": list(spec.dims)}
+    if spec.reshape is not None:
+        made["reshape"] = {"shape": list(spec.reshape)}
+    return made
+
+
+def calling_line() -> Place:
     """The line of Python that called into this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
@@ -44,18 +89,18 @@ def _shown(file: str) -> str:
     return path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name
 
 
-def wanted(value: T, kind: Any, what: str, hint: str = "") -> T:
-    """`value`, which has to be of that kind of thing. Raises Problems: nothing could be wired with another."""
+def require(value: T, kind: Any, what: str, hint: str = "") -> T:
+    """`value`, checked to be of type `kind`. Raises Problems, because nothing can be wired with another type."""
     if isinstance(value, kind):
         return value
-    raise Problems([Problem(f"{what}, and not {type(value).__name__}", caller(), "B1", hint)])
+    raise Problems([Problem(f"{what}, and not {type(value).__name__}", calling_line(), "B1", hint)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A tensor of a graph: what a part's output, or an input of the graph, will hold. It is wired, never computed."""
+    """A tensor of a graph: an output of a part, or an input of the graph. It is wired, never computed."""
 
-    graph: Sketch
+    graph: GraphBuilder
     call: int  # GRAPH for an input of the graph
     port: str
 
@@ -64,24 +109,24 @@ class Tensor:
 
 
 class Outputs:
-    """What a call gives: its tensors by name (`made["SCORES"]`, `made.SCORES`) or in order (`a, b = part(x)`).
+    """The result of a call: its tensors by name (`made["SCORES"]`, `made.SCORES`) or in order (`a, b = part(x)`).
 
-    One that has a single tensor can be used as that tensor.
+    With a single tensor it can be used as that tensor.
     """
 
     __slots__ = ("_call", "_graph", "_part")
 
-    def __init__(self, graph: Sketch, part: Part, call: int) -> None:
+    def __init__(self, graph: GraphBuilder, part: Part, call: int) -> None:
         self._graph = graph
         self._part = part
         self._call = call
 
     def __getitem__(self, name: str) -> Tensor:
-        """Any name will do; one that the part does not have is told with the other mistakes."""
+        """Any name is accepted; an unknown output is reported with the other mistakes."""
         return Tensor(self._graph, self._call, name)
 
     def __getattr__(self, name: str) -> Tensor:
-        if name.startswith("_"):  # what Python and notebooks ask of anything
+        if name.startswith("_"):  # Python and notebooks look such names up on every object
             raise AttributeError(name)
         return self[name]
 
@@ -96,14 +141,14 @@ class Outputs:
 
 
 class Part(ABC):
-    """What can be a step of a graph: a model, or a graph."""
+    """A possible step of a graph: a model, or another graph."""
 
     name: str
     place: Place
 
     @property
-    def sketch(self) -> Sketch | None:
-        """What it is made of, where that is parts again."""
+    def builder(self) -> GraphBuilder | None:
+        """The builder of a part that is a graph, else None."""
         return None
 
     @property
@@ -117,26 +162,26 @@ class Part(ABC):
     @property
     @abstractmethod
     def max_batch_size(self) -> int:
-        """Rows it takes at once; 0: its tensors have no batch dimension."""
+        """Rows per batch; 0: its tensors have no batch dimension."""
 
-    # What an output of a graph is declared as its parts say, and theirs are graphs again: whoever wants to know one
-    # thing asks for that alone, or the questions double with each graph that lies in another.
+    # An output of a graph is declared by its parts, which may be graphs again. `output_names` and `output_spec` look up
+    # only what is needed; reading all of `outputs` would double the work with each level of nesting.
 
     @property
     def output_names(self) -> list[str]:
-        """Those of `outputs`."""
-        sketch = self.sketch
-        return [one.name for one in (self.outputs if sketch is None else sketch.wanted)]
+        """The names of `outputs`."""
+        builder = self.builder
+        return [one.name for one in (self.outputs if builder is None else builder.declared_outputs)]
 
     def output_spec(self, name: str) -> TensorSpec:
-        """The one of `outputs` that is called so."""
-        sketch = self.sketch
-        if sketch is None:
+        """The output of that name."""
+        builder = self.builder
+        if builder is None:
             return next(spec for spec in self.outputs if spec.name == name)
-        return sketch.output_spec(next(one for one in sketch.wanted if one.name == name))
+        return builder.output_spec(next(one for one in builder.declared_outputs if one.name == name))
 
     def __call__(self, *tensors: Tensor | Outputs, **named: Tensor | Outputs) -> Outputs:
-        """Make this a step of the tensors' graph. Tensors are the part's inputs in order, or by name."""
+        """Add this part as a step to the tensors' graph. Tensors are the part's inputs in order, or by name."""
         given = [*tensors, *named.values()]
         anything: list[object] = [*given]
         strange = next((each for each in anything if not isinstance(each, Tensor | Outputs)), None)
@@ -144,30 +189,30 @@ class Part(ABC):
             found = f"on {type(strange).__name__}" if given else "without any"
             hint = "a model's function computes: model.function(array)" if given else ""
             raise Problems(
-                [Problem(f"'{self.name}' is called on tensors of a graph, not {found}", caller(), "B1", hint)]
+                [Problem(f"'{self.name}' is called on tensors of a graph, not {found}", calling_line(), "B1", hint)]
             )
         first = given[0]
         graph = first.graph if isinstance(first, Tensor) else first._graph
         return graph.call(self, tensors, named)
 
 
-class Declared(Part):
-    """A part whose configuration is in Python. `folder` is where it was loaded from, None where it was not."""
+class DeclaredPart(Part):
+    """A part whose configuration is in Python. `folder` is the folder it was loaded from, if any."""
 
     folder: Path | None = None
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The configuration as JSON spells it."""
+        """The configuration in JSON form."""
 
     @abstractmethod
     def source(self) -> SourceMap:
-        """Where each field of the configuration was written."""
+        """The place of each field of the configuration."""
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """One step. An input is a tensor, or the name of one; `named` are the outputs whose tensors were given names."""
+class StepCall:
+    """One step. An input is a tensor, or the name of one; `named` maps outputs to the tensor names given to them."""
 
     part: Part
     inputs: dict[str, Tensor | str]
@@ -177,8 +222,8 @@ class Call:
 
 
 @dataclass(slots=True, eq=False)
-class Wanted:
-    """An output of the graph. `tensor` None: whichever is called `name`. `spec` None: as its writer says."""
+class GraphOutput:
+    """An output of the graph. `tensor` None: the tensor called `name`. `spec` None: as its writer declares it."""
 
     name: str
     tensor: Tensor | None
@@ -187,48 +232,50 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class Sketch:
-    """The steps, inputs and outputs of one graph while it is written. `problems` are the mistakes noted so far."""
+class GraphBuilder:
+    """The steps, inputs and outputs of one graph while it is written. `problems` are the mistakes recorded so far."""
 
     name: str
     place: Place
     max_batch_size: int | None = None
-    calls: list[Call] = field(default_factory=list)
-    given: dict[str, tuple[TensorSpec, Place]] = field(default_factory=dict)
-    wanted: list[Wanted] = field(default_factory=list)
+    calls: list[StepCall] = field(default_factory=list)
+    declared_inputs: dict[str, tuple[TensorSpec, Place]] = field(default_factory=dict)
+    declared_outputs: list[GraphOutput] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    # Fields of the configuration that are no wiring; they are written as they are.
+    # Fields of the configuration besides the wiring, copied unchanged.
     options: dict[str, Any] = field(default_factory=dict)
-    # An output was an input as it is: whatever else is missing then, that is what to mend first.
-    hands_on_an_input: bool = False
-    depth: int = 1  # of graphs in graphs, this one included
+    # An input was used directly as an output: the mistake to fix first, whatever else is missing.
+    outputs_an_input: bool = False
+    depth: int = 1  # of nested graphs, this one included
 
-    # Writing it
+    # Building
 
     def add_input(self, name: str, text: str) -> Tensor:
-        self._refuse_second(wanted(name, str, "the name of an input is a text"), "input", name in self.given)
-        self.given[name] = (self._spec(name, text), caller())
+        self._refuse_second(require(name, str, "the name of an input is a text"), "input", name in self.declared_inputs)
+        self.declared_inputs[name] = (self._spec(name, text), calling_line())
         return Tensor(self, GRAPH, name)
 
     def add_output(self, name: str, tensor: Tensor | Outputs | None, text: str) -> None:
-        wanted(name, str, "the name of an output is a text")
-        self._refuse_second(name, "output", any(other.name == name for other in self.wanted))
+        require(name, str, "the name of an output is a text")
+        self._refuse_second(name, "output", any(other.name == name for other in self.declared_outputs))
         one = None if tensor is None else self._one(tensor)
         if one is not None and one.call == GRAPH:
             self._problem(f"input '{one.port}' cannot be output as it is; a step has to write what a graph answers")
-            self.hands_on_an_input = True
+            self.outputs_an_input = True
             return
         if one is not None:
             self._give_name(one, name)
-        self.wanted.append(Wanted(name, one, self._spec(name, text, is_output=True) if text else None, caller()))
+        self.declared_outputs.append(
+            GraphOutput(name, one, self._spec(name, text, is_output=True) if text else None, calling_line())
+        )
 
     def add_step(self, part: Part, inputs: Mapping[str, Tensor | Outputs | str], outputs: Mapping[str, str]) -> None:
-        wanted(part, Part, "a step is of a model or a graph", "@flowserve.model makes one of a function")
-        wanted(inputs, Mapping, "the inputs of a step are a dict")
-        wanted(outputs, Mapping, "the outputs of a step are a dict")
+        require(part, Part, "a step is of a model or a graph", "@flowserve.model makes one of a function")
+        require(inputs, Mapping, "the inputs of a step are a dict")
+        require(outputs, Mapping, "the outputs of a step are a dict")
         given = {port: one if isinstance(one, str) else self._one(one) for port, one in inputs.items()}
-        named = {port: wanted(one, str, "the name of a tensor is a text") for port, one in outputs.items()}
-        self._add(Call(part, given, named, caller()))
+        named = {port: require(one, str, "the name of a tensor is a text") for port, one in outputs.items()}
+        self._add(StepCall(part, given, named, calling_line()))
 
     def call(self, part: Part, tensors: tuple[Tensor | Outputs, ...], named: Mapping[str, Tensor | Outputs]) -> Outputs:
         names = [spec.name for spec in part.inputs]
@@ -241,24 +288,24 @@ class Sketch:
             if name in inputs:
                 self._problem(f"input '{name}' of '{part.name}' is given twice")
             inputs[name] = self._one(tensor)
-        self._add(Call(part, {**inputs}, {}, caller()))
+        self._add(StepCall(part, {**inputs}, {}, calling_line()))
         return Outputs(self, part, len(self.calls) - 1)
 
-    def _add(self, call: Call) -> None:
-        """Raises Problems where the part contains this graph, since nobody could say any more what either of them is,
-        and where they lie deeper in each other than anybody could look into.
+    def _add(self, call: StepCall) -> None:
+        """Raises Problems if the part contains this graph, because neither would be well-defined, and if graphs are
+        nested deeper than DEPTH_LIMIT.
         """
-        inside = [call.part.sketch]
+        inside = [call.part.builder]
         seen: set[int] = set()
         while inside:
-            sketch = inside.pop()
-            if sketch is self:
+            builder = inside.pop()
+            if builder is self:
                 text = f"graph '{self.name}' cannot contain itself, not even through others"
                 raise Problems([Problem(text, call.place, "B2")])
-            if sketch is not None and id(sketch) not in seen:
-                seen.add(id(sketch))
-                inside += [one.part.sketch for one in sketch.calls]
-        within = call.part.sketch
+            if builder is not None and id(builder) not in seen:
+                seen.add(id(builder))
+                inside += [one.part.builder for one in builder.calls]
+        within = call.part.builder
         depth = 1 + within.depth if within is not None else 1
         if depth > DEPTH_LIMIT:
             text = f"graph '{self.name}' nests graphs {depth} deep; at most {DEPTH_LIMIT} are allowed"
@@ -267,13 +314,13 @@ class Sketch:
         self.calls.append(call)
 
     def _one(self, tensor: Tensor | Outputs) -> Tensor:
-        """The tensor that is meant."""
+        """The tensor itself; a call with a single output stands for that output."""
         if isinstance(tensor, Outputs):
             names = tensor._part.output_names
             if len(names) != 1:
                 self._problem(f"'{tensor._part.name}' has {len(names)} outputs; say which: {', '.join(names)}")
             tensor = tensor[names[0] if names else "?"]
-        if wanted(tensor, Tensor, "what is read is a tensor of the graph").graph is not self:
+        if require(tensor, Tensor, "what is read is a tensor of the graph").graph is not self:
             self._problem(
                 f"tensor '{tensor.graph.name_of(tensor)}' is of graph '{tensor.graph.name}', not of '{self.name}'",
                 hint="call that graph on tensors of this one, and use what it gives",
@@ -298,7 +345,7 @@ class Sketch:
             self._problem(f"tensor '{name}' of graph '{self.name}' is ragged: {text!r}", "only models batch; write -1")
         if spec.optional and is_output:
             self._problem(
-                f"output '{name}' of graph '{self.name}' is optional", "an output that nobody writes is left out"
+                f"output '{name}' of graph '{self.name}' is optional", "an output without a writer is left out"
             )
         return spec
 
@@ -307,27 +354,27 @@ class Sketch:
             self._problem(f"graph '{self.name}' has {what} '{name}' already")
 
     def _problem(self, message: str, hint: str = "") -> None:
-        self.problems.append(Problem(message, caller(), "B2", hint))
+        self.problems.append(Problem(message, calling_line(), "B2", hint))
 
-    # Reading it
+    # Reading
 
     def parts(self) -> list[Part]:
         """Each part once, in the order of its first call."""
         return list({id(call.part): call.part for call in self.calls}.values())
 
     def batch_size(self) -> int:
-        """What was said, or else what all parts can take."""
+        """The declared `max_batch_size`, or else the minimum of all parts."""
         sizes: list[int] = []
         inside, seen = [self], {id(self)}
-        while inside:  # each graph once, however many others it is in
-            sketch = inside.pop()
-            if sketch.max_batch_size is not None:
-                sizes.append(sketch.max_batch_size)
+        while inside:  # each graph once, even if several others contain it
+            builder = inside.pop()
+            if builder.max_batch_size is not None:
+                sizes.append(builder.max_batch_size)
                 continue
-            if not sketch.calls:
+            if not builder.calls:
                 sizes.append(0)
-            for call in sketch.calls:
-                within = call.part.sketch
+            for call in builder.calls:
+                within = call.part.builder
                 if within is None:
                     sizes.append(call.part.max_batch_size)
                 elif id(within) not in seen:
@@ -336,7 +383,7 @@ class Sketch:
         return min(sizes)
 
     def name_of(self, tensor: Tensor) -> str:
-        """What a tensor is called: as an output of the graph, else after its step, "read.SCORES", "read#2.SCORES"."""
+        """A tensor's name: that of the graph's output, else derived from its step: "read.SCORES", "read#2.SCORES"."""
         if tensor.call == GRAPH:
             return tensor.port
         call = self.calls[tensor.call]
@@ -346,13 +393,13 @@ class Sketch:
         return f"{call.part.name}{f'#{before + 1}' if before else ''}.{tensor.port}"
 
     def input_specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(spec for spec, _ in self.given.values())
+        return tuple(spec for spec, _ in self.declared_inputs.values())
 
     def output_specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(self.output_spec(output) for output in self.wanted)
+        return tuple(self.output_spec(output) for output in self.declared_outputs)
 
-    def output_spec(self, output: Wanted) -> TensorSpec:
-        """What an output is declared as."""
+    def output_spec(self, output: GraphOutput) -> TensorSpec:
+        """The declaration of an output."""
         if output.spec is not None:
             return output.spec
         for number, call in enumerate(self.calls):
@@ -363,7 +410,7 @@ class Sketch:
         return parse_tensor(output.name, _UNKNOWN)
 
     def config(self) -> dict[str, Any]:
-        """The configuration as JSON spells it."""
+        """The configuration in JSON form."""
         scheduling = {"step": [self._step(number, call) for number, call in enumerate(self.calls)]}
         return {
             "name": self.name,
@@ -375,7 +422,7 @@ class Sketch:
             "ensemble_scheduling": {**self.options.get("ensemble_scheduling", {}), **scheduling},
         }
 
-    def _step(self, number: int, call: Call) -> dict[str, Any]:
+    def _step(self, number: int, call: StepCall) -> dict[str, Any]:
         return {
             "model_name": call.part.name,
             "model_version": call.version,
@@ -387,21 +434,21 @@ class Sketch:
         }
 
     def _used(self, number: int) -> list[str]:
-        """The outputs of a call that somebody reads or named, in the part's order."""
+        """The outputs of a call that are read or named, in the part's order."""
         call = self.calls[number]
         read = [tensor for other in self.calls for tensor in other.inputs.values() if isinstance(tensor, Tensor)]
         ports = [tensor.port for tensor in read if tensor.graph is self and tensor.call == number]
         by_name = {tensor for other in self.calls for tensor in other.inputs.values() if isinstance(tensor, str)}
-        by_name |= {output.name for output in self.wanted if output.tensor is None}
+        by_name |= {output.name for output in self.declared_outputs if output.tensor is None}
         own = call.part.output_names
         ports += [port for port in own if self.name_of(Tensor(self, number, port)) in by_name]
         used = dict.fromkeys([*ports, *call.named])
         return [port for port in own if port in used] + [port for port in used if port not in own]
 
     def source(self) -> SourceMap:
-        """Where each field of the configuration was written."""
+        """The place of each field of the configuration."""
         places = {"": self.place, "name": self.place, "ensemble_scheduling": self.place, "max_batch_size": self.place}
-        places |= {f"input[{number}]": place for number, (_, place) in enumerate(self.given.values())}
-        places |= {f"output[{number}]": output.place for number, output in enumerate(self.wanted)}
+        places |= {f"input[{number}]": place for number, (_, place) in enumerate(self.declared_inputs.values())}
+        places |= {f"output[{number}]": output.place for number, output in enumerate(self.declared_outputs)}
         places |= {f"ensemble_scheduling.step[{number}]": call.place for number, call in enumerate(self.calls)}
         return SourceMap(self.place.file, places)

@@ -1,51 +1,61 @@
-"""From an ensemble's checked configuration to the frozen Graph that everything else runs, draws and counts.
+"""Compiles an ensemble's configuration into the frozen Graph that all other packages use.
 
-Decided here: how nested ensembles are folded in, how nodes are named and numbered, and how large a graph may get.
-What is wrong with an ensemble is said by rules.py before anything is folded; only what shows after folding is said
-here. Plain models are plain.py's.
+Decides how nested ensembles are folded in, how nodes are named and numbered, the maximum size of a graph, and the rules
+that can be checked only after folding: shapes across nested ensembles (G15), tensors of different decoupled models that
+cannot be read together (G20), and limits that would deadlock (G21). `rules` checks all others before. Plain models are
+compiled in `types`. Does not know the runtime plan (`plan`). Caller: `repository`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import networkx as nx
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Place, Problem, Problems
 from flowserve.graph.conversion import Conversion, conversion, inside
-from flowserve.graph.facts import differ_by_batch, shape_text, shapes_meet, side_of
-from flowserve.graph.levels import counts_that_differ, pauses_without_end
-from flowserve.graph.rules import find_problems
+from flowserve.graph.nesting import are_nested, origins, written_by
+from flowserve.graph.rules import ensemble_problems
 from flowserve.graph.types import DEPTH_LIMIT, GRAPH, Edge, Graph, ModelKey, Node
-from flowserve.graph.wiring import Available, Step, Wiring, ensembles_below, port_index, wire
+from flowserve.graph.wiring import (
+    AvailableModels,
+    WiredStep,
+    Wiring,
+    differ_by_batch,
+    ensembles_below,
+    inconsistent_shape,
+    port_index,
+    shapes_meet,
+    side_of,
+    wire,
+)
 from flowserve.values import TensorSpec
 
-# A few nested ensembles, each using the one before twice, would otherwise fill the memory: twenty such levels are a
-# million nodes.
+# Nested ensembles grow exponentially if each uses the inner one twice: twenty such levels are a million nodes.
 NODE_LIMIT: Final = 10_000
-# The parameter of an ensemble that says whom `max_inflight_requests` counts: "request" (each by itself) or "shared".
+# The parameter of an ensemble for the scope of `max_inflight_requests`: "request" (each separately) or "shared".
 SCOPE: Final = "max_inflight_scope"
 
 
 def compile_ensemble(
-    config: ModelConfig, version: int, available: Available, failed: Mapping[str, str] | None = None
+    config: ModelConfig, version: int, available: AvailableModels, failed: Mapping[str, str] | None = None
 ) -> Graph:
-    """An ensemble as one flat graph. Raises Problems holding every violation of every rule.
+    """An ensemble as one flat graph. Raises Problems with every violation of every rule.
 
-    `available`: every known deployment by name and version, nested ensembles included. `failed`: why those that are
-    known but not available are not, for the message of an ensemble that needs them.
+    `available`: every known deployment by name and version, nested ensembles included. `failed`: the reasons of known
+    deployments that are not available, for the messages of ensembles that need them.
     """
     wiring = wire(config, available, failed or {})
-    problems = find_problems(wiring) or list(_too_large(wiring))
+    problems = ensemble_problems(wiring) or list(_too_large(wiring))
     if problems:
         raise Problems(problems)
     folding = _Folding(config, available)
     graph = folding.graph(version)
     problems = [*_disagreements_across_folds(config, folding)]
-    problems += [*counts_that_differ(graph), *pauses_without_end(graph, available)]
+    problems += [*mismatched_iterations(graph), *deadlocking_limits(graph, available)]
     if problems:
         raise Problems(problems)
     return graph
@@ -53,10 +63,9 @@ def compile_ensemble(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a tensor comes from.
+    """The origin of a tensor: a call's number (or GRAPH), the index of its output (or of the graph's input), its name.
 
-    A call's number (or GRAPH), the index of its output (or of the graph's input), and its name. `spec` is what it is
-    after the `reshapes` of the ensembles whose inputs and outputs it came through.
+    `spec` is its declaration after the `reshapes` of the ensembles whose inputs and outputs it passed through.
     """
 
     call: int
@@ -66,11 +75,11 @@ class _Source:
     reshapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
     def entering(self, port: TensorSpec) -> _Source:
-        """This, as the steps of an ensemble see it that it enters by an input."""
+        """The source as seen by the steps of an ensemble that it enters through an input."""
         return self._as(port.dims, inside(port))
 
     def leaving(self, port: TensorSpec) -> _Source:
-        """This, as it is outside of an ensemble that it leaves by an output."""
+        """The source as seen outside of an ensemble that it leaves through an output."""
         return self._as(inside(port).dims, port)
 
     def _as(self, dims: tuple[int, ...], spec: TensorSpec) -> _Source:
@@ -83,7 +92,7 @@ class _Source:
 class _Call:
     """One model call before numbering.
 
-    `sources[i]` feeds the model's i-th input; None where an optional input is left out.
+    `sources[i]` feeds the model's i-th input; None if an optional input is omitted.
     """
 
     name: str
@@ -100,7 +109,7 @@ class _Call:
 class _Scope:
     """One ensemble while it is folded in.
 
-    `prefix` stands before the names of its nodes and tensors, "" for the outermost.
+    `prefix` precedes the names of its nodes and tensors, "" for the outermost.
     """
 
     wiring: Wiring
@@ -109,20 +118,30 @@ class _Scope:
     path: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
     seen: dict[str, int] = field(default_factory=dict)
-    max_inflight: int = 0  # the smallest limit of this ensemble and those around it, 0 where none has one
+    max_inflight: int = 0  # the smallest limit of this ensemble and those around it, 0 if there is none
 
-    def name_step(self, step: Step) -> str:
+    def name_step(self, step: WiredStep) -> str:
         """The model's name, "name#2" for its second step in this ensemble."""
         count = self.seen[step.written.model] = self.seen.get(step.written.model, 0) + 1
         return f"{self.prefix}{step.written.model}" + (f"#{count}" if count > 1 else "")
 
 
-class _Folding:
-    """Walks a well-formed ensemble and the ones inside it, collecting model calls; each call's sources stand before
-    it.
+class _Joint(NamedTuple):
+    """A source and one reader: a call's number with an input, or GRAPH with an output of the graph. `spec` is the
+    declaration of that input or output, `config` the configuration it is from.
     """
 
-    def __init__(self, config: ModelConfig, available: Available) -> None:
+    source: _Source
+    reader: int
+    port: int
+    spec: TensorSpec
+    config: ModelConfig
+
+
+class _Folding:
+    """Traverses a well-formed ensemble and those inside it, and collects model calls, each after its sources."""
+
+    def __init__(self, config: ModelConfig, available: AvailableModels) -> None:
         self.config = config
         self.available = available
         self.calls: list[_Call] = []
@@ -130,7 +149,7 @@ class _Folding:
         self.outputs = self._fold(_Scope(wire(config, available, {}), inputs, max_inflight=_limit(config)))
 
     def _fold(self, scope: _Scope) -> list[_Source]:
-        """Add the calls of one ensemble; what its outputs come from, in its order."""
+        """Add the calls of one ensemble. Returns the sources of its outputs, in order."""
         names = [scope.name_step(step) for step in scope.wiring.steps]
         for index in nx.lexicographical_topological_sort(scope.wiring.step_graph(), key=lambda index: index):
             step = scope.wiring.steps[index]
@@ -145,7 +164,7 @@ class _Folding:
                 scope.tensors[tensor] = replace(source, tensor=scope.prefix + tensor)
         return [scope.tensors[spec.name].leaving(spec) for spec in scope.wiring.config.outputs]
 
-    def _fold_nested(self, scope: _Scope, step: Step, name: str) -> list[_Source]:
+    def _fold_nested(self, scope: _Scope, step: WiredStep, name: str) -> list[_Source]:
         assert step.model is not None
         given = {port: scope.tensors.get(tensor) for port, tensor in step.written.input_map.items()}
         ports = {spec.name: spec for spec in step.model.inputs}
@@ -159,11 +178,11 @@ class _Folding:
         )
         return self._fold(inner)
 
-    def _call(self, scope: _Scope, step: Step, name: str) -> list[_Source]:
+    def _call(self, scope: _Scope, step: WiredStep, name: str) -> list[_Source]:
         config, version = step.model, step.version
         assert config is not None
         assert version is not None
-        # An optional input of a nested ensemble that nobody gave has no source, and so has what it feeds.
+        # An omitted optional input of a nested ensemble has no source, and neither have the inputs it feeds.
         sources = tuple(scope.tensors.get(step.written.input_map.get(spec.name, "")) for spec in config.inputs)
         place = scope.wiring.place(step.written.path)
         order = (*scope.order, step.index)
@@ -177,8 +196,15 @@ class _Folding:
         number[GRAPH] = GRAPH
         nodes = {number[call]: self._node(number[call], made) for call, made in enumerate(self.calls)}
         edges = [
-            Edge(source.tensor, number[source.call], source.output, consumer, port, self._conversion(source, wanted))
-            for (source, consumer, port), wanted in zip(self._joints(number), self._wanted(), strict=True)
+            Edge(
+                joint.source.tensor,
+                number[joint.source.call],
+                joint.source.output,
+                number[joint.reader],
+                joint.port,
+                self._conversion(joint),
+            )
+            for joint in self.joints()
         ]
         return Graph(
             name=self.config.name,
@@ -218,27 +244,18 @@ class _Folding:
             max_inflight=call.max_inflight,
         )
 
-    def _joints(self, number: Mapping[int, int]) -> Iterator[tuple[_Source, int, int]]:
-        """Every source with who reads it: a node's index and port, or GRAPH and the index of the graph's output."""
+    def joints(self) -> Iterator[_Joint]:
+        """Every source with each of its readers."""
         for consumer, call in enumerate(self.calls):
-            for port, source in enumerate(call.sources):
+            for port, (source, spec) in enumerate(zip(call.sources, call.config.inputs, strict=True)):
                 if source is not None:
-                    yield source, number[consumer], port
-        for port, source in enumerate(self.outputs):
-            yield source, GRAPH, port
+                    yield _Joint(source, consumer, port, spec, call.config)
+        for port, (source, spec) in enumerate(zip(self.outputs, self.config.outputs, strict=True)):
+            yield _Joint(source, GRAPH, port, spec, self.config)
 
-    def _wanted(self) -> Iterator[tuple[TensorSpec, bool]]:
-        """What each of `_joints` is read as, and whether its reader batches."""
-        for call in self.calls:
-            for source, spec in zip(call.sources, call.config.inputs, strict=True):
-                if source is not None:
-                    yield spec, call.config.max_batch_size > 0
-        for spec in self.config.outputs:
-            yield spec, self.config.max_batch_size > 0
-
-    def _conversion(self, source: _Source, wanted: tuple[TensorSpec, bool]) -> Conversion | None:
-        spec, wants_batches = wanted
-        batches = self.producer(source).max_batch_size > 0
+    def _conversion(self, joint: _Joint) -> Conversion | None:
+        source, spec = joint.source, joint.spec
+        batches, wants_batches = (config.max_batch_size > 0 for config in (self.producer(source), joint.config))
         return conversion(source.reshapes, source.spec.dims, batches, spec.dims, wants_batches)
 
     def producer(self, source: _Source) -> ModelConfig:
@@ -250,12 +267,12 @@ def _limit(config: ModelConfig) -> int:
 
 
 def shares_limits(config: ModelConfig) -> bool:
-    """Whether an ensemble's `max_inflight_requests` is for all its requests together."""
+    """Whether an ensemble's `max_inflight_requests` applies to all its requests together."""
     return config.parameters.get(SCOPE) == "shared"
 
 
 def _too_large(wiring: Wiring) -> Iterator[Problem]:
-    """Count the nodes of all nested ensembles, innermost first, before any of them is unfolded."""
+    """Size limits, checked by counting the nodes of all nested ensembles, innermost first, before folding."""
     below = ensembles_below(wiring.config, wiring.available)
     sizes: dict[str, int] = {}
     depths: dict[str, int] = {}
@@ -266,36 +283,72 @@ def _too_large(wiring: Wiring) -> Iterator[Problem]:
     name = wiring.name
     place = wiring.place("ensemble_scheduling")
     if sizes[name] > NODE_LIMIT:
-        yield Problem(
-            f"ensemble '{name}' has {sizes[name]} steps when its nested ensembles are unfolded; at most"
-            f" {NODE_LIMIT} are allowed",
-            place,
-            rule="G19",
-        )
+        text = f"ensemble '{name}' has {sizes[name]} steps when its nested ensembles are unfolded"
+        yield Problem(f"{text}; at most {NODE_LIMIT} are allowed", place, "G19")
     if depths[name] > DEPTH_LIMIT:
-        yield Problem(
-            f"ensemble '{name}' nests ensembles {depths[name]} deep; at most {DEPTH_LIMIT} are allowed",
-            place,
-            rule="G19",
-        )
+        text = f"ensemble '{name}' nests ensembles {depths[name]} deep"
+        yield Problem(f"{text}; at most {DEPTH_LIMIT} are allowed", place, "G19")
 
 
 def _disagreements_across_folds(config: ModelConfig, folding: _Folding) -> Iterator[Problem]:
-    """A -1 in a nested ensemble's own inputs and outputs meets everything; what it stood between must meet too."""
-    own = {GRAPH: GRAPH} | {call: call for call in range(len(folding.calls))}
-    for source, consumer, port in folding._joints(own):
-        reader = config if consumer == GRAPH else folding.calls[consumer].config
+    """A -1 in a nested ensemble's inputs and outputs matches everything; the tensors on both sides must match too."""
+    for source, consumer, port, spec, reader in folding.joints():
         place = config.source.place(f"output[{port}]") if consumer == GRAPH else folding.calls[consumer].place
-        spec = config.outputs[port] if consumer == GRAPH else reader.inputs[port]
         writer = folding.producer(source)
         first = side_of(writer.name, source.spec, writer.max_batch_size > 0)
         second = side_of(reader.name, spec, reader.max_batch_size > 0)
         if not shapes_meet(first, second) and not differ_by_batch(first, second):
-            yield Problem(
-                f"in ensemble {config.name}, ensemble tensor {source.tensor}: inconsistent shape: {shape_text(first)}"
-                " is inferred from"
-                f" model {first.owner} while {shape_text(second)} is inferred from model {second.owner}",
-                place,
-                rule="G15",
-                hint="a dimension of -1 in a nested ensemble hides this",
-            )
+            text = inconsistent_shape(config.name, source.tensor, first, second)
+            yield Problem(text, place, "G15", "a dimension of -1 in a nested ensemble hides this")
+
+
+def mismatched_iterations(graph: Graph) -> Iterator[Problem]:
+    """Steps, and responses, that combine tensors of different decoupled steps that are not nested."""
+    found = origins(graph, graph.edges)
+    for reader in (*(node.index for node in graph.nodes), GRAPH):
+        writers = [edge.producer for edge in graph.edges if edge.consumer == reader]
+        chains = [written_by(graph, found, writer) for writer in writers]
+        if are_nested(chains):
+            continue
+        makers = " and ".join(dict.fromkeys(f"'{graph.nodes[chain[-1]].name}'" for chain in chains if chain))
+        node = graph.nodes[reader] if reader != GRAPH else None
+        subject = "its outputs are" if node is None else f"step of model '{node.model.name}' receives inputs"
+        text = f"{subject} originated from different decoupled models: {makers}"
+        yield Problem(
+            f"in ensemble {graph.name}, {text}",
+            node.place if node is not None else None,
+            rule="G20",
+            hint="each sends any number of responses, and nothing tells which of them belong together",
+        )
+        return  # later steps fail for the same reason
+
+
+def deadlocking_limits(graph: Graph, available: Mapping[str, Mapping[int, ModelConfig]]) -> Iterator[Problem]:
+    """Limited steps behind a decoupled step that run on the only instance of its own model: while it is blocked in
+    send() until they are over, it keeps that instance.
+    """
+    joined: nx.DiGraph[int] = nx.DiGraph()
+    joined.add_nodes_from(range(len(graph.nodes)))
+    joined.add_edges_from(
+        (edge.producer, edge.consumer) for edge in graph.edges if GRAPH not in (edge.producer, edge.consumer)
+    )
+    for node in graph.nodes:
+        if not node.decoupled or _instances(node, available) != 1:
+            continue
+        below = [graph.nodes[n] for n in sorted(nx.descendants(joined, node.index))]
+        limit = min((one.max_inflight for one in below if one.max_inflight), default=0)
+        for later in below if limit else ():
+            if later.model == node.model:
+                yield Problem(
+                    f"in ensemble {graph.name}, max_inflight_requests {limit} can never be kept: step '{node.name}'"
+                    f" keeps the only instance of model '{node.model.name}' while it waits in its send until step"
+                    f" '{later.name}' is over, which needs that instance",
+                    later.place,
+                    rule="G21",
+                    hint=f"give '{node.model.name}' another instance, or leave the limit out",
+                )
+
+
+def _instances(node: Node, available: Mapping[str, Mapping[int, ModelConfig]]) -> int:
+    config = available[node.model.name][node.model.version]
+    return sum(group.count for group in config.instance_groups if not group.passive)

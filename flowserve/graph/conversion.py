@@ -1,9 +1,9 @@
-"""What a tensor's shape becomes on its way along an edge whose two ends see it differently.
+"""Shape conversion along an edge whose two ends declare a tensor differently.
 
-Decided here: which edges need that (few do; all others carry None and cost nothing), and how shapes change: an
-ensemble's `reshape`, and the leading 1 that comes or goes where a model with a batch dimension meets one without.
-Everything is told from the configurations: the two ends' ranks say whether a dimension is missing. Tensors are
-memory/tensor.py's.
+Decides which edges need a conversion (few; the others have None and cost nothing), and how the shape changes: by an
+ensemble's `reshape`, and by a leading 1 that is added or removed between a model with a batch dimension and one
+without. It is derived from the configurations alone: the ranks at both ends show whether a dimension is missing. Does
+not convert tensors (`memory/tensor`). Callers: `compile`, `wiring`, `memory`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """First each of `reshapes`, from dims to dims, without the batch dimension; then, with `batch` 1, a leading 1 is
-    added, with -1 taken away where it is a 1.
+    """Each of `reshapes` is applied first, from dims to dims without the batch dimension. Then, with `batch` 1, a
+    leading 1 is added; with `batch` -1 a leading 1 is removed.
     """
 
     reshapes: tuple[tuple[Dims, Dims], ...] = ()
@@ -28,10 +28,10 @@ class Conversion:
 def conversion(
     reshapes: tuple[tuple[Dims, Dims], ...], dims: Dims, batches: bool, wanted: Dims, wants_batches: bool
 ) -> Conversion | None:
-    """What an edge needs whose producer makes `dims` (after the reshapes) and whose consumer reads `wanted`.
+    """The conversion of an edge whose producer writes `dims` (after the reshapes) and whose consumer reads `wanted`.
 
-    Where only one of them batches, equal ranks say that the dimension is missing at the other end; otherwise the whole
-    shape is what the other end means.
+    If only one end batches, equal ranks mean that the batch dimension is missing at the other end; otherwise the other
+    end's dims are the full shape.
     """
     batch = 0
     if batches != wants_batches and len(dims) == len(wanted):
@@ -40,13 +40,13 @@ def conversion(
 
 
 def inside(spec: TensorSpec) -> TensorSpec:
-    """An ensemble's input or output as its steps see it."""
+    """An ensemble's input or output as its steps see it, after `reshape`."""
     return spec if spec.reshape is None else replace(spec, dims=spec.reshape, reshape=None)
 
 
 def reshaped(shape: Dims, dims: Dims, target: Dims) -> Dims:
-    """`shape`, which fits `dims`, laid out as `target`: the sizes that vary in one fill those of the other from the
-    left.
+    """`shape`, which matches `dims`, converted to `target`: the sizes of varying dims fill those of the target in
+    order.
     """
     varying = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
     return tuple(next(varying) if dim == -1 else dim for dim in target)

@@ -1,7 +1,7 @@
-"""Models that are functions over numpy arrays: what their decorator declares.
+"""Models that are Python functions over numpy arrays: the `flowserve.model` decorator.
 
-Decided here: that data types, dims and batching are said once, beside the function, and what the configuration of such
-a model is. How the function meets a batch is backends/callable.py's.
+Decides the declaration (data types, dims and batching, next to the function), its checks, and the configuration of such
+a model. Does not know how a function runs on a batch (`backends/functions`). Callers: user programs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any, Final, Literal
 
 from flowserve.config.types import SourceMap
 from flowserve.errors import FlowserveError, Place, Problem, Problems
-from flowserve.graph.builder import Declared, caller, wanted
-from flowserve.graph.notation import input_json, output_json, tensor
+from flowserve.graph.builder import DeclaredPart, calling_line, input_json, output_json, parse_tensor, require
 from flowserve.values import TensorSpec
 
-Execution = Literal["thread", "auto", "inline"]
+ExecutionPlace = Literal["thread", "auto", "inline"]
 Function = Callable[..., Any]
 BACKEND: Final = "callable"
 
 
-class FunctionModel(Declared):
-    """A function with what it promises. Calling it on tensors wires it; `function` is what was decorated."""
+class FunctionModel(DeclaredPart):
+    """A function with its declaration. Calling it on tensors wires it; `function` is the decorated function."""
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class FunctionModel(Declared):
         max_batch_size: int,
         max_queue_delay_us: int,
         instances: int,
-        execution: Execution,
+        execution: ExecutionPlace,
         is_pure: bool,
         decoupled: bool,
         place: Place,
@@ -51,7 +50,7 @@ class FunctionModel(Declared):
         self.place = place
         self._inputs = inputs
         self._outputs = tuple(replace(spec, ragged=False) for spec in outputs)
-        # Of a batch they are lists, with an array for each request. A configuration has no word for it.
+        # For a batch these are lists with an array per request. A configuration cannot express it.
         self.ragged_outputs = frozenset(spec.name for spec in outputs if spec.ragged)
         self._max_batch_size = max_batch_size
 
@@ -88,7 +87,7 @@ class FunctionModel(Declared):
         return made
 
     def source(self) -> SourceMap:
-        """Every field was written in the decorator."""
+        """The place of every field is the decorator."""
         return SourceMap(self.place.file, dict.fromkeys(("", *self.config()), self.place))
 
 
@@ -100,29 +99,29 @@ def model(
     max_batch_size: int = 0,
     max_queue_delay_us: int = 0,
     instances: int = 1,
-    execution: Execution = "thread",
+    execution: ExecutionPlace = "thread",
     is_pure: bool = False,
     decoupled: bool = False,
 ) -> Callable[[Function], FunctionModel]:
-    """Declare a function a model: `@model({"X": "FP32[4]"}, {"Y": "FP32[1]"}, max_batch_size=16)`.
+    """Declare a function as a model: `@model({"X": "FP32[4]"}, {"Y": "FP32[1]"}, max_batch_size=16)`.
 
     The function gets one array per input, in the order of `inputs`, and returns one per output: an array, a tuple in
-    the order of `outputs`, or a dict by name. With `max_batch_size` above 0 it gets whole batches, rows in front, and
-    the dynamic batcher forms them. Arrays are read-only; BYTES are object arrays of `bytes`.
+    the order of `outputs`, or a dict by name. With `max_batch_size` above 0 it gets whole batches formed by the dynamic
+    batcher, rows on axis 0. Arrays are read-only; BYTES are object arrays of `bytes`.
 
-    An input "FP32[4]?" is optional: None where it was not given. One "FP32[*]" is ragged: requests of any lengths run
-    together, and it is a list with an array of each; an output "FP32[*]" is returned so. `decoupled`: the function
-    yields any number of answers (as a generator does, or any iterator that it returns), for one request at a time,
-    whose answers may have any number of rows.
+    An input "FP32[4]?" is optional: None if the request omits it. An input "FP32[*]" is ragged: requests of different
+    lengths run together, and the function gets a list with one array per request; an output "FP32[*]" is returned in
+    the same form. `decoupled`: the function handles one request at a time and yields any number of responses (as a
+    generator, or as any iterator that it returns), each with any number of rows.
 
-    `name` is the function's where nothing is said. `execution`: "thread" gives each instance a thread of its own,
-    "inline" runs on the event loop (for microseconds' work only), "auto" measures. `is_pure` promises that it has no
-    effects and that nobody writes to what it returned: a batch that raised is then tried again in halves. Raises
+    `name` defaults to the function's. `execution`: "thread" gives each instance its own thread, "inline" runs on the
+    event loop (only for functions of a few microseconds), "auto" measures. `is_pure` promises that the function has no
+    side effects and that its results are not modified later: a batch that raised is then retried in halves. Raises
     Problems.
     """
-    place = caller()
+    place = calling_line()
     for side in (inputs, outputs):
-        wanted(side, Mapping, "the tensors of a function are a dict", "as in {'X': 'FP32[4]'}")
+        require(side, Mapping, "the tensors of a function are a dict", "as in {'X': 'FP32[4]'}")
     numbers = {"max_batch_size": max_batch_size, "max_queue_delay_us": max_queue_delay_us, "instances": instances}
 
     def decorate(function: Function) -> FunctionModel:
@@ -169,30 +168,30 @@ def _is_odd(value: Any) -> bool:
         return True
 
 
-def _not_decoupled(tensors: Sequence[TensorSpec], max_queue_delay_us: int, execution: Execution) -> Iterator[str]:
-    """What makes no sense for a function that answers one request at a time, whenever it likes."""
+def _not_decoupled(tensors: Sequence[TensorSpec], max_queue_delay_us: int, execution: ExecutionPlace) -> Iterator[str]:
+    """The options that contradict a decoupled function, which handles one request at a time."""
     for spec in tensors:
         if spec.ragged:
             yield f"tensor '{spec.name}' is ragged ([*]), and a decoupled function gets one request at a time: write -1"
     if max_queue_delay_us:
-        yield "max_queue_delay_us waits for company, and a decoupled function gets one request at a time"
+        yield "max_queue_delay_us waits for a larger batch, and a decoupled function gets one request at a time"
     if execution != "thread":
-        yield f"a decoupled function runs on a thread, not {execution}: on the event loop nobody could take its answers"
+        yield f"a decoupled function runs on a thread, not {execution}: on the event loop its answers could not be sent"
 
 
 def _specs(side: Mapping[str, str], mistakes: list[str]) -> tuple[TensorSpec, ...]:
-    """The tensors of one side; what is wrong with the others goes to `mistakes`."""
+    """The valid tensors of one side; errors of the others are added to `mistakes`."""
     specs = []
     for port, text in side.items():
         try:
-            specs.append(tensor(port, text))
+            specs.append(parse_tensor(port, text))
         except FlowserveError as error:
             mistakes.append(str(error))
     return tuple(specs)
 
 
 def _mismatch(function: Function, count: int) -> list[str]:
-    """Why a function cannot be called with so many arrays; [] where it can, or where that cannot be told."""
+    """The error if a function cannot be called with `count` arrays; [] if it can, or if its signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in functions often have none

@@ -1,12 +1,12 @@
-"""How deep each node of a graph with decoupled nodes lies: how often its step runs for one request.
+"""Nesting levels of a graph with decoupled nodes: how often each step runs for one request.
 
-Decided here: what a decoupled node answers lies one level below the node itself. A request is the one iteration of
-level 0; each answer of the decoupled node of level d starts an iteration of level d + 1, and every node of that level
-runs once in it. A node lies as deep as the deepest tensor it reads; what it reads from above (a tensor of the request,
-one of a node that answers once) is the same in all iterations. So the levels of a graph are nested like loops, one
-inside the other: two decoupled nodes side by side have no common count, and whatever joins them is refused by rule G20.
+Decides the level of each node. A request is the single iteration of level 0. Each response of the decoupled node of
+level d starts an iteration of level d + 1, and every node of that level runs once in it. A node's level is the deepest
+level of the tensors it reads; tensors from outer levels (of the request, or of a node with one response) are the same
+in all iterations. So the levels of a graph are nested like loops. Two decoupled nodes side by side have no common
+iteration count, and a step that reads from both is refused by rule G20.
 
-Nothing here runs anything; scheduling/streams.py counts by these numbers.
+Does not run anything: `scheduling` counts iterations by these numbers. Callers: `plan`, `compile`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flowserve.graph.types import GRAPH, Edge, Graph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nesting:
-    """`depth[n]`: the level of node n. `splits[d]`: the decoupled node of level d, whose answers are iterations of
-    level d + 1; so `len(splits)` is the level whose iterations are the graph's answers. `missing[n]`: how many tensors
-    of its own level, made by nodes, node n waits for. `late[n]`: the nodes above that it waits for besides.
-    `firsts[d]`: the nodes of level d + 1 that wait for nothing of their level but the answer itself. `answer_late`: the
-    nodes above that the graph's answers wait for.
+    """`depth[n]`: the level of node n. `splits[d]`: the decoupled node of level d, whose responses are the iterations
+    of level d + 1; so `len(splits)` is the level whose iterations are the graph's responses. `missing[n]`: the number
+    of tensors of its own level, written by nodes, that node n waits for. `late[n]`: nodes of outer levels that it also
+    waits for. `firsts[d]`: the nodes of level d + 1 that wait for nothing of their level except the response itself.
+    `answer_late`: the nodes of outer levels that the graph's responses wait for.
 
-    By slot: `consumers[s]` are its readers on its own level, `below[s]` whether anybody deeper reads it, `readers[s]`
-    how many there are on its own level, and one more, who never is done, where somebody reads it deeper.
-    `frees[n]`: the slots of its own level that node n reads. `limits[n]`: steps of it under way at once, 0 for any.
+    By slot: `consumers[s]` are its readers on its own level, `below[s]` whether a deeper level reads it, `readers[s]`
+    the number of readers on its own level, plus one that never finishes if a deeper level reads it. `frees[n]`: the
+    slots of its own level that node n reads. `limits[n]`: concurrent executions of its step, 0 for no limit.
     """
 
     depth: tuple[int, ...]
@@ -45,8 +45,8 @@ class Nesting:
 
 
 def origins(graph: Graph, edges: Sequence[Edge]) -> list[tuple[int, ...]]:
-    """For each node, the decoupled nodes whose answers it runs once for, outermost first. Where what it reads has no
-    common count, all of them, so that one is not the beginning of another.
+    """For each node, the decoupled nodes for each of whose responses it runs once, outermost first. If its inputs have
+    no common iteration count: all of these nodes, in an order that is no prefix of another.
     """
     found: list[tuple[int, ...]] = [()] * len(graph.nodes)
     feeding: dict[int, list[int]] = {}
@@ -58,36 +58,33 @@ def origins(graph: Graph, edges: Sequence[Edge]) -> list[tuple[int, ...]]:
 
 
 def outcome(graph: Graph, edges: Sequence[Edge]) -> tuple[int, ...]:
-    """The same for the graph's answers."""
+    """The same as `origins`, for the graph's responses."""
     found = origins(graph, edges)
     return joined([written_by(graph, found, edge.producer) for edge in edges if edge.consumer == GRAPH])
 
 
 def joined(chains: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The longest of the chains where each is the beginning of the next; else all that is in them, which nothing is the
-    beginning of.
-    """
-    longest = max(chains, key=len, default=())
-    if all(longest[: len(chain)] == chain for chain in chains):
-        return longest
+    """The longest chain if each chain is a prefix of it; else the union of all, which is no prefix of another chain."""
+    if are_nested(chains):
+        return max(chains, key=len, default=())
     return tuple(dict.fromkeys(one for chain in chains for one in chain))
 
 
 def are_nested(chains: Sequence[tuple[int, ...]]) -> bool:
-    """Whether each chain is the beginning of the longest: then tensors with these origins can be read together."""
+    """Whether each chain is a prefix of the longest: then tensors with these origins can be read together."""
     longest = max(chains, key=len, default=())
     return all(longest[: len(chain)] == chain for chain in chains)
 
 
 def written_by(graph: Graph, found: Sequence[tuple[int, ...]], producer: int) -> tuple[int, ...]:
-    """The origins of what a node (or the request) writes."""
+    """The origins of the tensors that a node (or the request) writes."""
     if producer == GRAPH:
         return ()
     return (*found[producer], producer) if graph.nodes[producer].decoupled else found[producer]
 
 
 def nesting(graph: Graph, edges: Sequence[Edge], slot_of: dict[tuple[int, int], int]) -> Nesting | None:
-    """The levels of a well-formed graph; None where every step runs once and no limit is shared."""
+    """The levels of a well-formed graph; None if every step runs once and no limit is shared."""
     active = {edge.consumer for edge in edges if edge.consumer != GRAPH}
     active |= {edge.producer for edge in edges if edge.producer != GRAPH}
     is_shared = graph.shares_limits and any(node.max_inflight for node in graph.nodes)
@@ -108,7 +105,7 @@ def nesting(graph: Graph, edges: Sequence[Edge], slot_of: dict[tuple[int, int], 
     for edge in edges:
         slot = slot_of[edge.producer, edge.output]
         if edge.consumer == GRAPH:
-            below[slot] = True  # answers are read when their iteration is over
+            below[slot] = True  # responses are read when their iteration is over
             continue
         if slot in reads[edge.consumer]:
             continue
@@ -142,7 +139,7 @@ def nesting(graph: Graph, edges: Sequence[Edge], slot_of: dict[tuple[int, int], 
         below=tuple(below),
         readers=tuple(len(consumers[slot]) + below[slot] for slot in range(slots)),
         frees=tuple(map(tuple, own)),
-        # Alone, a request has one step of a node of level 0 under way at most.
+        # A limit per request has no effect on level 0, where a node runs once per request.
         limits=tuple(node.max_inflight if depth[node.index] or is_shared else 0 for node in graph.nodes),
         is_shared=is_shared,
     )

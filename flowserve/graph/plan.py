@@ -1,8 +1,9 @@
-"""What the hot path reads of a graph: integers and tuples, worked out once at load.
+"""The form of a graph that the request path reads: integers and tuples, computed once at load.
 
-Decided here: every tensor of a graph gets a *slot* (graph inputs first, in order, then node outputs), every node
-knows its slots, every slot its consumers. A flow is then two lists of that length and no dictionary. What is usual of a
-node (one input, one reader, one node that follows) is told here, too. Nothing here knows what lies in a slot.
+Decides the numbers of a graph's tensors: each gets a *slot* (graph inputs first, in order, then node outputs). Every
+node lists its slots, every slot its consumers, so the state of a request is two lists of that length and no dictionary.
+Also recognizes the common cases of a node (one input, one reader, one following node), and the runs of nodes that a
+batch may pass as one route. Does not know what a slot holds. Callers: `scheduling`, `runtime`, the simulator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flowserve.graph.conversion import Conversion
 from flowserve.graph.nesting import Nesting, nesting
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 
-NO_SLOT: Final = -1  # an optional input nobody feeds, or an output nobody reads
+NO_SLOT: Final = -1  # an optional input without a producer, or an output without a reader
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,18 +26,18 @@ class PlanNode:
     `writes` are the mapped outputs as (j, slot, consumers of the slot).
 
     `variable` lists the input indices whose shapes must agree within a batch (some dimension is -1, not ragged).
-    `optional` tells that some input may be absent: then all members of a batch must carry the same set.
-    `checks` are the inputs whose shape is known only when the tensor is there: (input index, dims the model wants),
-    because the producer left open what the consumer fixes. `wanted` are the names of the outputs this node is asked
-    for, () where that is the request's to say (a plain model). `converts` are the inputs whose shape changes on the
-    way: (slot of the tensor, slot of what this input reads, conversion); such an input's slot is its own.
+    `optional`: some input may be absent; then all members of a batch must carry the same set.
+    `checks` are the inputs whose shape can be checked only at run time, because the producer leaves open what the
+    consumer fixes: (input index, dims the model wants). `wanted` are the names of the outputs this node must produce,
+    () for a plain model, where the request chooses them. `converts` are the inputs whose shape is converted: (slot of
+    the tensor, slot that this input reads, conversion); only this input reads the second slot.
 
-    What the hot path would otherwise find out for every request: `sole[i]`: only this node reads the slot of input i,
-    and only there. `plain` is the slot of a node's only input where nothing of it is left to check but its rows, else
-    NO_SLOT. `then` is where all that a step makes goes to one node that waits for nothing else: (j, slot, that node's
-    index), else None. `goes_on`: the same where this node reads one slot, which nobody else does, and that one is
-    plain. `ends`: all that it makes is read by nobody but the graph: (j, slot), else None. `frees` are the slots that
-    nobody else reads.
+    Properties that would otherwise be derived for every request: `sole[i]`: only this node reads the slot of input
+    i, and only at that input. `plain` is the slot of the node's only input if nothing but its number of rows is
+    left to check (its shape may vary), else NO_SLOT. `then`: the node's only output has one reader, a node that
+    waits for nothing else: (j, slot, that node's index), else None. `goes_on`: the same as `then` if this node is
+    also the only reader of its only slot and the next node is plain, else None. `ends`: the node's only output is
+    read by the graph alone: (j, slot), else None. `frees` are the slots that only this node reads.
     """
 
     index: int
@@ -64,12 +65,12 @@ class PlanNode:
 class Plan:
     """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits
     for. `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it,
-    "" where all can. `readers[s]`: how many readers slot s has, the graph's own outputs counted. `blank`: what a
-    flow's slots after its inputs begin as. From slot `converted` on they are inputs that were converted; `lacking` are
-    the graph's optional inputs that some step cannot run without: (slot, its input, its index). `nesting`: how often
-    which step runs, None where each does once. `is_apart`: there are several steps, and each runs once, on a model that
-    no other has; so a request waits for a model with one step at most. `ways` is scheduling's: what it has found out of
-    this plan goes with it.
+    "" if all can. `readers[s]`: the number of readers of slot s, including the graph's own outputs. `blank`: the
+    initial values of a flow's slots after its inputs. The slots from `converted` on hold converted inputs; `lacking`
+    are the graph's optional inputs that some step cannot run without: (slot, the step's input, its node). `nesting`:
+    how often each step runs, None if each runs once. `runs[n]`: the nodes, n first, that one batch may pass one after
+    the other without returning to the scheduler in between, as far as the graph allows it (`_run`); () if there is
+    only n. `routes`: what scheduling derives from `runs`; written by scheduling only.
     """
 
     graph: Graph
@@ -84,108 +85,136 @@ class Plan:
     converted: int
     lacking: tuple[tuple[int, str, int], ...]
     nesting: Nesting | None
-    is_apart: bool
-    ways: dict[Any, Any] = field(default_factory=dict)
+    runs: tuple[tuple[int, ...], ...]
+    routes: dict[int, Any] = field(default_factory=dict)
 
 
 def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     """Number the tensors of a well-formed graph. The plan's arrays are indexed by node index and by slot.
 
-    `outputs` are the graph outputs somebody wants, None for all: steps that only serve others are never ready, as on
-    Triton. Numbers are the same in every plan of a graph.
+    `outputs` are the requested graph outputs, None for all: steps that only serve other outputs are never ready, as on
+    Triton. Slot numbers are the same in every plan of a graph.
     """
     edges = _needed(graph, outputs)
-    wires = _wires(graph, edges)
+    wires = _Wires(graph, edges)
     made_by_nodes = range(len(graph.inputs), wires.count)
     missing = tuple(sum(slot in made_by_nodes for slot in dict.fromkeys(reads)) for reads in wires.reads)
     nested = nesting(graph, edges, wires.slot_of)
     nodes = tuple(_plan_node(graph, node, wires, missing, is_nested=nested is not None) for node in graph.nodes)
+    consumers = tuple(map(tuple, wires.consumers))
     return Plan(
         graph=graph,
         nodes=nodes,
         blank=(None,) * (len(wires.readers) - len(graph.inputs)),
         first=tuple(node.index for node in nodes if node.writes and not missing[node.index]),
         missing=missing,
-        consumers=tuple(map(tuple, wires.consumers)),
+        consumers=consumers,
         needed_by=tuple(wires.needed_by),
         readers=tuple(wires.readers),
         output_slots=tuple(wires.output_slots),
         converted=wires.count,
         lacking=tuple(_lacking(graph, edges)),
         nesting=nested,
-        is_apart=nested is None and 1 < len(nodes) == len({node.model for node in nodes}),
+        runs=tuple(
+            () if nested is not None else _run(graph, nodes, n, consumers, wires.output_slots)
+            for n in range(len(nodes))
+        ),
     )
 
 
-@dataclass(slots=True)
+def _run(
+    graph: Graph,
+    nodes: Sequence[PlanNode],
+    n: int,
+    consumers: Sequence[tuple[int, ...]],
+    output_slots: Sequence[int],
+) -> tuple[int, ...]:
+    """The nodes that a batch of node n may pass as one route: each reads only tensors written on the route, each has
+    another model, and no tensor except the last node's is read elsewhere. () if there is no second node.
+    """
+    run = [n]
+    made = set(nodes[n].outputs)
+    models = {nodes[n].model}
+    for node in nodes[n + 1 :]:
+        if node.model not in models and made.issuperset(node.inputs) and _may_follow(graph, node):
+            run.append(node.index)
+            made.update(node.outputs)
+            models.add(node.model)
+    while len(run) > 1 and not _is_private(nodes, run, consumers, output_slots):
+        run.pop()
+    return tuple(run) if len(run) > 1 and nodes[n].max_batch_size and nodes[n].writes else ()
+
+
+def _may_follow(graph: Graph, node: PlanNode) -> bool:
+    """Whether a node can read its inputs as earlier nodes wrote them: each as one tensor of the whole batch."""
+    if not (node.writes and node.inputs and node.max_batch_size) or node.converts or node.optional:
+        return False
+    if len(set(node.inputs)) < len(node.inputs) or min(node.inputs) < 0:
+        return False
+    return not any(spec.ragged for spec in graph.nodes[node.index].inputs)
+
+
+def _is_private(
+    nodes: Sequence[PlanNode], run: Sequence[int], consumers: Sequence[tuple[int, ...]], output_slots: Sequence[int]
+) -> bool:
+    """Whether the tensors written before the last node of a run are read by nodes of the run only."""
+    inside = set(run)
+    return all(
+        inside.issuperset(consumers[slot]) and slot not in output_slots
+        for n in run[:-1]
+        for _, slot, _ in nodes[n].writes
+    )
+
+
 class _Wires:
-    """What the edges come to. By node: the slots it `reads`, its `checks`, what it `converts`. By slot: the nodes that
-    are its `consumers`, how many `readers` it has, the first node by which it is `needed_by`. There are `count` slots
-    of tensors; those of inputs whose shape changes on the way come behind them. `fed`: the slot of each (node, input);
-    `read`: all that have a reader.
+    """The edges in numbers. There are `count` slots of tensors; the inputs whose shape is converted read further slots
+    behind them. Slots are the same in every plan of a graph.
     """
 
-    slot_of: dict[tuple[int, int], int]
-    count: int
-    fed: dict[tuple[int, int], int]
-    reads: list[list[int]]
-    checks: list[list[tuple[int, tuple[int, ...]]]]
-    converts: list[list[tuple[int, int, Conversion]]]
-    consumers: list[list[int]]
-    readers: list[int]
-    needed_by: list[str]
-    output_slots: list[int]
-    read: set[int]
+    def __init__(self, graph: Graph, edges: Sequence[Edge]) -> None:
+        self.slot_of = {(GRAPH, i): i for i in range(len(graph.inputs))}  # of each (producer, output)
+        for edge in graph.edges:
+            self.slot_of.setdefault((edge.producer, edge.output), len(self.slot_of))
+        self.count = count = len(self.slot_of)
+        own: dict[tuple[int, int], int] = {}  # the slot of each converted (node, input)
+        for edge in graph.edges:
+            if edge.conversion is not None and edge.consumer != GRAPH:
+                own[edge.consumer, edge.input] = count + len(own)
+        self.fed: dict[tuple[int, int], int] = {}  # the slot of each (node, input)
+        # By node:
+        self.reads: list[list[int]] = [[] for _ in graph.nodes]
+        self.checks: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in graph.nodes]
+        self.converts: list[list[tuple[int, int, Conversion]]] = [[] for _ in graph.nodes]
+        # By slot:
+        self.consumers: list[list[int]] = [[] for _ in range(count)]
+        self.readers = [0] * count + [1] * len(own)
+        self.needed_by = [""] * count
+        self.read: set[int] = set()  # all slots that have a reader
+        self.output_slots = [NO_SLOT] * len(graph.outputs)
+        for edge in edges:
+            slot = self.slot_of[edge.producer, edge.output]
+            self.read.add(slot)
+            if edge.consumer == GRAPH:
+                self.output_slots[edge.input] = slot
+                self.readers[slot] += 1
+            else:
+                self._add_input(graph, edge, slot, own.get((edge.consumer, edge.input), slot))
 
-
-def _wires(graph: Graph, edges: Sequence[Edge]) -> _Wires:
-    slot_of: dict[tuple[int, int], int] = {(GRAPH, i): i for i in range(len(graph.inputs))}
-    for edge in graph.edges:
-        slot_of.setdefault((edge.producer, edge.output), len(slot_of))
-    count = len(slot_of)
-    own: dict[tuple[int, int], int] = {}  # of inputs whose shape changes on the way, the same in every plan of a graph
-    for edge in graph.edges:
-        if edge.conversion is not None and edge.consumer != GRAPH:
-            own[edge.consumer, edge.input] = count + len(own)
-    wires = _Wires(
-        slot_of=slot_of,
-        count=count,
-        fed={},
-        reads=[[] for _ in graph.nodes],
-        checks=[[] for _ in graph.nodes],
-        converts=[[] for _ in graph.nodes],
-        consumers=[[] for _ in range(count)],
-        readers=[0] * count + [1] * len(own),
-        needed_by=[""] * count,
-        output_slots=[NO_SLOT] * len(graph.outputs),
-        read=set(),
-    )
-    for edge in edges:
-        slot = slot_of[edge.producer, edge.output]
-        wires.read.add(slot)
-        if edge.consumer == GRAPH:
-            wires.output_slots[edge.input] = slot
-            wires.readers[slot] += 1
-        else:
-            _wire_input(graph, edge, slot, own.get((edge.consumer, edge.input), slot), wires)
-    return wires
-
-
-def _wire_input(graph: Graph, edge: Edge, slot: int, read_slot: int, wires: _Wires) -> None:
-    """Note an edge that a node reads: the tensor in `slot`, as it lies in `read_slot`."""
-    reader = graph.nodes[edge.consumer]
-    spec = reader.inputs[edge.input]
-    wires.fed[edge.consumer, edge.input] = read_slot
-    wires.reads[edge.consumer].append(slot)
-    if edge.conversion is not None:
-        wires.converts[edge.consumer].append((slot, read_slot, edge.conversion))
-    if _may_disagree(graph, edge):
-        wires.checks[edge.consumer].append((edge.input, spec.dims))
-    if not spec.optional and not wires.needed_by[slot]:
-        wires.needed_by[slot] = reader.name
-    if edge.consumer not in wires.consumers[slot]:
-        wires.consumers[slot].append(edge.consumer)
-        wires.readers[slot] += 1
+    def _add_input(self, graph: Graph, edge: Edge, slot: int, read_slot: int) -> None:
+        """Add an edge that a node reads: the tensor in `slot`, which this input finds in `read_slot`."""
+        reader = graph.nodes[edge.consumer]
+        spec = reader.inputs[edge.input]
+        self.fed[edge.consumer, edge.input] = read_slot
+        self.reads[edge.consumer].append(slot)
+        if edge.conversion is not None:
+            self.converts[edge.consumer].append((slot, read_slot, edge.conversion))
+        if _may_disagree(graph, edge):
+            self.checks[edge.consumer].append((edge.input, spec.dims))
+        if not spec.optional and not self.needed_by[slot]:
+            self.needed_by[slot] = reader.name
+        if edge.consumer not in self.consumers[slot]:
+            self.consumers[slot].append(edge.consumer)
+            self.readers[slot] += 1
 
 
 def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], *, is_nested: bool) -> PlanNode:
@@ -211,7 +240,7 @@ def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], 
         variable=_variable(node),
         optional=_may_lack(node),
         checks=tuple(wires.checks[node.index]),
-        wanted=_names(node, written) if graph.is_ensemble else (),
+        wanted=tuple(node.outputs[j].name for j, *_ in writes) if graph.is_ensemble else (),
         converts=tuple(wires.converts[node.index]),
         sole=sole,
         plain=inputs[0] if _is_plain(node, wires) else NO_SLOT,
@@ -233,7 +262,7 @@ def _may_lack(node: Node) -> bool:
 def _is_plain(node: Node, wires: _Wires) -> bool:
     is_checked = wires.checks[node.index] or wires.converts[node.index]
     is_single = len(node.inputs) == 1 and node.max_batch_size > 0
-    return is_single and not (is_checked or _variable(node) or _may_lack(node))
+    return is_single and not (is_checked or _may_lack(node))
 
 
 def _then(
@@ -248,8 +277,8 @@ def _then(
 
 
 def _may_disagree(graph: Graph, edge: Edge) -> bool:
-    """Whether the producer leaves a dimension open that the reading node fixes, or a batch may be more than the one row
-    that a model without a batch dimension takes.
+    """Whether the producer leaves a dimension open that the reading node fixes, or a batch may have more rows than the
+    one that a model without a batch dimension takes.
     """
     reader = graph.nodes[edge.consumer]
     spec = reader.inputs[edge.input]
@@ -276,8 +305,8 @@ def _lacking(graph: Graph, edges: Sequence[Edge]) -> Iterator[tuple[int, str, in
 
 
 def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:
-    """The edges that lead to the wanted outputs. Even where those are all, an ensemble within this one may have steps
-    that serve outputs of its own which nobody reads here.
+    """The edges that lead to the wanted outputs. Even if all are wanted, a nested ensemble may have steps that serve
+    only those of its outputs that have no reader in this graph.
     """
     wanted = {i for i, spec in enumerate(graph.outputs) if outputs is None or spec.name in outputs}
     feeding: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
@@ -295,12 +324,6 @@ def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:
     ]
 
 
-def _names(node: Node, slots: Sequence[int]) -> tuple[str, ...]:
-    return tuple(spec.name for spec, slot in zip(node.outputs, slots, strict=True) if slot != NO_SLOT)
-
-
 def _full(dims: tuple[int, ...], max_batch_size: int) -> tuple[int, ...]:
-    """The whole shape, a leading -1 for the batch dimension where there is one: a model without one may read or write
-    it.
-    """
+    """The whole shape, with a leading -1 for the batch dimension if there is one."""
     return (-1, *dims) if max_batch_size else dims

@@ -1,8 +1,8 @@
-"""What makes an ensemble well formed: one small function per numbered rule.
+"""Rules for ensembles before folding, one function per numbered rule.
 
-Decided here: every mistake that can be seen without running anything, its text (Triton's own where it has one, so
-that clients which match on it still do), its place in the user's file and a hint. Every rule always runs; a rule
-skips what another rule already refuses. How a good ensemble becomes a Graph is compile.py's matter.
+Decides which mistakes are reported, their text (Triton's, if it has one, because clients match on it), their place in
+the user's file and a hint. Every rule always runs; a rule skips cases that another rule refuses. Does not compile
+(`compile`, the only caller, which also has the rules that need the folded graph).
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ import networkx as nx
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import LATEST
 from flowserve.errors import Place, Problem
-from flowserve.graph.facts import (
+from flowserve.graph.types import GRAPH
+from flowserve.graph.wiring import (
+    End,
+    WiredStep,
+    Wiring,
     both_ends,
     circles,
     circles_below,
+    contradictions,
     differ_by_batch,
-    disagreements,
+    ensembles_below,
     feeds_required_input,
-    first_steps,
-    how_to_meet,
-    known,
-    listing,
+    first_step_per_model,
+    inconsistent_shape,
+    known_steps,
     not_written,
-    shape_text,
+    shape_hint,
     shapes_meet,
     step_text,
     steps_that_reach_an_output,
     unreachable,
+    wire,
 )
-from flowserve.graph.types import GRAPH
-from flowserve.graph.wiring import End, Step, Wiring, ensembles_below, wire
 
-Rule = Callable[[Wiring], Iterator[Problem]]
+EnsembleRule = Callable[[Wiring], Iterator[Problem]]
 
 
-def find_problems(wiring: Wiring) -> list[Problem]:
+def ensemble_problems(wiring: Wiring) -> list[Problem]:
     """Every violation of every rule, in the order of the file."""
     found = [replace(problem, rule=number) for number, rule in RULES.items() for problem in rule(wiring)]
     return sorted(found, key=lambda problem: problem.place or Place(""))
@@ -63,7 +66,7 @@ def _no_ensemble_contains_itself(w: Wiring) -> Iterator[Problem]:
 
 
 def _every_model_exists(w: Wiring) -> Iterator[Problem]:
-    for name, step in first_steps(w):
+    for name, step in first_step_per_model(w):
         if name in w.available or name in w.failed or name == w.name:
             continue
         yield Problem(
@@ -76,7 +79,7 @@ def _every_model_exists(w: Wiring) -> Iterator[Problem]:
 def _every_model_is_valid(w: Wiring) -> Iterator[Problem]:
     below = ensembles_below(w.config, w.available)
     circles = circles_below(w)
-    for name, step in first_steps(w):
+    for name, step in first_step_per_model(w):
         if name in below and nx.has_path(below, name, w.name):
             continue
         reason = w.failed.get(name) or circles.get(name) or _first_problem_inside(w, step)
@@ -84,7 +87,7 @@ def _every_model_is_valid(w: Wiring) -> Iterator[Problem]:
             yield _depends_on_failed(w, step, reason)
 
 
-def _depends_on_failed(w: Wiring, step: Step, reason: str) -> Problem:
+def _depends_on_failed(w: Wiring, step: WiredStep, reason: str) -> Problem:
     name = step.written.model
     return Problem(
         f"ensemble '{w.name}' depends on '{name}' which is not valid. Model '{name}' failed with error: {reason}",
@@ -93,8 +96,8 @@ def _depends_on_failed(w: Wiring, step: Step, reason: str) -> Problem:
 
 
 def _no_model_is_known_to_have_failed(w: Wiring) -> Iterator[Problem]:
-    """What G3 says of a nested ensemble, without looking into it once more."""
-    for name, step in first_steps(w):
+    """Rule G3 for a nested ensemble, without checking the inner ensemble again."""
+    for name, step in first_step_per_model(w):
         if name in w.failed:
             yield _depends_on_failed(w, step, w.failed[name])
 
@@ -127,46 +130,39 @@ def _every_version_exists(w: Wiring) -> Iterator[Problem]:
 
 
 def _every_mapped_input_exists(w: Wiring) -> Iterator[Problem]:
-    for step, model in known(w):
+    for step, model in known_steps(w):
         names = [spec.name for spec in model.inputs]
         for port, tensor in step.written.input_map.items():
             if port not in names:
-                yield Problem(
-                    f"in ensemble {w.name}, ensemble tensor {tensor} is mapping to non-existing input {port} in model"
-                    f" {model.name}",
-                    w.place_of_reader(End(step.index, port)),
-                    hint=_the_other_way_round(port, tensor, names, is_joined=tensor in w.writers)
-                    or did_you_mean(port, names)
-                    or listing("its inputs are", names),
-                )
+                text = f"mapping to non-existing input {port} in model {model.name}"
+                place = w.place_of_reader(End(step.index, port))
+                hint = _port_hint(port, tensor, names, "inputs", is_joined=tensor in w.writers)
+                yield Problem(f"in ensemble {w.name}, ensemble tensor {tensor} is {text}", place, hint=hint)
 
 
 def _every_mapped_output_exists(w: Wiring) -> Iterator[Problem]:
-    for step, model in known(w):
+    for step, model in known_steps(w):
         names = [spec.name for spec in model.outputs]
         for port, tensor in step.written.output_map.items():
             if port not in names:
-                yield Problem(
-                    f"in ensemble {w.name}, ensemble tensor {tensor} is mapped from non-existing output {port} in model"
-                    f" {model.name}",
-                    w.place_of_writer(End(step.index, port)),
-                    hint=_the_other_way_round(port, tensor, names, is_joined=tensor in w.readers)
-                    or did_you_mean(port, names)
-                    or listing("its outputs are", names),
-                )
+                text = f"mapped from non-existing output {port} in model {model.name}"
+                place = w.place_of_writer(End(step.index, port))
+                hint = _port_hint(port, tensor, names, "outputs", is_joined=tensor in w.readers)
+                yield Problem(f"in ensemble {w.name}, ensemble tensor {tensor} is {text}", place, hint=hint)
 
 
-def _the_other_way_round(port: str, tensor: str, names: list[str], *, is_joined: bool) -> str:
-    """What to write where the ensemble's name stands in front of the model's. A tensor that leads anywhere in the
-    ensemble may well be called as the model calls it.
+def _port_hint(port: str, tensor: str, names: list[str], what: str, *, is_joined: bool) -> str:
+    """The hint for an unknown port. Key and value of the mapping were swapped if the model has a port called as the
+    ensemble's tensor, unless the tensor has its other end: then the two may have the same name.
     """
-    if tensor not in names or is_joined:
-        return ""
-    return f'the key is what the model calls it: key: "{tensor}" value: "{port}"'
+    if tensor in names and not is_joined:
+        return f'the key is what the model calls it: key: "{tensor}" value: "{port}"'
+    listed = f"its {what} are {', '.join(map(repr, names))}" if names else ""
+    return did_you_mean(port, names) or listed
 
 
 def _every_required_input_is_mapped(w: Wiring) -> Iterator[Problem]:
-    for step, model in known(w):
+    for step, model in known_steps(w):
         unmapped = [spec for spec in model.inputs if spec.name not in step.written.input_map]
         for spec in unmapped:
             if spec.optional and not feeds_required_input(w, model, spec.name):
@@ -244,7 +240,7 @@ def _every_tensor_is_read(w: Wiring) -> Iterator[Problem]:
         yield Problem(
             f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}'",
             w.place_of_writer(writers[0]),
-            hint=did_you_mean(tensor, wanted) or "nobody reads it; leave it out of the output_map",
+            hint=did_you_mean(tensor, wanted) or "it has no reader; leave it out of the output_map",
         )
 
 
@@ -263,11 +259,11 @@ def _every_step_leads_to_an_output(w: Wiring) -> Iterator[Problem]:
         )
 
 
-# What the two ends say about a tensor
+# Declarations at the two ends of a tensor
 
 
 def _data_types_agree(w: Wiring) -> Iterator[Problem]:
-    for tensor, first, second, place in disagreements(w, lambda a, b: a.dtype is b.dtype):
+    for tensor, first, second, place in contradictions(w, lambda a, b: a.dtype is b.dtype):
         yield Problem(
             f"in ensemble {w.name}, ensemble tensor {tensor}: inconsistent data type: {first.dtype.config_name}"
             " is inferred from model"
@@ -278,18 +274,13 @@ def _data_types_agree(w: Wiring) -> Iterator[Problem]:
 
 
 def _shapes_agree(w: Wiring) -> Iterator[Problem]:
-    for tensor, first, second, place in disagreements(w, lambda a, b: shapes_meet(a, b) or differ_by_batch(a, b)):
-        yield Problem(
-            f"in ensemble {w.name}, ensemble tensor {tensor}: inconsistent shape: {shape_text(first)} is inferred"
-            " from model"
-            f" {first.owner} while {shape_text(second)} is inferred from model {second.owner}",
-            place,
-            hint=how_to_meet(first, second, w.name),
-        )
+    for tensor, first, second, place in contradictions(w, lambda a, b: shapes_meet(a, b) or differ_by_batch(a, b)):
+        hint = shape_hint(first, second, w.name)
+        yield Problem(inconsistent_shape(w.name, tensor, first, second), place, hint=hint)
 
 
 def _batch_sizes_fit(w: Wiring) -> Iterator[Problem]:
-    for step, model in known(w):
+    for step, model in known_steps(w):
         if 0 < model.max_batch_size < w.config.max_batch_size:
             yield Problem(
                 f"ensemble {w.name} allows maximum batch size {w.config.max_batch_size}, but it contains model"
@@ -300,10 +291,10 @@ def _batch_sizes_fit(w: Wiring) -> Iterator[Problem]:
             )
 
 
-def _first_problem_inside(w: Wiring, step: Step) -> str:
-    """Why a nested ensemble, or one inside it, is not well formed; "" where all are.
+def _first_problem_inside(w: Wiring, step: WiredStep) -> str:
+    """The first problem of a nested ensemble, or of one inside it; "" if all are well formed.
 
-    Circles are told by other means: where there are none below the outermost, there are none below the others (G1).
+    Cycles are checked once: if there is none below the outermost, there is none below the others (G1).
     """
     if step.model is None or not step.model.is_ensemble:
         return ""
@@ -320,7 +311,7 @@ def _first_problem_inside(w: Wiring, step: Step) -> str:
     return ""
 
 
-RULES: Final[Mapping[str, Rule]] = {
+RULES: Final[Mapping[str, EnsembleRule]] = {
     "G1": _no_ensemble_contains_itself,
     "G2": _every_model_exists,
     "G3": _every_model_is_valid,

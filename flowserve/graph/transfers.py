@@ -1,15 +1,12 @@
-"""Which tensors of a graph change their memory on the way, and which only change hands.
+"""Static analysis of tensor transfers between host and GPUs, per edge of a graph.
 
-Decided here: in which memory each node's tensors lie, as its configuration says, and from that what every edge costs:
-a *view* where both ends are in the same memory, a *copy* where they are not, and *shared* where another reader of the
-same tensor in the same memory has it copied already. So how often a request's bytes cross to a device and back is a
-property of the graph, known before anything runs and drawn with it. What comes with the request and what goes into the
-answer lies on the host.
+Decides in which memory each node's tensors are, by its configuration, and the cost of each edge: a *view* if both ends
+are in the same memory, a *copy* if not, *shared* if another reader of the tensor in the same memory has copied it
+already. So the number of copies per request is a property of the graph, known before it runs and drawn with it. Inputs
+of requests and outputs of responses are on the host, as are BYTES tensors everywhere.
 
-Several places of one node are alternatives: instances on several devices, of which a request takes one and stays there
-where it can. BYTES lie on the host everywhere.
-
-Carrying it out is runtime/device_host.py's and memory/stream.py's.
+Several places of one node are alternatives: instances on several devices, of which a request uses one, and stays on it
+if possible. Does not copy (`runtime/workers`, `memory/stream`). Callers: `runtime`, `render`.
 """
 
 from __future__ import annotations
@@ -19,12 +16,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, Literal
 
+from flowserve.config.parameters import FORCE_CPU
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.graph.types import GRAPH, Edge, Graph
 from flowserve.values import ANY_GPU, HOST_MEMORY, DType, MemoryPlace, TensorSpec, gpu_memory
 
 MemoryPlaces = frozenset[MemoryPlace]
-FORCE_CPU: Final = "FORCE_CPU_ONLY_INPUT_TENSORS"  # a parameter of Triton's Python backend
 ON_HOST: Final[MemoryPlaces] = frozenset({HOST_MEMORY})
 
 _IN_PYTHON: Final = frozenset({"python", "callable"})
@@ -35,8 +32,8 @@ Kind = Literal["view", "copy", "shared", "depends"]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How one edge's tensor gets from where it was made to where it is read. `row_bytes`: what one row of it weighs
-    (the whole of it in a graph without batches), None where that differs from request to request.
+    """The transfer of one edge's tensor from its producer to its consumer. `row_bytes`: the size of one row (of the
+    whole tensor in a graph without batches), None if it differs between requests.
     """
 
     kind: Kind
@@ -46,7 +43,7 @@ class Transfer:
 
 
 def memory_places(config: ModelConfig) -> MemoryPlaces:
-    """Where the tensors of a model's instances lie. An ensemble's lie where its steps' do."""
+    """The memories of the tensors of a model's instances. An ensemble has those of its steps."""
     places = {
         place
         for group in config.instance_groups
@@ -57,9 +54,9 @@ def memory_places(config: ModelConfig) -> MemoryPlaces:
 
 
 def stays_on_device(config: ModelConfig) -> bool:
-    """Whether instances of a model on a GPU take and make tensors there: strings cannot lie there, ragged inputs are
-    laid end to end on the host, state is kept there, a child process shares only the host's memory, and what is written
-    in Python gets and gives arrays of the host's unless it says that it need not.
+    """Whether GPU instances of a model read and write tensors in device memory. BYTES cannot be there, ragged inputs
+    are concatenated on the host, sequence state is kept on the host, a worker process shares only host memory, and
+    Python models use host arrays unless their configuration says otherwise.
     """
     specs = (*config.inputs, *config.outputs)
     return (
@@ -73,7 +70,7 @@ def stays_on_device(config: ModelConfig) -> bool:
 
 
 def _takes_device_tensors(config: ModelConfig) -> bool:
-    """A `model.py` on a thread of the server's."""
+    """A `model.py` on a thread of the server that declares support for device tensors."""
     parameters = config.parameters
     return (
         config.backend == "python"
@@ -84,7 +81,7 @@ def _takes_device_tensors(config: ModelConfig) -> bool:
 
 
 def transfers(graph: Graph, places: Sequence[MemoryPlaces]) -> tuple[Transfer, ...]:
-    """One for each edge of the graph, in their order; `places[n]` are those of node n."""
+    """One transfer for each edge of the graph, in order; `places[n]` are the memories of node n."""
     crossed: set[tuple[object, ...]] = set()
     return tuple(_transfer(graph, edge, places, crossed) for edge in graph.edges)
 
@@ -95,7 +92,7 @@ def _transfer(graph: Graph, edge: Edge, places: Sequence[MemoryPlaces], crossed:
     to = ON_HOST if edge.consumer == GRAPH or spec.dtype is DType.BYTES else places[edge.consumer]
     kind = _kind(source, to)
     if kind == "copy":
-        # What changes its shape on the way to a device is another tensor there.
+        # A tensor that is converted on the way to a device is a separate tensor there.
         changes = edge.conversion is not None and to != ON_HOST
         crossing = (edge.producer, edge.output, to, (edge.consumer, edge.input) if changes else ())
         kind = "shared" if crossing in crossed else "copy"
@@ -112,7 +109,7 @@ def _kind(source: MemoryPlaces, to: MemoryPlaces) -> Kind:
 def _may_meet(source: MemoryPlaces, to: MemoryPlaces) -> bool:
     if source & to:
         return True
-    # A group that lists no GPUs is on all there are.
+    # A group without a list of GPUs uses all of them.
     return any(ANY_GPU in one and any(place.is_gpu for place in other) for one, other in ((source, to), (to, source)))
 
 

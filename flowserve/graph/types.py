@@ -1,8 +1,9 @@
-"""What a deployment means: one frozen, numbered graph of model calls joined by tensors.
+"""The compiled graph of a deployment: frozen, numbered model calls connected by tensors.
 
-Decided here: the records Graph, Node, Edge and the integers they are numbered by. A plain model is a graph of one node.
-Nested ensembles are already folded in: a node's `path` names the ensembles it came through. Nothing here computes;
-compile.py makes these records, rules.py judges them, plan.py turns them into what the hot path reads.
+Decides the records Graph, Node and Edge and their numbering. A plain model is a graph of one node, which is compiled
+here: `compile`, for ensembles, imports networkx and is not loaded by a server without ensembles. Nested ensembles are
+already folded in: a node's `path` names the ensembles that contained it. `plan` derives the data for the request path.
+Callers: every package above `graph`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from flowserve.config.types import ModelConfig
 from flowserve.errors import Place
 from flowserve.graph.conversion import Conversion
 from flowserve.values import TensorSpec
 
 GRAPH: Final = -1  # as a producer or consumer: the graph's own inputs or outputs
-DEPTH_LIMIT: Final = 100  # of ensembles in each other, however they are written
+DEPTH_LIMIT: Final = 100  # of nested ensembles, in files and in Python
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModelKey:
-    """A model and the exact version a graph compiled against."""
+    """A model and the exact version that a graph was compiled against."""
 
     name: str
     version: int
@@ -35,8 +37,8 @@ class Node:
 
     `inputs` and `outputs` are the model's own specs, in its configuration's order; an edge's ports index into them.
     `name` is unique in its graph: the model's name, "name#2" for its second step, "outer/name" inside a nested
-    ensemble `outer`. `decoupled`: a step of it answers any number of times. `max_inflight`: how many of its steps one
-    request may have under way, 0 for no limit.
+    ensemble `outer`. `decoupled`: a step sends any number of responses. `max_inflight`: concurrent executions of its
+    step for one request, 0 for no limit.
     """
 
     index: int
@@ -61,7 +63,7 @@ class Edge:
 
     `producer` is a node's index, or GRAPH with `output` an index into the graph's inputs. `consumer` is a node's
     index, or GRAPH with `input` an index into the graph's outputs. `tensor` is the ensemble tensor's name.
-    `conversion`: how its shape changes on the way, None for not at all.
+    `conversion`: how its shape changes along the edge, None if it does not.
     """
 
     tensor: str
@@ -74,11 +76,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A compiled deployment. Every edge's dtype and shape agree at both ends, every tensor has a producer and a
-    reader, no cycles.
+    """A compiled deployment. Every edge's dtype and shape match at both ends, every tensor has a producer and a reader,
+    and there is no cycle.
 
-    `max_batch_size` is what a request to this deployment may carry; 0 where it has no batch dimension.
-    `shares_limits`: all requests together keep within the nodes' `max_inflight`, not each by itself.
+    `max_batch_size` is the maximum number of rows of a request; 0 without a batch dimension. `shares_limits`: the
+    nodes' `max_inflight` applies to all requests together, not to each separately.
     """
 
     name: str
@@ -93,5 +95,24 @@ class Graph:
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether a request may get any number of answers."""
+        """Whether a request may get any number of responses."""
         return any(node.decoupled for node in self.nodes)
+
+
+def compile_model(config: ModelConfig, version: int) -> Graph:
+    """A plain model as a graph of one node, fed by the graph's inputs in order."""
+    node = Node(
+        index=0,
+        name=config.name,
+        model=ModelKey(config.name, version),
+        inputs=config.inputs,
+        outputs=config.outputs,
+        max_batch_size=config.max_batch_size,
+        place=config.source.place(""),
+        decoupled=config.decoupled,
+    )
+    edges = [Edge(spec.name, GRAPH, i, 0, i) for i, spec in enumerate(config.inputs)]
+    edges += [Edge(spec.name, 0, j, GRAPH, j) for j, spec in enumerate(config.outputs)]
+    return Graph(
+        config.name, version, config.inputs, config.outputs, config.max_batch_size, nodes=(node,), edges=tuple(edges)
+    )

@@ -1,28 +1,31 @@
-"""One ensemble as its author wired it: steps, tensors, who writes and who reads each.
+"""The wiring of one ensemble before compilation: steps, tensors, the writer and the readers of each; and queries on it.
 
-Decided here: which model and version a step means, and the two tables (writers and readers of every tensor) that
-rules.py judges and compile.py folds. A step whose model cannot be told keeps its place with `model` None, so that the
-other mistakes are still found. Nothing here says what is wrong.
+Decides the model and version of each step, the tables of writers and readers, when two ends of a tensor match, which
+steps lead to an output and which are on a cycle. A step with an unknown model stays, with `model` None, so that other
+mistakes are still found. Does not decide what is a mistake (`rules`). Callers: `rules`, `compile`, `repository`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import networkx as nx
 
 from flowserve.config.types import LATEST, EnsembleStep, ModelConfig
 from flowserve.errors import Place
+from flowserve.graph.conversion import inside
 from flowserve.graph.types import GRAPH
-from flowserve.values import TensorSpec
+from flowserve.values import DType, TensorSpec
 
-Available = Mapping[str, Mapping[int, ModelConfig]]
+AvailableModels = Mapping[str, Mapping[int, ModelConfig]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A step and the model it means. `version` and `model` are None where no such model or version is available."""
+class WiredStep:
+    """A step and its model. `version` and `model` are None if the model or version is not available."""
 
     index: int
     written: EnsembleStep
@@ -48,9 +51,9 @@ class Wiring:
     """
 
     config: ModelConfig
-    available: Available
+    available: AvailableModels
     failed: Mapping[str, str]
-    steps: tuple[Step, ...]
+    steps: tuple[WiredStep, ...]
     writers: Mapping[str, list[End]] = field(default_factory=dict)
     readers: Mapping[str, list[End]] = field(default_factory=dict)
 
@@ -88,27 +91,27 @@ class Wiring:
 
 
 def port_index(specs: tuple[TensorSpec, ...], name: str) -> int:
-    """The position of the port called `name`; raises ValueError where there is none."""
+    """The position of the port called `name`; raises ValueError if there is none."""
     return [spec.name for spec in specs].index(name)
 
 
 def pick_version(versions: Mapping[int, ModelConfig], wanted: int) -> int | None:
-    """The version a step means by `wanted` (LATEST: the highest), or None where it is not available."""
+    """The version that `wanted` selects (LATEST: the highest), or None if it is not available."""
     if wanted == LATEST:
         return max(versions, default=None)
     return wanted if wanted in versions else None
 
 
-def find_step_model(step: EnsembleStep, available: Available) -> tuple[int | None, ModelConfig | None]:
-    """The version and configuration a step means, (None, None) where they are not available."""
+def find_step_model(step: EnsembleStep, available: AvailableModels) -> tuple[int | None, ModelConfig | None]:
+    """The version and configuration of a step's model, (None, None) if they are not available."""
     versions = available.get(step.model, {})
     version = pick_version(versions, step.version)
     return version, None if version is None else versions[version]
 
 
-def wire(config: ModelConfig, available: Available, failed: Mapping[str, str]) -> Wiring:
+def wire(config: ModelConfig, available: AvailableModels, failed: Mapping[str, str]) -> Wiring:
     """Collect the writers and readers of every tensor of an ensemble."""
-    steps = tuple(Step(index, step, *find_step_model(step, available)) for index, step in enumerate(config.steps))
+    steps = tuple(WiredStep(index, step, *find_step_model(step, available)) for index, step in enumerate(config.steps))
     writers: dict[str, list[End]] = {}
     readers: dict[str, list[End]] = {}
     for spec in config.inputs:
@@ -123,8 +126,8 @@ def wire(config: ModelConfig, available: Available, failed: Mapping[str, str]) -
     return Wiring(config, available, failed, steps, writers, readers)
 
 
-def ensembles_below(config: ModelConfig, available: Available) -> nx.DiGraph[str]:
-    """Which ensemble contains which, as far as can be reached from `config`.
+def ensembles_below(config: ModelConfig, available: AvailableModels) -> nx.DiGraph[str]:
+    """The containment graph of all ensembles reachable from `config`.
 
     A node's attribute `config` is the ensemble's configuration; an edge's attribute `step` is the path of the first
     such step.
@@ -147,7 +150,7 @@ def ensembles_below(config: ModelConfig, available: Available) -> nx.DiGraph[str
 
 
 def containment_order(configs: Mapping[str, ModelConfig]) -> list[str]:
-    """The names of all ensembles, each after those it contains; ties, and those on a circle, by name."""
+    """The names of all ensembles, each after those it contains; ties, and those on a cycle, by name."""
     contains: nx.DiGraph[str] = nx.DiGraph()
     contains.add_nodes_from(name for name, config in configs.items() if config.is_ensemble)
     contains.add_edges_from(
@@ -157,3 +160,187 @@ def containment_order(configs: Mapping[str, ModelConfig]) -> list[str]:
     members = {group: sorted(groups.nodes[group]["members"]) for group in groups}
     order = nx.lexicographical_topological_sort(groups, key=lambda group: members[group])
     return [name for group in order for name in members[group]]
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """The declaration of a tensor at one end.
+
+    `owner` is the model's (or the ensemble's) name, `port` the input or output there. `reshape`: the model's own shape,
+    if it differs from `dims`.
+    """
+
+    owner: str
+    port: str
+    dtype: DType
+    dims: tuple[int, ...]
+    batches: bool
+    reshape: tuple[int, ...] | None = None
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """The full shape, with a leading -1 for the batch dimension if there is one."""
+        return (-1, *self.dims) if self.batches else self.dims
+
+
+def side_of(owner: str, spec: TensorSpec, batches: bool) -> Declaration:
+    return Declaration(owner, spec.name, spec.dtype, spec.dims, batches, spec.reshape)
+
+
+def shapes_meet(a: Declaration, b: Declaration) -> bool:
+    """Whether the full shapes of two ends can match; -1 matches anything."""
+    return _dims_meet(a.full, b.full)
+
+
+def _shape_text(side: Declaration) -> str:
+    return f"[{','.join(map(str, side.full))}]"
+
+
+def differ_by_batch(a: Declaration, b: Declaration) -> bool:
+    """Whether the dims match and only one end has a batch dimension: a leading 1 is then added or removed."""
+    return a.batches != b.batches and _dims_meet(a.dims, b.dims)
+
+
+def _dims_meet(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return len(a) == len(b) and all(x == y or -1 in (x, y) for x, y in zip(a, b, strict=True))
+
+
+def contradictions(
+    w: Wiring, agree: Callable[[Declaration, Declaration], bool]
+) -> Iterator[tuple[str, Declaration, Declaration, Place]]:
+    """For each end of each tensor, the first earlier end that disagrees with it: readers are compared with the writer,
+    and with each other.
+    """
+    for tensor in w.tensors():
+        ends = [(_side(w, end, is_writer=True), w.place_of_writer(end)) for end in w.writers.get(tensor, ())[:1]]
+        ends += [(_side(w, end, is_writer=False), w.place_of_reader(end)) for end in w.readers.get(tensor, ())]
+        sides = [(side, place) for side, place in ends if side is not None]
+        for later, (second, place) in enumerate(sides):
+            first = next((side for side, _ in sides[:later] if not agree(side, second)), None)
+            if first is not None:
+                yield tensor, first, second, place
+
+
+def _side(w: Wiring, end: End, *, is_writer: bool) -> Declaration | None:
+    """The declaration of an end; of the ensemble's own inputs and outputs, as its steps see them."""
+    if end.step == GRAPH:
+        model, specs = w.config, tuple(map(inside, w.config.inputs if is_writer else w.config.outputs))
+    else:
+        step = w.steps[end.step]
+        if step.model is None:
+            return None
+        model, specs = step.model, step.model.outputs if is_writer else step.model.inputs
+    spec = next((spec for spec in specs if spec.name == end.port), None)
+    return None if spec is None else side_of(model.name, spec, model.max_batch_size > 0)
+
+
+def inconsistent_shape(ensemble: str, tensor: str, first: Declaration, second: Declaration) -> str:
+    """Triton's message for two ends with different shapes."""
+    return (
+        f"in ensemble {ensemble}, ensemble tensor {tensor}: inconsistent shape: {_shape_text(first)} is inferred from"
+        f" model {first.owner} while {_shape_text(second)} is inferred from model {second.owner}"
+    )
+
+
+def both_ends(first: Declaration, second: Declaration) -> str:
+    return f"'{first.port}' of '{first.owner}' meets '{second.port}' of '{second.owner}' here"
+
+
+def shape_hint(first: Declaration, second: Declaration, ensemble: str) -> str:
+    """The hint for two shapes that do not match: the change that was probably intended, else both ends."""
+    both = both_ends(first, second)
+    for one, other in ((first, second), (second, first)):
+        if one.batches and other.batches and one.dims[:1] == (-1,) and _dims_meet(one.dims[1:], other.dims):
+            return (
+                f"{both}; dims leave out the batch dimension, and those of '{one.port}' of '{one.owner}' begin with it?"
+            )
+    fixed = -1 not in (*first.dims, *second.dims) and first.batches == second.batches
+    if not fixed or prod(first.dims) != prod(second.dims):
+        return both
+    inner = second.dims if second.reshape is None else second.reshape
+    outside, within = (second.dims, first.dims) if second.owner == ensemble else (first.dims, inner)
+    which = f"'{second.port}' of '{second.owner}'"
+    dims, shape = (", ".join(map(str, sizes)) for sizes in (outside, within))
+    return f"{both}; they hold equally many elements: dims: [ {dims} ] reshape {{ shape: [ {shape} ] }} for {which}"
+
+
+def circles(joined: nx.DiGraph[Any]) -> list[list[Any]]:
+    """The groups of nodes of a directed graph that are on a common cycle, each sorted."""
+    groups = sorted(map(sorted, nx.strongly_connected_components(joined)))
+    return [group for group in groups if len(group) > 1 or joined.has_edge(group[0], group[0])]
+
+
+def known_steps(w: Wiring) -> Iterator[tuple[WiredStep, ModelConfig]]:
+    for step in w.steps:
+        if step.model is not None:
+            yield step, step.model
+
+
+def first_step_per_model(w: Wiring) -> Iterable[tuple[str, WiredStep]]:
+    """Each model's name with the first step that names it."""
+    return {step.written.model: step for step in reversed(w.steps)}.items()
+
+
+def step_text(w: Wiring, index: int) -> str:
+    return f"step {index} (model '{w.steps[index].written.model}')"
+
+
+def not_written(w: Wiring, tensor: str, readers: list[End]) -> str:
+    if readers[0].step == GRAPH:
+        return f"ensemble output '{tensor}' for ensemble {w.name}' is not used: no step writes it"
+    by = f"no step writes '{tensor}', which {step_text(w, readers[0].step)} reads as '{readers[0].port}'"
+    if readers[-1].step == GRAPH:
+        return f"output '{tensor}' for ensemble '{w.name}' is not written: {by}"
+    return f"{unreachable(w, tensor, {end.step for end in readers})}: {by}"
+
+
+def unreachable(w: Wiring, tensor: str, readers: set[int]) -> str:
+    """Triton's text for a tensor that never gets a value; it names an output that depends on it, if there is one."""
+    joined = w.step_graph()
+    waiting = readers.union(*(nx.descendants(joined, step) for step in readers))
+    for spec in w.config.outputs:
+        if any(end.step in waiting for end in w.writers.get(spec.name, ())):
+            return (
+                f"output '{spec.name}' for ensemble '{w.name}' is not written:"
+                f" at least one of its depending tensors, '{tensor}', is not connected"
+            )
+    return f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}'"
+
+
+def steps_that_reach_an_output(w: Wiring) -> set[int]:
+    joined = w.step_graph()
+    last = {end.step for spec in w.config.outputs for end in w.writers.get(spec.name, ()) if end.step != GRAPH}
+    return last.union(*(nx.ancestors(joined, step) for step in last))
+
+
+def feeds_required_input(w: Wiring, ensemble: ModelConfig, tensor: str) -> bool:
+    """Whether an optional input of a nested ensemble feeds a required input of a model."""
+    inner = wire(ensemble, w.available, {})
+    seen = {(ensemble.name, tensor)}
+    waiting = [(inner, tensor)]
+    while waiting:
+        at, name = waiting.pop()
+        for end in at.readers.get(name, ()):
+            model = at.steps[end.step].model if end.step != GRAPH else None
+            spec = next((spec for spec in model.inputs if spec.name == end.port), None) if model else None
+            if model is None or spec is None:
+                continue
+            if not spec.optional:
+                return True
+            if model.is_ensemble and (model.name, end.port) not in seen:
+                seen.add((model.name, end.port))
+                waiting.append((wire(model, w.available, {}), end.port))
+    return False
+
+
+def circles_below(w: Wiring) -> dict[str, str]:
+    """Ensembles below this one that are invalid because of a cycle without this one, with the cycle's text."""
+    below = ensembles_below(w.config, w.available)
+    found: dict[str, str] = {}
+    for members in circles(below):
+        if w.name in members:
+            continue
+        path = [a for a, _ in nx.find_cycle(below.subgraph(members), members[0])]
+        text = f"circular dependency between ensembles: {' -> '.join([*path, path[0]])}"
+        found.update(dict.fromkeys([*members, *sorted(nx.ancestors(below, members[0]) - {w.name})], text))
+    return found

@@ -1,26 +1,28 @@
-"""A `ModelInferRequest` becomes a `Request`.
+"""`ModelInferRequest` messages, as bytes, to `Request`s.
 
-Decided here: every field of the message, what each may hold, and what a client reads who got one wrong, in Triton's
-words where it has some. Raw tensors are views of the message's bytes. Whether names, types and shapes suit the model
-is the engine's to say.
+Decides every field of the message, its valid values, and the error texts, which are Triton's where it has them. Raw
+tensors are views of the message's bytes. The part of a message before its raw tensors is decoded once and kept, because
+clients repeat it; messages with another layout (typed contents, unusual field order) are decoded by protobuf alone.
+Does not know whether names, types and shapes fit the model: the engine validates them. Callers: `server`, `service`,
+`inference`, `stream`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from flowserve.errors import Invalid
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
-from flowserve.runtime.request_parameters import KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
+from flowserve.runtime.protocol.request_parameters import KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
 from flowserve.values import BY_WIRE, Array, DType, Parameter, Request
 
-_INT64_MAX: Final = 2**63 - 1
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 _CONTENTS: Final[Mapping[DType, str]] = {
     DType.BOOL: "bool_contents",
@@ -32,11 +34,20 @@ _CONTENTS: Final[Mapping[DType, str]] = {
     DType.FP64: "fp64_contents",
     DType.BYTES: "bytes_contents",
 }
+_READ_LATER: Final[Array] = np.empty(0)  # keeps an input's place in the order
+_KEPT_MAX: Final = 256
+_KEPT_BYTES_MAX: Final = 4096  # of one message's part before its raw tensors
+_BLOCKS_MAX: Final = 1024
+_SHIFT_MAX: Final = 56  # of a varint's bytes, seven bits each
+_HAS_LENGTH: Final = 2  # protobuf's wire type of strings, bytes and messages
+_RAW: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _HAS_LENGTH
+
+InputLayout = tuple[str, DType, tuple[int, ...], int]  # name, data type, shape, number of elements
 
 
 @dataclass(frozen=True, slots=True)
 class SharedInput:
-    """An input that lies in the client's memory."""
+    """An input in the client's shared memory."""
 
     name: str
     dtype: DType
@@ -46,9 +57,9 @@ class SharedInput:
 
 
 @dataclass(slots=True)
-class Asked:
-    """A request, and how it wants its answer: `classes` and `portions` are those of outputs. `shared` are inputs that
-    `request` does not have yet. `wants_final`: it is told when there are no more answers by one that is empty.
+class DecodedRequest:
+    """A request and the form of its response: `classes` and `portions` are by output. `shared` are inputs that are
+    still to be read into `request`. `wants_final`: the end of a decoupled response is marked by an empty response.
     """
 
     request: Request
@@ -58,34 +69,156 @@ class Asked:
     wants_final: bool = False
 
 
-def decode(message: ModelInferRequest, blocks: Sequence[raw.Buffer] | None = None) -> Asked:
-    """`blocks` are the raw tensors where the message has been parted from them. Raises `Invalid`, naming the field."""
-    asked = Asked(Request({}, id=message.id))
+@dataclass(slots=True)
+class ReceivedMessage:
+    """A message for a `target` (model and version). `error`: why it cannot be decoded, if so."""
+
+    target: tuple[str, str]
+    decoded: DecodedRequest
+    error: Invalid | None = None
+
+    def valid(self) -> DecodedRequest:
+        """The decoded request. Raises Invalid."""
+        if self.error is not None:
+            raise self.error
+        return self.decoded
+
+
+# ---------------------------------------------------------------------------------------------- bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The decoded part of a message before its raw tensors."""
+
+    target: tuple[str, str]
+    decoded: DecodedRequest
+    inputs: tuple[InputLayout, ...]
+
+    def decode(self, blocks: list[memoryview]) -> ReceivedMessage:
+        """The message with this part and these raw tensors."""
+        model, former = self.target[0], self.decoded.request
+        inputs: dict[str, Array] = {}
+        request = Request(
+            inputs,
+            former.outputs,
+            "",
+            former.priority,
+            former.timeout_us,
+            former.sequence_id,
+            former.sequence_start,
+            former.sequence_end,
+            former.parameters,
+        )
+        decoded = DecodedRequest(request, classes=self.decoded.classes, wants_final=self.decoded.wants_final)
+        try:
+            for (name, dtype, shape, count), block in zip(self.inputs, blocks, strict=True):
+                raw.check_size(name, model, dtype, count, len(block))
+                inputs[name] = raw.decode(block, name, model, dtype, shape, count)
+        except Invalid as error:
+            return ReceivedMessage(self.target, decoded, error.with_traceback(None))
+        return ReceivedMessage(self.target, decoded)
+
+
+class MessageReader:
+    """Decodes messages, and keeps the parts that repeat."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, _Kept] = {}
+
+    def __call__(self, data: bytes) -> ReceivedMessage | Invalid:
+        """The message, or the error if the bytes are not a ModelInferRequest."""
+        parts = split(data)
+        if parts is None:
+            return self._decode(data, None)
+        head, blocks = parts
+        kept = self._kept.get(head)
+        if kept is None or len(kept.inputs) != len(blocks):
+            return self._decode(head, blocks)
+        return kept.decode(blocks)
+
+    def _decode(self, head: bytes, blocks: list[memoryview] | None) -> ReceivedMessage | Invalid:
+        try:
+            message = ModelInferRequest.FromString(head)
+        except DecodeError:
+            return unreadable(ModelInferRequest)
+        target = message.model_name, message.model_version
+        try:
+            decoded = decode_request(message, blocks)
+        except Invalid as error:
+            return ReceivedMessage(target, DecodedRequest(Request({}, id=message.id)), error.with_traceback(None))
+        if blocks and len(head) <= _KEPT_BYTES_MAX and not (message.id or decoded.shared or decoded.portions):
+            if len(self._kept) >= _KEPT_MAX:
+                self._kept.clear()
+            empty = replace(decoded, request=replace(decoded.request, inputs={}))
+            self._kept[head] = _Kept(target, empty, tuple(_layout(tensor) for tensor in message.inputs))
+        return ReceivedMessage(target, decoded)
+
+
+def unreadable(kind: Any) -> Invalid:
+    """The error for bytes that are not a message of this class."""
+    return Invalid(f"the request is not a {kind.DESCRIPTOR.full_name} message")
+
+
+def split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
+    """The part of a message before its raw tensors, and the raw tensors as views; None if there are none, or if other
+    fields follow or separate them.
+    """
+    at, end, head_end = 0, len(data), 0
+    blocks: list[memoryview] = []
+    whole = memoryview(data)
+    try:
+        while at < end:
+            tag, start = data[at], at
+            if tag & 7 != _HAS_LENGTH or tag > 127 or (blocks and tag != _RAW) or len(blocks) > _BLOCKS_MAX:
+                return None
+            size = data[at + 1]
+            at += 2
+            if size > 127:
+                size &= 127
+                shift = 7
+                while (more := data[at]) > 127:
+                    if shift > _SHIFT_MAX:
+                        return None
+                    size |= (more & 127) << shift
+                    shift += 7
+                    at += 1
+                size |= more << shift
+                at += 1
+            if tag == _RAW:
+                if not blocks:
+                    head_end = start
+                blocks.append(whole[at : at + size])
+            at += size
+    except IndexError:
+        return None
+    return (data[:head_end], blocks) if blocks and at == end else None
+
+
+# ---------------------------------------------------------------------------------------------- message
+
+
+def decode_request(message: ModelInferRequest, blocks: Sequence[raw.Buffer] | None = None) -> DecodedRequest:
+    """`blocks` are the raw tensors if they were split off the message. Raises `Invalid`, naming the field."""
+    decoded = DecodedRequest(Request({}, id=message.id))
     if message.parameters:
-        _parameters(message, asked)
-    _inputs(message, asked, message.raw_input_contents if blocks is None else blocks)
+        _parameters(message, decoded)
+    _inputs(message, decoded, message.raw_input_contents if blocks is None else blocks)
     if message.outputs:
-        _outputs(message, asked)
-    return asked
+        _outputs(message, decoded)
+    return decoded
 
 
-def parameter(value: InferParameter, where: str) -> Parameter:
-    """What a parameter holds. Raises `Invalid` where that is nothing."""
-    choice = value.WhichOneof("parameter_choice")
-    if choice is None:
-        raise Invalid(f"the parameter {where} has no value")
-    found: Parameter = getattr(value, choice)
-    return found
+def _layout(tensor: ModelInferRequest.InferInputTensor) -> InputLayout:
+    dtype, shape = BY_WIRE[tensor.datatype], tuple(tensor.shape)
+    return tensor.name, dtype, shape, raw.element_count(tensor.name, shape, dtype)
 
 
-# ---------------------------------------------------------------------------------------------- inputs
-
-
-def _inputs(message: ModelInferRequest, asked: Asked, given_raw: Sequence[raw.Buffer]) -> None:
+def _inputs(message: ModelInferRequest, decoded: DecodedRequest, given_raw: Sequence[raw.Buffer]) -> None:
     model = message.model_name
     blocks = iter(given_raw)
     is_raw = bool(given_raw)
-    given = asked.request.inputs
+    given = decoded.request.inputs
     placed = 0
     for tensor in message.inputs:
         name = tensor.name
@@ -107,8 +240,8 @@ def _inputs(message: ModelInferRequest, asked: Asked, given_raw: Sequence[raw.Bu
                     "shared memory"
                 )
             raw.check_size(name, model, dtype, count, portion.size)
-            asked.shared.append(SharedInput(name, dtype, shape, count, portion))
-            given[name] = _LATER  # keeps its place in the order
+            decoded.shared.append(SharedInput(name, dtype, shape, count, portion))
+            given[name] = _READ_LATER
         elif is_raw:
             if has_contents:
                 raise Invalid(
@@ -126,17 +259,14 @@ def _inputs(message: ModelInferRequest, asked: Asked, given_raw: Sequence[raw.Bu
     if is_raw and placed != len(given_raw):
         raise Invalid(
             f"expected one raw_input_contents for each input of model '{model}' that is not in shared memory, got "
-            f"{len(given_raw)} for {len(message.inputs) - len(asked.shared)}"
+            f"{len(given_raw)} for {len(message.inputs) - len(decoded.shared)}"
         )
-
-
-_LATER: Final[Array] = np.empty(0)
 
 
 def _typed(
     tensor: ModelInferRequest.InferInputTensor, dtype: DType, shape: tuple[int, ...], count: int, model: str
 ) -> Array:
-    """The array that `contents` holds."""
+    """The array in `contents`."""
     name = tensor.name
     wanted = _CONTENTS.get(dtype)
     if wanted is None:
@@ -155,32 +285,14 @@ def _typed(
         flat[:] = list(values)
     else:
         try:
-            flat = np.array(list(values), dtype.numpy)  # of a list: numbers that do not fit raise
+            flat = np.array(list(values), dtype.numpy)  # from a list, because numpy checks its numbers' range
         except OverflowError:
             raise Invalid(f"input '{name}' for model '{model}' holds a number outside {dtype}") from None
     return raw.shaped(flat, name, shape)
 
 
-def _portion(parameters: Mapping[str, InferParameter], where: str) -> Portion | None:
-    if "shared_memory_region" not in parameters:
-        return None
-    region = parameter(parameters["shared_memory_region"], f"'shared_memory_region' {where}")
-    if not isinstance(region, str):
-        raise _wrong("shared_memory_region", "string", where)
-    if "shared_memory_byte_size" not in parameters:
-        raise Invalid(f"'shared_memory_byte_size' must be specified along with 'shared_memory_region' {where}")
-    return Portion(
-        region,
-        _number(parameters, "shared_memory_offset", where),
-        _number(parameters, "shared_memory_byte_size", where),
-    )
-
-
-# ---------------------------------------------------------------------------------------------- outputs, parameters
-
-
-def _outputs(message: ModelInferRequest, asked: Asked) -> None:
-    asked.request.outputs = tuple(output.name for output in message.outputs)
+def _outputs(message: ModelInferRequest, decoded: DecodedRequest) -> None:
+    decoded.request.outputs = tuple(output.name for output in message.outputs)
     listed: set[str] = set()
     for output in message.outputs:
         name, where = output.name, f"of output '{output.name}'"
@@ -194,19 +306,31 @@ def _outputs(message: ModelInferRequest, asked: Asked) -> None:
         if portion is not None:
             if count:
                 raise Invalid(f"'classification' cannot be set for an output that goes to shared memory ({where})")
-            asked.portions[name] = portion
+            decoded.portions[name] = portion
         elif count:
-            asked.classes[name] = count
+            decoded.classes[name] = count
 
 
-def _parameters(message: ModelInferRequest, asked: Asked) -> None:
-    request, given = asked.request, message.parameters
+def _portion(parameters: Mapping[str, InferParameter], where: str) -> Portion | None:
+    if "shared_memory_region" not in parameters:
+        return None
+    region = _value(parameters["shared_memory_region"], f"'shared_memory_region' {where}")
+    if not isinstance(region, str):
+        raise _wrong("shared_memory_region", "string", where)
+    if "shared_memory_byte_size" not in parameters:
+        raise Invalid(f"'shared_memory_byte_size' must be specified along with 'shared_memory_region' {where}")
+    offset = _number(parameters, "shared_memory_offset", where)
+    return Portion(region, offset, _number(parameters, "shared_memory_byte_size", where))
+
+
+def _parameters(message: ModelInferRequest, decoded: DecodedRequest) -> None:
+    request, given = decoded.request, message.parameters
     where = f"of the request for model '{message.model_name}'"
     request.priority = _number(given, "priority", where)
     request.timeout_us = _number(given, "timeout", where)
     request.sequence_start = _flag(given, "sequence_start", where)
     request.sequence_end = _flag(given, "sequence_end", where)
-    asked.wants_final = _flag(given, EMPTY_FINAL, where)
+    decoded.wants_final = _flag(given, EMPTY_FINAL, where)
     if "sequence_id" in given and given["sequence_id"].HasField("string_param"):
         request.sequence_id = given["sequence_id"].string_param
     else:
@@ -217,15 +341,23 @@ def _parameters(message: ModelInferRequest, asked: Asked) -> None:
             continue
         if key.startswith(RESERVED_PREFIX):
             raise reserved(key)
-        custom[key] = parameter(value, f"'{key}' {where}")
+        custom[key] = _value(value, f"'{key}' {where}")
     request.parameters = custom
 
 
+def _value(parameter: InferParameter, where: str) -> Parameter:
+    choice = parameter.WhichOneof("parameter_choice")
+    if choice is None:
+        raise Invalid(f"the parameter {where} has no value")
+    found: Parameter = getattr(parameter, choice)
+    return found
+
+
 def _number(parameters: Mapping[str, InferParameter], key: str, where: str) -> int:
-    """0 where it is missing."""
-    if key not in parameters:  # asking for it would put it there
+    """The number, 0 if it is missing."""
+    if key not in parameters:  # reading a missing key would add it
         return 0
-    value: Any = parameter(parameters[key], f"'{key}' {where}")
+    value: Any = _value(parameters[key], f"'{key}' {where}")
     if type(value) is not int or value < 0:
         raise _wrong(key, "int64_param or uint64_param, 0 or more", where)
     return value
@@ -234,7 +366,7 @@ def _number(parameters: Mapping[str, InferParameter], key: str, where: str) -> i
 def _flag(parameters: Mapping[str, InferParameter], key: str, where: str) -> bool:
     if key not in parameters:
         return False
-    value = parameter(parameters[key], f"'{key}' {where}")
+    value = _value(parameters[key], f"'{key}' {where}")
     if type(value) is not bool:
         raise _wrong(key, "bool_param", where)
     return value

@@ -1,8 +1,9 @@
-"""A `Response` becomes a `ModelInferResponse`, as the bytes that travel.
+"""`Response`s and errors to the bytes of messages, and errors to gRPC statuses.
 
-Decided here: that outputs travel raw, in the order of the response, and how a stream's answers say that they are the
-last. Outputs are copied once, into the message: protobuf writes everything but them, and they are laid behind it, where
-its readers take them as well.
+Decides that outputs are sent raw, in the response's order; how the last response in a stream is marked; and the status
+of each kind of failure. Outputs are copied once, into the message: protobuf writes all other fields, and the outputs
+follow in protobuf's wire format. The details of a status stay below the size of trailers that clients accept (8 KiB,
+with three bytes for each character that is not printable ASCII). Callers: `server`, `inference`, `stream`.
 """
 
 from __future__ import annotations
@@ -10,27 +11,58 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from grpc import StatusCode
+
 from flowserve.errors import FlowserveError
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
-from flowserve.grpc.status import text_of
 from flowserve.memory import raw
-from flowserve.memory.client_memory import Window
-from flowserve.runtime.parameters import STATELESS
+from flowserve.memory.client_memory import RegionWindow
+from flowserve.runtime.workers.parameters import STATELESS
 from flowserve.values import Parameter, Response
 
+STATUS: Final[Mapping[str, StatusCode]] = {
+    "invalid": StatusCode.INVALID_ARGUMENT,
+    "already_exists": StatusCode.ALREADY_EXISTS,
+    "too_large": StatusCode.RESOURCE_EXHAUSTED,
+    "forbidden": StatusCode.PERMISSION_DENIED,
+    "not_found": StatusCode.NOT_FOUND,
+    "unavailable": StatusCode.UNAVAILABLE,
+    "unsupported": StatusCode.UNIMPLEMENTED,
+    "cancelled": StatusCode.CANCELLED,
+    "internal": StatusCode.INTERNAL,
+}
+_DETAILS_BYTES_MAX: Final = 6000
 FINAL: Final = "triton_final_response"
 _INT64_MAX: Final = 2**63 - 1
 _KEPT_MAX: Final = 256
-_NO_WINDOWS: Final[Mapping[str, Window]] = {}
+_NO_WINDOWS: Final[Mapping[str, RegionWindow]] = {}
 
 # A message in pieces. Each memoryview is of bytes.
 Parts = list[bytes | memoryview]
 
 
-def encode(response: Response, windows: Mapping[str, Window] = _NO_WINDOWS, *, is_final: bool | None = None) -> Parts:
-    """`windows`: where in the client's memory outputs go. `is_final`: of a stream's answers, whether it is the last.
+def _varint(number: int) -> bytes:
+    """Seven bits per byte, lowest first; the highest bit is set if more bytes follow."""
+    written = bytearray()
+    while number > 127:
+        written.append(number & 127 | 128)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
 
-    Raises `Internal` where the model made what no tensor can be, `Invalid` where a window is too small.
+
+# The tags of fields with a length.
+_RAW: Final = _varint(ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | 2)
+_RESPONSE: Final = _varint(ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2)
+
+
+def encode_response(
+    response: Response, windows: Mapping[str, RegionWindow] = _NO_WINDOWS, *, is_final: bool | None = None
+) -> Parts:
+    """`windows`: the outputs' places in the client's shared memory. `is_final`: in a stream, whether the response is
+    the request's last.
+
+    Raises `Internal` if the model returned an array that is not a tensor, `Invalid` if a window is too small.
     """
     message = ModelInferResponse(model_name=response.model, model_version=str(response.version), id=response.id)
     blocks: Parts = []
@@ -49,71 +81,70 @@ def encode(response: Response, windows: Mapping[str, Window] = _NO_WINDOWS, *, i
     return [message.SerializeToString(), *blocks]
 
 
-class Encoder:
-    """Responses to messages. Keeps what stands before the tensors by what it says: answers mostly differ in these."""
+class MessageEncoder:
+    """Encodes responses, and keeps the part before their outputs: most responses of a model differ in the outputs
+    only.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], bytes | memoryview] = {}
 
-    def encode(self, response: Response, windows: Mapping[str, Window], *, is_final: bool | None) -> Parts:
-        """As `encode`."""
+    def encode(self, response: Response, windows: Mapping[str, RegionWindow], *, is_final: bool | None) -> Parts:
+        """As `encode_response`."""
         stateless = response.parameters is STATELESS
-        if response.id or windows or (response.parameters and not stateless):  # ids are new every time
-            return encode(response, windows, is_final=is_final)
+        if response.id or windows or (response.parameters and not stateless):  # ids differ each time
+            return encode_response(response, windows, is_final=is_final)
         key: list[Any] = [response.model, response.version, stateless, is_final]
         blocks: Parts = []
         for name, array in response.outputs.items():
             if array.dtype.hasobject:
-                return encode(response, windows, is_final=is_final)
+                return encode_response(response, windows, is_final=is_final)
             data = raw.block(array)
             key += (name, array.dtype, array.shape)
             blocks += (_RAW, _varint(len(data)), data)
         kept = self._kept.get(tuple(key))
         if kept is None:
-            kept, *blocks = encode(response, windows, is_final=is_final)
+            kept, *blocks = encode_response(response, windows, is_final=is_final)
             if len(self._kept) >= _KEPT_MAX:
                 self._kept.clear()
             self._kept[tuple(key)] = kept
         return [kept, *blocks]
 
 
-def nothing_more(model: str, version: str, request_id: str) -> Parts:
-    """The answer that only says that there are no more."""
+def empty_final_response(model: str, version: str, request_id: str) -> Parts:
+    """A response without outputs that marks the end of a request's responses."""
     message = ModelInferResponse(model_name=model, model_version=version, id=request_id)
     message.parameters[FINAL].bool_param = True
     return [message.SerializeToString()]
 
 
-def in_stream(answer: Parts) -> bytes:
-    """One answer as a `ModelStreamInferResponse`."""
-    return b"".join((_ANSWER, _varint(sum(map(len, answer))), *answer))
+def stream_message(response: Parts) -> bytes:
+    """One response as a `ModelStreamInferResponse`."""
+    return b"".join((_RESPONSE, _varint(sum(map(len, response))), *response))
 
 
 def stream_error(error: FlowserveError, request_id: str) -> bytes:
-    """The last answer to a request that failed. The stream goes on."""
-    answer = ModelStreamInferResponse(error_message=text_of(error))
-    answer.infer_response.id = request_id
-    answer.infer_response.parameters[FINAL].bool_param = True
-    return answer.SerializeToString()
+    """The final response to a failed request. The stream continues."""
+    message = ModelStreamInferResponse(error_message=_text_of(error))
+    message.infer_response.id = request_id
+    message.infer_response.parameters[FINAL].bool_param = True
+    return message.SerializeToString()
 
 
-def _tag(number: int) -> bytes:
-    """What stands in front of a field that has a length."""
-    return _varint(number << 3 | 2)
+def details_of(error: FlowserveError) -> str:
+    """The error's text for a status, shortened if necessary."""
+    text = _text_of(error)
+    room = _DETAILS_BYTES_MAX
+    for index, character in enumerate(text):
+        room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
+        if room < 0:
+            return f"{text[:index]} ..."
+    return text
 
 
-def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; the highest bit says that more follow."""
-    written = bytearray()
-    while number > 127:
-        written.append(number & 127 | 128)
-        number >>= 7
-    written.append(number)
-    return bytes(written)
-
-
-_RAW: Final = _tag(ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER)
-_ANSWER: Final = _tag(ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER)
+def _text_of(error: FlowserveError) -> str:
+    """The error as valid Unicode: it may contain a name that is not."""
+    return str(error).encode("utf-8", "backslashreplace").decode()
 
 
 def _set(parameter: InferParameter, value: Parameter) -> None:

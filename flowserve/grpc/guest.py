@@ -1,9 +1,9 @@
-"""asyncio's loop as a guest on the engine's thread: grpcio's calls run where the engine is, and none crosses threads.
+"""asyncio's event loop as a guest of trio's, on one thread: grpcio's calls run on the engine's thread.
 
-Decided here: when the guest has its turn (something happened on one of its sockets, a timer is due, or somebody on
-trio's side left work for it), and when a turn ends. asyncio asks its selector to wait exactly when nothing is ready,
-and says for how long; so the selector is where a turn ends, and what it is told is when the next one is due. Nothing
-but asyncio's public interface is used. What runs in the loop is not known here.
+Decides when the guest loop runs (a socket is ready, a timer is due, or trio's side added a callback), and when it
+yields. asyncio calls its selector's `select` with a timeout other than 0 exactly when no callback is ready, so the
+selector stops the loop there and keeps the timeout for the next timer. Only asyncio's public interface is used. Does
+not know grpcio. Callers: `server`, `inference`.
 """
 
 from __future__ import annotations
@@ -20,143 +20,138 @@ from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, w
 from flowserve.errors import Unsupported
 
 T = TypeVar("T")
-# How often in one turn the sockets are looked at: what came while others were served is taken at once, and the engine
-# has its turn even when there is always something.
-LOOKS_MAX: Final = 8
-PASSES_MAX: Final = 1000  # and when there is always something ready
-_PATIENCE_S: Final = 0.05
+# Polls of the sockets per run: data that arrived meanwhile is handled in the same run, but the engine is not starved.
+POLLS_MAX: Final = 8
+ITERATIONS_MAX: Final = 1000  # per run, for callbacks that keep adding callbacks
+_CLOSE_POLL_S: Final = 0.05
 
 
 class _Selector(selectors.DefaultSelector):
-    """Never waits: it stops the loop instead. `due_s`: how long the loop would have waited then, None for ever."""
+    """Stops the loop instead of blocking. `timeout_s`: how long it would have blocked, None without a timer."""
 
     loop: asyncio.AbstractEventLoop
-    looks = 0
-    passes = 0
-    due_s: float | None = None
+    polls = 0
+    iterations = 0
+    timeout_s: float | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.passes += 1
+        self.iterations += 1
         if timeout is not None and timeout <= 0:
-            if self.passes < PASSES_MAX:
-                return []  # something is ready: that first
-        elif self.looks < LOOKS_MAX:
-            self.looks += 1
+            if self.iterations < ITERATIONS_MAX:
+                return []  # callbacks are ready and go first
+        elif self.polls < POLLS_MAX:
+            self.polls += 1
             events = super().select(0)
             if events:
                 return events
-        self.due_s = timeout
+        self.timeout_s = timeout
         self.loop.stop()
         return []
 
 
-class Guest:
-    """Made and used on the engine's thread. `loop` is asyncio's."""
+class GuestLoop:
+    """Created and used on the engine's thread. `loop` is asyncio's."""
 
     def __init__(self) -> None:
         self._selector = _Selector()
         if not hasattr(self._selector, "fileno"):
             raise Unsupported("gRPC needs a system on which sockets are waited for by epoll or kqueue")
         self.loop = self._selector.loop = asyncio.SelectorEventLoop(self._selector)
-        self._due = math.inf
-        self._nap = trio.CancelScope()  # of the task that waits for timers
-        self._sleeper: Task | None = None  # the task that waits for work from outside, while it does
-        self._is_in_turn = False
+        self._timer_at = math.inf
+        self._timer_scope = trio.CancelScope()  # of the task that waits for timers
+        self._waiting: Task | None = None  # the task that waits for callbacks, while it is suspended
+        self._is_running = False
         self._tasks: set[asyncio.Task[object]] = set()
 
-    def post(self, work: Callable[..., object], *arguments: Any) -> None:
-        """`work` is called in the loop, soon. In order."""
-        self.loop.call_soon(work, *arguments)
-        self.wake()
+    def post(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """Call `callback` in the loop, soon and in order; not at all after `finish`."""
+        # Worker threads may still respond after the server failed, and must not hide that failure in the log.
+        if not self.loop.is_closed():
+            self.loop.call_soon(callback, *arguments)
+            self.wake()
 
-    def begin(self, work: Coroutine[Any, Any, object]) -> None:
-        """A task in the loop, kept until it is done; it deals with its own errors."""
+    def start_task(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Start a task in the loop, referenced until it ends; it handles its own errors."""
 
         def create() -> None:
-            task = self.loop.create_task(work)
+            task = self.loop.create_task(coroutine)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
         self.post(create)
 
     def wake(self) -> None:
-        """The loop was given work. Nothing to do where it is its turn anyway."""
-        sleeper = self._sleeper
-        if sleeper is not None and not self._is_in_turn:
-            self._sleeper = None
-            reschedule(sleeper)
+        """Run the loop soon, because a callback was added. No effect inside the loop."""
+        waiting = self._waiting
+        if waiting is not None and not self._is_running:
+            self._waiting = None
+            reschedule(waiting)
 
     async def run(self) -> None:
-        """Give the guest its turns, for ever. Ends only by cancellation."""
+        """Run the loop whenever it has something to do, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._serve_work, name="grpc: work from outside")
+            nursery.start_soon(self._serve_callbacks, name="grpc: callbacks")
             nursery.start_soon(self._serve_timers, name="grpc: timers")
             while True:
                 await wait_readable(self._selector.fileno())
-                self._turn()
+                self._run_once()
 
-    def at_once(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which is called in the loop, now. Raises what it raises."""
+    def run_sync(self, function: Callable[[], T]) -> T:
+        """Call `function` in the loop, now. Returns its result, or raises its exception."""
         future: asyncio.Future[T] = self.loop.create_future()
 
         def call() -> None:
             try:
-                future.set_result(work())
+                future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
 
         self.loop.call_soon(call)
-        self._turn()
+        self._run_once()
         return future.result()
 
-    def finish(self, work: Coroutine[Any, Any, object], within_s: float) -> None:
-        """The last turns: until `work` is done, or for so long. Blocks; for when `run` has ended. What is posted
-        afterwards is called no more.
+    def finish(self, coroutine: Coroutine[Any, Any, object], timeout_s: float) -> None:
+        """Run the loop until `coroutine` is done or the timeout has passed, then cancel all tasks and close the loop.
+        Blocks. Called when `run` has ended.
         """
-        task = self.loop.create_task(work)
-        end = trio.current_time() + within_s
+        task = self.loop.create_task(coroutine)
+        end = trio.current_time() + timeout_s
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._selector.fileno(), selectors.EVENT_READ)
-            self._turn()
+            self._run_once()
             while not task.done() and trio.current_time() < end:
-                waiting.select(_PATIENCE_S)
-                self._turn()
+                waiting.select(_CLOSE_POLL_S)
+                self._run_once()
         for left in asyncio.all_tasks(self.loop):
             left.cancel()
-        self._turn()
+        self._run_once()
         self.loop.close()
-        # Where the server ends by a mistake of its own, threads may still answer: the log is to name that mistake.
-        vars(self)["post"] = _call_nobody
 
-    def _turn(self) -> None:
-        """Everything that is ready, and what becomes ready by it."""
-        self._selector.looks = self._selector.passes = 0
-        self._is_in_turn = True
+    def _run_once(self) -> None:
+        """Run all ready callbacks, and those that become ready by them."""
+        self._selector.polls = self._selector.iterations = 0
+        self._is_running = True
         try:
             self.loop.run_forever()
         finally:
-            self._is_in_turn = False
-        due_s = self._selector.due_s
-        due = math.inf if due_s is None else trio.current_time() + due_s
-        if due != self._due:
-            self._due = self._nap.deadline = due
+            self._is_running = False
+        timeout_s = self._selector.timeout_s
+        timer_at = math.inf if timeout_s is None else trio.current_time() + timeout_s
+        if timer_at != self._timer_at:
+            self._timer_at = self._timer_scope.deadline = timer_at
 
-    async def _serve_work(self) -> None:
+    async def _serve_callbacks(self) -> None:
         def abort(raise_cancel: RaiseCancelT) -> Abort:
-            self._sleeper = None
+            self._waiting = None
             return Abort.SUCCEEDED
 
         while True:
-            self._turn()  # before the first sleep too: a wake that came earlier woke nobody
-            self._sleeper = current_task()
+            self._run_once()  # before the first wait too: an earlier `wake` had no task to wake
+            self._waiting = current_task()
             await wait_task_rescheduled(abort)
 
     async def _serve_timers(self) -> None:
         while True:
-            with trio.CancelScope(deadline=self._due) as self._nap:
+            with trio.CancelScope(deadline=self._timer_at) as self._timer_scope:
                 await trio.sleep_forever()
-            self._turn()
-
-
-def _call_nobody(work: Callable[..., object], *arguments: Any) -> None:
-    """The loop is over."""
+            self._run_once()

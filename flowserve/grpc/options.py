@@ -1,7 +1,7 @@
-"""What the operator can say about the gRPC front, and what is said where there can be none.
+"""Options of the gRPC server, and whether it is available.
 
-Decided here: the figures and their defaults, which are tritonserver's, and which header holds a restricted group's key,
-Triton's too. Nothing here needs grpcio, so that a server without it can say so.
+Decides the defaults, which are tritonserver's, and the name of the header with the key of a restricted group. Does not
+import grpcio, so that a server without it can report that. Callers: `server`, `cli`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from flowserve.runtime.restriction import Restriction
+from flowserve.runtime.protocol.restriction import Restriction
 
 NOT_INSTALLED: Final = "grpcio is not installed; `pip install 'flowserve[grpc]'` brings it"
 KEY_PREFIX: Final = "triton-grpc-protocol-"  # of the header that holds a restricted group's key
-MESSAGE_BYTES_MAX: Final = 2**31 - 1  # what HTTP/2 clients of gRPC can count
+MESSAGE_BYTES_MAX: Final = 2**31 - 1  # the limit of gRPC's own clients
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcOptions:
-    """`max_message_bytes` bounds what a client sends in one message; answers are not bounded. `channel` are grpcio's
-    own options by their names, as they are handed to it. `certificate`: the server's, its key, and the authority of
-    clients' certificates; None is plain. `restrictions` have the headers' names as clients send them. Headers that fit
-    `forward_pattern` go with inference requests, as parameters.
+    """`max_message_bytes` limits the messages of clients; responses are not limited. `channel` are options passed to
+    grpcio by their own names. `certificate`: the files of the server's certificate and key, and of the authority of
+    clients' certificates; None: no TLS. `restrictions` have the header names that clients send. Headers whose names
+    match `forward_pattern` become parameters of inference requests.
     """
 
     max_message_bytes: int = MESSAGE_BYTES_MAX
@@ -35,5 +35,5 @@ class GrpcOptions:
 
 
 def is_installed() -> bool:
-    """Whether there can be a gRPC front."""
+    """Whether grpcio is installed."""
     return importlib.util.find_spec("grpc") is not None

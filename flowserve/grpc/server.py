@@ -1,8 +1,8 @@
-"""grpcio's server beside the engine: its ports, its calls, how it begins and ends.
+"""grpcio's server beside the engine: ports, call handlers, start and drain.
 
-Decided here: that it is grpcio's asyncio server, in a loop that is a guest of the engine's (docs/decisions/0021), when
-ports are bound, who may call what, what becomes of errors, and that ending lets what is under way finish. What the
-calls answer, service.py knows.
+Decides: it is grpcio's asyncio server, whose loop is a guest of the engine's (docs/decisions/0021); when ports are
+bound; that a restricted call requires its group's key; that every exception becomes a status; and that a drain lets
+calls in progress finish. The calls are in `service`. Caller: `cli`.
 """
 
 from __future__ import annotations
@@ -18,45 +18,54 @@ import grpc.aio
 import trio
 from google.protobuf.message import DecodeError, Message
 
-from flowserve.errors import FlowserveError, Invalid
-from flowserve.grpc import health, service
-from flowserve.grpc.calls import Calls, broken
-from flowserve.grpc.forwarding import ForwardingService
-from flowserve.grpc.guest import Guest
+from flowserve.errors import FlowserveError, Forbidden
+from flowserve.grpc.decode import MessageReader, unreadable
+from flowserve.grpc.encode import STATUS, details_of
+from flowserve.grpc.guest import GuestLoop
 from flowserve.grpc.health_pb2 import HealthCheckRequest
+from flowserve.grpc.inference import EngineAccess, internal_error
 from flowserve.grpc.options import GrpcOptions
-from flowserve.grpc.reader import Reader
-from flowserve.grpc.restricted import guarded
-from flowserve.grpc.status import details_of, status_of
+from flowserve.grpc.service import (
+    CALLS,
+    GROUP,
+    HEALTH_SERVICE,
+    INFER_CALL,
+    SERVICE,
+    STREAM_CALL,
+    HealthService,
+    Service,
+)
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_settings import LogSettings
-from flowserve.runtime.control import Control
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.request_parameters import Forwarding
-from flowserve.runtime.restriction import by_group
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.loading.control import Control
+from flowserve.runtime.protocol.request_parameters import forwarding_of
+from flowserve.runtime.protocol.restriction import Restriction, by_group
 
 UNIX: Final = "unix:"
 CLOSE_S_MAX: Final = 5.0
 HANDSHAKE_MS_MAX: Final = 10_000
-QUIET_S: Final = 2.0  # so long a client has, when nothing of its own is under way any more, to hear that all is over
+IDLE_CLIENT_S: Final = 2.0  # in a drain, how long clients without calls may take to close their connections
+
+Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class GrpcServer:
-    """`bind`, then `serve`, which ends some time after `drain`. Everything is called on the engine's thread."""
+    """`bind`, then `serve`, which ends some time after `drain`. All methods are called on the engine's thread."""
 
     def __init__(self, options: GrpcOptions) -> None:
         self._options = options
-        self._guest = Guest()
+        self._guest = GuestLoop()
         self._ended = trio.Event()
         self._server: grpc.aio.Server | None = None
 
     def bind(self, address: str, port: int) -> int:
-        """Take the port on every address of that name; 0 lets the system pick one. Returns it. An address unix:PATH has
-        none. Clients may connect from now on, and wait until `serve`. Raises OSError where it cannot be had.
+        """Bind the port on every address of that name, 0 for any free port. Returns the port, which an address
+        unix:PATH does not have. Clients may connect now, and wait until `serve`. Raises OSError on failure.
         """
         hosts = _hosts(address)
         try:
-            return self._guest.at_once(lambda: self._bind(hosts, port))
+            return self._guest.run_sync(lambda: self._bind(hosts, port))
         except Exception as error:
             raise OSError(str(error)) from None
 
@@ -69,14 +78,16 @@ class GrpcServer:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Answer until drained. Cancelling it ends every call."""
+        """Serve until drained. Cancellation ends every call."""
         assert self._server is not None  # bind comes first
         server = self._server
         try:
             async with trio.open_nursery() as nursery:
-                calls = Calls(engine, memory, self._guest, nursery)
-                served = self._service(engine, control, memory, log, calls)
-                server.add_generic_rpc_handlers(self._handlers(served))
+                access = EngineAccess(engine, memory, self._guest, nursery)
+                forwarding = forwarding_of(self._options.forward_pattern, "--grpc-header-forward-pattern")
+                service = Service(engine, control, memory, log, access, forwarding)
+                health = HealthService(lambda: engine.deployments.is_ready)
+                server.add_generic_rpc_handlers(self._handlers(service, health))
                 nursery.start_soon(self._guest.run, name="grpc")
                 await self._start(server)
                 task_status.started()
@@ -96,14 +107,14 @@ class GrpcServer:
                 failures.append(error)
             started.set()
 
-        self._guest.begin(start())
+        self._guest.start_task(start())
         await started.wait()
         if failures:
             raise failures[0]
 
     def drain(self, within_s: float) -> None:
-        """Begin to end. Calls under way have `within_s` seconds; new ones are refused, and streams end when what they
-        asked is answered.
+        """Begin to end. Calls in progress have `within_s` seconds; new calls are refused, and streams end when the
+        requests read so far are answered.
         """
         assert self._server is not None  # bind comes first
         server = self._server
@@ -111,15 +122,15 @@ class GrpcServer:
         async def stop() -> None:
             self._stopping.set()
             ending = asyncio.create_task(server.stop(within_s))
-            while not (await asyncio.wait([ending], timeout=QUIET_S))[0]:
-                if not _is_any_call_under_way(besides=ending):  # who still is connected does not answer
-                    await server.stop(None)
+            while not (await asyncio.wait([ending], timeout=IDLE_CLIENT_S))[0]:
+                if not _has_calls(besides=ending):
+                    await server.stop(None)  # the remaining clients do not respond
             self._ended.set()
 
-        self._guest.begin(stop())
+        self._guest.start_task(stop())
 
     def close(self) -> None:
-        """End at once, also where it never served."""
+        """End at once, even without a `serve`."""
         server, self._server = self._server, None
         if server is not None:
             self._guest.finish(server.stop(None), CLOSE_S_MAX)
@@ -132,112 +143,103 @@ class GrpcServer:
         credentials = _credentials(self._options)
         for host in hosts:
             where = host if host.startswith(UNIX) else f"{host}:{port}"
-            # The first may pick the port, for the others too.
+            # The first host may select the port for all.
             if credentials is None:
                 port = server.add_insecure_port(where)
             else:
                 port = server.add_secure_port(where, credentials)
         return port
 
-    def _service(self, *given: Any) -> service.Service:
-        pattern = self._options.forward_pattern
-        if pattern is None:
-            return service.Service(*given)
-        return ForwardingService(Forwarding(pattern, "--grpc-header-forward-pattern"), *given)
-
-    def _handlers(self, served: service.Service) -> tuple[Any, ...]:
+    def _handlers(self, service: Service, health: HealthService) -> tuple[Any, ...]:
         restrictions = by_group(self._options.restrictions)
-        reader = Reader()
+        reader = MessageReader()
 
-        def answering(name: str, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-            return _answering(guarded(name, method, restrictions))
+        def handler(name: str, method: Handler) -> Handler:
+            restriction = restrictions.get(GROUP[name])
+            return _with_status(method if restriction is None else _with_key(method, restriction))
 
-        calls = {
-            name: grpc.unary_unary_rpc_method_handler(
-                answering(name, _alone(partial(method, served))), _reader(kind), _written
-            )
-            for name, (kind, method) in service.CALLS.items()
-        }
-        # What these two answer is bytes already.
-        calls[service.INFER_CALL] = grpc.unary_unary_rpc_method_handler(
-            answering(service.INFER_CALL, served.infer), reader
+        def unary(name: str, kind: type[Message], method: Callable[[Any], Awaitable[Message]]) -> Any:
+            call = handler(name, lambda request, _: method(request))
+            return grpc.unary_unary_rpc_method_handler(call, _reader(kind), _serialized)
+
+        calls = {name: unary(name, kind, partial(method, service)) for name, (kind, method, _) in CALLS.items()}
+        # The responses of these two are bytes already.
+        calls[INFER_CALL] = grpc.unary_unary_rpc_method_handler(handler(INFER_CALL, service.infer), reader)
+        calls[STREAM_CALL] = grpc.stream_stream_rpc_method_handler(
+            handler(STREAM_CALL, lambda _, context: service.stream(context, self._stopping)), reader
         )
-        calls[service.STREAM_CALL] = grpc.stream_stream_rpc_method_handler(
-            answering(service.STREAM_CALL, lambda _, context: served.stream(context, self._stopping)),
-            reader,
-        )
-        healthy = health.Health(served.is_ready, (service.SERVICE,))
         probes = {
-            "Check": grpc.unary_unary_rpc_method_handler(
-                answering("Check", _alone(healthy.check)), _reader(HealthCheckRequest), _written
-            ),
+            "Check": unary("Check", HealthCheckRequest, health.check),
             "Watch": grpc.unary_stream_rpc_method_handler(
-                answering("Watch", lambda request, context: healthy.watch(request, context, self._stopping)),
+                handler("Watch", lambda request, context: health.watch(request, context, self._stopping)),
                 _reader(HealthCheckRequest),
-                _written,
+                _serialized,
             ),
         }
         return (
-            grpc.method_handlers_generic_handler(service.SERVICE, calls),
-            grpc.method_handlers_generic_handler(health.SERVICE, probes),
+            grpc.method_handlers_generic_handler(SERVICE, calls),
+            grpc.method_handlers_generic_handler(HEALTH_SERVICE, probes),
         )
 
 
-def _alone(method: Callable[[Any], Awaitable[Message]]) -> Callable[[Any, Any], Awaitable[Message]]:
-    """A method that needs nothing but the request, as a handler is called."""
-    return lambda request, _: method(request)
+def _with_key(method: Handler, restriction: Restriction) -> Handler:
+    """The method, refused without the key of its API group."""
+
+    async def check(request: Any, context: Any) -> Any:
+        given = next((value for name, value in context.invocation_metadata() or () if name == restriction.name), b"")
+        if not restriction.is_opened_by(given if isinstance(given, bytes) else given.encode()):
+            raise Forbidden(f"This protocol is restricted, expecting header '{restriction.name}'")
+        return await method(request, context)
+
+    return check
 
 
-def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A handler that ends with a status whatever `method` raises. What has many answers writes them itself."""
+def _with_status(method: Handler) -> Handler:
+    """The method, with its exceptions and errors of the reader as statuses. Streaming methods write responses
+    themselves.
+    """
 
-    async def answer(request: Any, context: Any) -> Any:
+    async def respond(request: Any, context: Any) -> Any:
         try:
             if isinstance(request, FlowserveError):
                 raise request
             return await method(request, context)
         except FlowserveError as error:
-            failure = error.with_traceback(None)  # or this frame would hold it, and it this frame and the request
+            failure = error.with_traceback(None)  # avoids a reference cycle of the error, this frame and the request
         except Exception as error:
-            failure = broken(error)
-        raise await _refused(context, failure)
+            failure = internal_error(error)
+        return await context.abort(STATUS[failure.kind], details_of(failure))  # raises
 
-    return answer
-
-
-async def _refused(context: Any, error: FlowserveError) -> Exception:
-    """Raises what ends a call with the error's status."""
-    await context.abort(status_of(error), details_of(error))
-    return error  # for the type checker: abort raises
+    return respond
 
 
 def _reader(kind: type[Message]) -> Callable[[bytes], Message | FlowserveError]:
-    """Reads messages. What is none becomes the error that its sender reads: grpcio would call it the server's fault."""
+    """Parses messages. Invalid bytes become a client error; grpcio itself would report an error of the server."""
 
     def read(data: bytes) -> Message | FlowserveError:
         try:
             return kind.FromString(data)
         except DecodeError:
-            return Invalid(f"the request is not a {kind.DESCRIPTOR.full_name} message")
+            return unreadable(kind)
 
     return read
 
 
-def _is_any_call_under_way(besides: asyncio.Task[None]) -> bool:
-    """Each call is a task of grpcio's, until its answer is written. What else there is of tasks is told by its name;
-    one that is not known counts as a call, which only means to wait.
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _has_calls(besides: asyncio.Task[None]) -> bool:
+    """Whether a call is in progress: each is a task of grpcio's until its response is written. grpcio's other tasks are
+    recognised by name; an unknown task counts as a call, which only prolongs the drain.
     """
     known = {besides, asyncio.current_task()}
     others = [task.get_coro() for task in asyncio.all_tasks() if task not in known]
     return not all(getattr(one, "__qualname__", "").startswith("AioServer.") for one in others)
 
 
-def _written(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
 def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
-    """grpcio's TLS 1.2 and later; None is plain. Raises OSError where a file cannot be read."""
+    """grpcio's TLS, 1.2 and later; None for no TLS. Raises OSError if a file cannot be read."""
     if options.certificate is None:
         return None
     certificate, key, clients = options.certificate
@@ -251,7 +253,7 @@ def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
 def _channel_options(options: GrpcOptions) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # two servers on one port would each get half of the clients
-        # Who connects and says nothing has left by then: a drain would wait for it.
+        # A connection without a handshake is closed by then; a drain would wait for it.
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -260,7 +262,7 @@ def _channel_options(options: GrpcOptions) -> list[tuple[str, int]]:
 
 
 def _hosts(address: str) -> list[str]:
-    """Everything that the name stands for, as grpcio spells it. Raises OSError for one that nobody knows."""
+    """All addresses of a host name in grpcio's spelling. Raises OSError for an unknown name."""
     if address.startswith(UNIX):
         return [address]
     found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

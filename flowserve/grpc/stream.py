@@ -1,9 +1,9 @@
-"""One ModelStreamInfer: requests come, answers go, each in its time.
+"""One ModelStreamInfer call: a stream of requests, and a stream of their responses.
 
-Decided here: that answers of deployments that answer once leave in the order of their requests, that others' leave as
-they come, but those of one sequence in the order of its requests, what marks a request's last answer, and that a
-request that fails says so and ends nothing (unless the client asked for that by the header `triton_grpc_error`).
-Everything here runs in grpcio's loop.
+Decides the order of responses (in request order for models with one response; in order of arrival for decoupled ones,
+but in request order within a sequence), how a request's last response is marked, and that a failed request gets an
+error response and the stream continues, unless the client sent the header `triton_grpc_error`. Runs in grpcio's loop.
+Caller: `service`.
 """
 
 from __future__ import annotations
@@ -15,57 +15,64 @@ from functools import partial
 from typing import Any, Final
 
 from flowserve.errors import FlowserveError, Unavailable
-from flowserve.grpc.calls import STOPPING, STREAMED, Call, Calls, Outcome, broken
-from flowserve.grpc.decode import Asked
-from flowserve.grpc.encode import in_stream, nothing_more, stream_error
-from flowserve.grpc.reader import Incoming
+from flowserve.grpc.decode import DecodedRequest, ReceivedMessage
+from flowserve.grpc.encode import empty_final_response, stream_error, stream_message
+from flowserve.grpc.inference import STOPPING, STREAMED, EngineAccess, InferCall, Outcome, internal_error
 
-IN_FLIGHT_MAX: Final = 1024  # of one stream; what a client sends beyond waits unread
+IN_FLIGHT_MAX: Final = 1024  # requests of one stream; further ones are not read
 
-Whole = Callable[[Incoming], Asked]
-Answer = bytes | FlowserveError
-SequenceKey = tuple[tuple[str, str], int | str]  # its model and version, and its id
+Message = bytes | FlowserveError
+SequenceKey = tuple[tuple[str, str], int | str]  # the model and version, and the sequence's id
+# An item of the write queue: the message, if any, and the callback after it was written. _END: the stream ends.
+_Item = tuple[Message | None, Callable[[], None]]
+_END: Final[_Item] = (None, lambda: None)
 
 
-class _Member:
-    """One request of a stream. `answer` is its only one, once it is there and where there is one. `sequence` names the
-    one it belongs to.
+class _StreamedRequest:
+    """One request of a stream. `message` is its only response. `is_settled`: that response exists, or there will be
+    several.
     """
 
-    __slots__ = ("answer", "call", "id", "is_settled", "sequence", "target")
+    __slots__ = ("call", "id", "is_settled", "message", "sequence", "target")
 
-    def __init__(self, message: Incoming) -> None:
-        self.id = message.asked.request.id
-        self.target = message.target
-        self.call: Call | None = None
+    def __init__(self, received: ReceivedMessage) -> None:
+        self.id = received.decoded.request.id
+        self.target = received.target
+        self.call: InferCall | None = None
         self.sequence: SequenceKey | None = None
         self.is_settled = False
-        self.answer: Answer | None = None
+        self.message: Message | None = None
 
 
-class Stream:
-    """`trace_context`: in which its caller traces all of its requests. `ends_on_error`: the first request that fails
-    ends the stream with its status.
+class InferStream:
+    """`decoded` returns a message's request. `trace_context`: the caller's, for all requests. `ends_on_error`: the
+    first failed request ends the stream with its status.
     """
 
-    def __init__(self, calls: Calls, whole: Whole, trace_context: str = "", *, ends_on_error: bool = False) -> None:
-        self._calls = calls
-        self._whole = whole
+    def __init__(
+        self,
+        access: EngineAccess,
+        decoded: Callable[[ReceivedMessage], DecodedRequest],
+        trace_context: str = "",
+        *,
+        ends_on_error: bool = False,
+    ) -> None:
+        self._access = access
+        self._decoded = decoded
         self._trace_context = trace_context
         self._ends_on_error = ends_on_error
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
-        self._order: deque[_Member] = deque()
-        self._members: set[_Member] = set()
-        self._sequences: dict[SequenceKey, Call] = {}  # of each, the last request that is under way
-        # What is to be written, and who is told then.
-        self._outbox: asyncio.Queue[tuple[Answer | None, Callable[[], None]]] = asyncio.Queue()
+        self._order: deque[_StreamedRequest] = deque()
+        self._requests: set[_StreamedRequest] = set()
+        self._sequences: dict[SequenceKey, InferCall] = {}  # the last unfinished request of each sequence
+        self._to_write: asyncio.Queue[_Item] = asyncio.Queue()
         self._is_read = False
-        self._is_cut = False
+        self._is_stopped = False
         self._is_over = False
 
     async def run(self, context: Any, stopping: asyncio.Event) -> None:
-        """Until the client has said everything and was answered, or the server is `stopping` and those who asked
-        before were answered. Raises the error that ends it.
+        """Run until the client has ended its side or the server is `stopping`, and all requests read before are
+        answered. Raises the error that ends the stream.
         """
         ended: BaseException | None = None
         try:
@@ -75,28 +82,28 @@ class Stream:
         except* FlowserveError as errors:
             ended = errors.exceptions[0]  # raised in here, Python before 3.11.4 would put it into a group again
         finally:
-            self._let_go()
+            self._release()
         if ended is not None:
             raise ended from None
-        if self._is_cut:
+        if self._is_stopped:
             raise Unavailable(STOPPING)
 
-    def _let_go(self) -> None:
-        """Nobody is written to any more. Errors that ended the stream, and what is still on its way to it, may hold the
-        stream for long; with its requests they would hold the models that these are for.
+    def _release(self) -> None:
+        """Cancel unfinished requests and drop all references to them: errors and posted callbacks may keep the stream
+        alive for long, and requests would keep their models loaded.
         """
         self._is_over = True
-        for member in self._members:
-            if member.call is not None:
-                member.call.leave()
-                member.call.close()
-                member.call = None
-        self._members.clear()
+        for request in self._requests:
+            if request.call is not None:
+                request.call.cancel()
+                request.call.close()
+                request.call = None
+        self._requests.clear()
         self._order.clear()
         self._sequences.clear()
-        self._outbox = asyncio.Queue()
+        self._to_write = asyncio.Queue()
 
-    # ------------------------------------------------------------------ in
+    # ------------------------------------------------------------------ requests
 
     async def _read_until(self, context: Any, stopping: asyncio.Event) -> None:
         reading = asyncio.create_task(self._read(context))
@@ -104,109 +111,107 @@ class Stream:
         try:
             await asyncio.wait((reading, stopped), return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
-                reading.result()  # raises what was wrong
+                reading.result()  # raises its error
         finally:
-            self._is_cut = not reading.done()
+            self._is_stopped = not reading.done()
             for task in (reading, stopped):
                 task.cancel()
         self._is_read = True
         self._end_if_done()
 
     async def _read(self, context: Any) -> None:
-        """A client that breaks off in the middle cancels the whole call, this included."""
-        while isinstance(message := await context.read(), Incoming):
+        """Read until the client ends its side. A broken connection cancels the whole call."""
+        while isinstance(received := await context.read(), ReceivedMessage):
             await self._room.acquire()
-            self._begin(message)
-        if isinstance(message, FlowserveError):
-            raise message
+            self._begin(received)
+        if isinstance(received, FlowserveError):
+            raise received
 
-    def _begin(self, message: Incoming) -> None:
-        member = _Member(message)
-        self._members.add(member)
-        self._order.append(member)
+    def _begin(self, received: ReceivedMessage) -> None:
+        request = _StreamedRequest(received)
+        self._requests.add(request)
+        self._order.append(request)
         try:
-            asked = self._whole(message)
+            decoded = self._decoded(received)
         except FlowserveError as error:
-            self._settle(member, error)
+            self._on_outcome(request, error)
             return
-        call = member.call = Call(self._calls, member.target, asked, self._trace_context)
+        call = request.call = InferCall(self._access, request.target, decoded, self._trace_context)
         before = None
-        if asked.request.sequence_id:
-            member.sequence = member.target, asked.request.sequence_id
-            before = self._sequences.get(member.sequence)
-            self._sequences[member.sequence] = call
-        call.begin(partial(self._settle, member), partial(self._one, member), before)
+        if decoded.request.sequence_id:
+            request.sequence = request.target, decoded.request.sequence_id
+            before = self._sequences.get(request.sequence)
+            self._sequences[request.sequence] = call
+        call.begin(partial(self._on_outcome, request), partial(self._on_response, request), before)
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ responses
 
-    def _settle(self, member: _Member, outcome: Outcome) -> None:
-        """The only outcome is there, or it is known that there are many. Those before it in the order go first."""
+    def _on_outcome(self, request: _StreamedRequest, outcome: Outcome) -> None:
+        """The request has its only response or error, or is STREAMED. Earlier requests' responses are written first."""
         if self._is_over:
             return
-        member.is_settled = True
+        request.is_settled = True
         if outcome is not STREAMED:
-            member.answer = self._answer(member, outcome, is_final=True)
+            request.message = self._encoded(request, outcome, is_final=True)
         while self._order and self._order[0].is_settled:
             first = self._order.popleft()
-            if first.answer is not None:
-                self._outbox.put_nowait((first.answer, partial(self._over, first)))
+            if first.message is not None:
+                self._to_write.put_nowait((first.message, partial(self._done, first)))
 
-    def _one(self, member: _Member, outcome: Outcome) -> None:
-        """One of many answers, or what ended them: None, or an error."""
+    def _on_response(self, request: _StreamedRequest, outcome: Outcome) -> None:
+        """One response of a decoupled model, or the end: None, or an error."""
         if self._is_over:
             return
-        assert member.call is not None  # it told us
-        if outcome is None and not member.call.asked.wants_final:
-            self._outbox.put_nowait((None, partial(self._over, member)))
-        elif outcome is None:
-            last = nothing_more(member.target[0], member.call.version, member.id)
-            self._outbox.put_nowait((in_stream(last), partial(self._over, member)))
-        elif isinstance(outcome, FlowserveError):
-            self._outbox.put_nowait((self._answer(member, outcome), partial(self._over, member)))
-        else:
-            self._outbox.put_nowait((self._answer(member, outcome), partial(self._taken, member)))
+        call = request.call
+        assert call is not None  # it is kept until its end
+        message: Message | None = None
+        written = partial(self._done, request)
+        if outcome is not None:
+            message = self._encoded(request, outcome)
+            if not isinstance(outcome, FlowserveError):
+                written = partial(self._sent, request)
+        elif call.decoded.wants_final:
+            message = stream_message(empty_final_response(request.target[0], call.version, request.id))
+        self._to_write.put_nowait((message, written))
 
-    def _answer(self, member: _Member, outcome: Outcome, *, is_final: bool = False) -> Answer:
+    def _encoded(self, request: _StreamedRequest, outcome: Outcome, *, is_final: bool = False) -> Message:
         if not isinstance(outcome, FlowserveError):
-            assert member.call is not None  # it told us
+            assert request.call is not None  # it is kept until its end
             try:
-                return in_stream(member.call.encode(outcome, is_final=is_final))
-            except FlowserveError as refusal:
-                outcome = refusal
-            except Exception as mistake:
-                outcome = broken(mistake)
+                return stream_message(request.call.encode(outcome, is_final=is_final))
+            except FlowserveError as error:
+                outcome = error
+            except Exception as error:
+                outcome = internal_error(error)
         if self._ends_on_error:
-            alone: FlowserveError = outcome.with_traceback(None)  # its frames hold the request
-            return alone
-        return stream_error(outcome, member.id)
+            bare: FlowserveError = outcome.with_traceback(None)  # its frames reference the request
+            return bare
+        return stream_error(outcome, request.id)
 
     @staticmethod
-    def _taken(member: _Member) -> None:
-        assert member.call is not None  # its end comes later
-        member.call.taken()
+    def _sent(request: _StreamedRequest) -> None:
+        assert request.call is not None  # it is kept until its end
+        request.call.sent()
 
-    def _over(self, member: _Member) -> None:
-        if member.call is not None:
-            member.call.close()
-        if member.sequence is not None and self._sequences.get(member.sequence) is member.call:
-            del self._sequences[member.sequence]
-        member.call = None
-        self._members.discard(member)
+    def _done(self, request: _StreamedRequest) -> None:
+        if request.call is not None:
+            request.call.close()
+        if request.sequence is not None and self._sequences.get(request.sequence) is request.call:
+            del self._sequences[request.sequence]
+        request.call = None
+        self._requests.discard(request)
         self._room.release()
         self._end_if_done()
 
     def _end_if_done(self) -> None:
-        if self._is_read and not self._members:
-            self._outbox.put_nowait(_END)
+        if self._is_read and not self._requests:
+            self._to_write.put_nowait(_END)
 
     async def _write(self, context: Any) -> None:
-        while (item := await self._outbox.get()) is not _END:
-            answer, told = item
-            if isinstance(answer, FlowserveError):
-                raise answer
-            if answer is not None:
-                await context.write(answer)
-            told()
-
-
-_END: Final[tuple[None, Callable[[], None]]] = (None, lambda: None)
+        while (item := await self._to_write.get()) is not _END:
+            message, written = item
+            if isinstance(message, FlowserveError):
+                raise message
+            if message is not None:
+                await context.write(message)
+            written()

@@ -1,14 +1,16 @@
-"""Pieces of shared memory for one writer: which is free, and when a piece comes home.
+"""Allocator of shared-memory blocks for one writer.
 
-Decided here: a block is whole pages, so that no two blocks share one (a reader's own writes live in pages, and must
-never show in somebody else's tensors); tensors in it are aligned to 64 bytes. Blocks are found first-fit, lowest
-address first, and grow together again when they come home, so that memory that is warm is used first and odd sizes do
-not pile up; only some single pages, which most small batches want, stay at hand instead. An arena grows by whole
-segments, each twice the last, and keeps them: warm memory costs no page faults. Only the pages of very large blocks go
-back to the kernel: one such request must not cost its room for ever.
+Decides:
 
-One process writes an arena, from one thread at a time; who may read it is decided by who is given its segments. This
-file does not know messages.
+* A block is whole pages, so that no two blocks share one: a reader's private writes are kept per page and must never
+  appear in the tensors of another block. Tensors in a block are aligned to 64 bytes.
+* Allocation is first-fit, lowest address first, and free neighbours are merged, so that warm memory is used first and
+  odd sizes do not accumulate. A few single pages, the size of most small batches, are cached unmerged.
+* An arena grows by whole segments, each twice as large as the last, and keeps them: warm memory costs no page faults.
+  Only the pages of very large blocks go back to the kernel, so that one such request does not hold its memory forever.
+
+Does not know: messages between processes, or which processes read. One process writes an arena, from one thread at a
+time; processes that receive its segments can read it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ LARGEST_SEGMENT_BYTES: Final = 1 << 28
 _SPARE_MAX: Final = 8
 
 # A block: the number of its segment, its offset there.
-Place = tuple[int, int]
+BlockAddress = tuple[int, int]
 
 
 def aligned(offset: int) -> int:
@@ -35,25 +37,32 @@ def aligned(offset: int) -> int:
 
 
 class Arena:
-    """The blocks of one writer."""
+    """All blocks of one writer, over a growing list of segments."""
 
     def __init__(self, first_segment_bytes: int = FIRST_SEGMENT_BYTES) -> None:
-        self.segments: list[Segment] = []  # in the order in which they were made
+        self.segments: list[Segment] = []  # in the order of creation
         self._spaces: list[_Space] = []
         self._by_number: dict[int, _Space] = {}
         self._next_bytes = first_segment_bytes
-        # A lease may end inside the garbage collector, even within `take`: it only lands here (append is atomic).
-        self._ended: deque[Place] = deque()
-        self._spare: list[Place] = []  # single pages that came home, at hand: most small batches want just one
+        # A lease may end inside the garbage collector, even within `take`, so its end is only noted here; append is
+        # atomic.
+        self._ended: deque[BlockAddress] = deque()
+        self._spare: list[BlockAddress] = []  # cache of free single pages: most small batches need exactly one
 
     def take(self, nbytes: int) -> tuple[Segment, int]:
-        """A block of at least `nbytes`: its segment, and its offset there. Comes home by `give_back`."""
-        if self._ended:
-            self._sort_in()
+        """A block of at least `nbytes`: its segment, and its offset there. The caller returns it by `give_back`."""
+        ended, spare = self._ended, self._spare
+        while ended:
+            address = ended.popleft()
+            space = self._by_number[address[0]]
+            if space.lent[address[1]] == PAGE and len(spare) < _SPARE_MAX:
+                spare.append(address)
+            else:
+                space.give_back(address[1])
         size = -(-(nbytes or 1) // PAGE) * PAGE
-        if self._spare:
+        if spare:
             if size == PAGE:
-                number, offset = self._spare.pop()
+                number, offset = spare.pop()
                 return self._by_number[number].segment, offset
             self._put_back()
         for space in self._spaces:
@@ -64,12 +73,12 @@ class Arena:
         return space.segment, space.take(size)
 
     def lease(self, nbytes: int) -> Lease:
-        """A block that comes home when its last view is gone, on whatever thread."""
+        """A block that is returned automatically when its last view is gone, on any thread."""
         segment, offset = self.take(nbytes)
         return Lease(segment, offset, nbytes, self._ended.append, (segment.number, offset))
 
-    def give_back(self, place: Place) -> None:
-        """The block at `place` is free again. On the arena's own thread."""
+    def give_back(self, place: BlockAddress) -> None:
+        """Return the block at `place`. Only on the arena's own thread."""
         number, offset = place
         space = self._by_number[number]
         if space.lent[offset] == PAGE and len(self._spare) < _SPARE_MAX:
@@ -79,19 +88,19 @@ class Arena:
 
     @property
     def lent_bytes(self) -> int:
-        """What is in somebody's hands, in whole pages."""
-        self._sort_in()
+        """Bytes in use, in whole pages."""
+        self._collect_returned()
         self._put_back()
         return sum(sum(space.lent.values()) for space in self._spaces)
 
     def check(self) -> None:
         """Assert that free and lent blocks tile every segment. For tests."""
-        self._sort_in()
+        self._collect_returned()
         self._put_back()
         for space in self._spaces:
             space.check()
 
-    def _sort_in(self) -> None:
+    def _collect_returned(self) -> None:
         while self._ended:
             self.give_back(self._ended.popleft())
 
@@ -110,7 +119,7 @@ class Arena:
 
 
 class _Space:
-    """What is free of one segment: sorted, never two neighbours."""
+    """Free list of one segment: sorted by offset, never two neighbours."""
 
     __slots__ = ("_sizes", "_starts", "lent", "segment")
 
@@ -121,7 +130,7 @@ class _Space:
         self.lent: dict[int, int] = {}
 
     def take(self, size: int) -> int:
-        """The offset of `size` bytes, -1 where there are none."""
+        """The offset of `size` bytes, -1 if no free range is large enough."""
         sizes = self._sizes
         for i, found in enumerate(sizes):
             if found >= size:

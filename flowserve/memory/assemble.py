@@ -1,69 +1,69 @@
-"""How the members of a batch become one array, and one array members again.
+"""Batch assembly: the tensors of a batch's members become one array, one array becomes members' tensors, and padding.
 
-Decided here: when a batch may be handed on as it lies and when it is copied together; these two functions make the
-only copies between two steps on the host (stream.py has those on devices). Members that lie side by side in one block
-cost nothing, whatever the batcher did to them in between; anything else (a gap, a foreign member, another order) copies
-that input whole, once. Rows of members that are not in the list are never part of the result.
+Decides when a batch is passed on as the block it already is, and when it is copied. Members that are neighbours in one
+block cost nothing, whatever the batcher did in between; otherwise (a gap, a member from another block, another order)
+the whole input is copied once. Rows of other members are never part of the result. Padding rows are zeros (empty
+strings), never previous memory contents; they are created once and shared. These functions make the only copies between
+two steps on the host; `stream` makes those on devices.
 
-This file does not know models, requests or why these members are together. It runs for every input of every batch of
-every node, so it is written as plain loops over attributes: no numpy call is made on the path that copies nothing.
+Does not know: models, requests, why these members are together, why a row is padding. Callers: workers and backends.
+It runs for every input of every batch of every node, so it consists of plain loops over attributes: the path without a
+copy makes no numpy call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, repeat
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from flowserve.memory.column import in_one_piece, scatter
 from flowserve.memory.pool import POOLED_BYTES_MIN, Pool
-from flowserve.memory.tensor import Tensor
+from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import Array
+
+__all__ = ["gather", "padding_like", "pieces", "scatter", "zeros"]  # `scatter` is in `column`
 
 
 def gather(tensors: Sequence[Tensor], pool: Pool) -> tuple[Array, int]:
     """One array of all `tensors`' rows in order, and how many bytes had to be copied for it.
 
-    The tensors agree in dtype and in every dimension but the first, and there is at least one. The array is read-only
-    in spirit: it may be the very block the tensors lie in. It is always aligned for its dtype: a view into a request
-    body can lie at any address, and this is the one place where such a view is copied.
+    There is at least one tensor; all agree in dtype and in every dimension but the first. The caller must not write to
+    the array: it may be the block of the tensors itself. It is always aligned for its dtype: a view into a request body
+    can have any address, and this is the only place that copies such a view.
     """
     array = in_one_piece(tensors)
     if array is None:
         return _concatenate(tensors, pool)
     if not array.flags.aligned:
-        return _copy_aligned(array, pool)
+        return pool.copy_of(array), array.nbytes
     return array, 0
 
 
 def pieces(tensors: Sequence[Tensor]) -> list[Array]:
-    """The tensors' rows in order, as few arrays as they lie in: one where all are neighbours. Nothing is copied."""
+    """The tensors' rows in order, without a copy: one array if all tensors are neighbours, else one per tensor."""
     whole = in_one_piece(tensors)
     return [tensor.array for tensor in tensors] if whole is None else [whole]
 
 
-def in_one_piece(tensors: Sequence[Tensor]) -> Array | None:
-    """The tensors' rows in order, where they lie as one array; else None. Nothing is copied."""
-    if type(tensors) is not list:  # a column may know that, and not be taken apart to find out (columns.py)
-        known: Array | None = getattr(tensors, "array", None)
-        if known is not None:
-            return known
-    first = tensors[0]
-    block = first.block
-    stop = first.start
-    for tensor in tensors:
-        if tensor.block is not block or tensor.start != stop:
-            return None
-        stop = tensor.stop
-    return block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]
+def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A read-only array of zeros, or of empty strings."""
+    array: Array = np.zeros(shape, dtype)
+    if dtype.hasobject:
+        array.fill(b"")
+    array.flags.writeable = False
+    return array
 
 
-def scatter(array: Array, rows: Sequence[int]) -> list[Tensor]:
-    """The members' shares of a batch's `array`: `rows[m]` rows each, in order. Nothing is sliced here."""
-    if len(rows) == 1:
-        return [Tensor(array, 0, rows[0])]
-    stops = list(accumulate(rows))
-    return list(map(Tensor, repeat(array), [0, *stops], stops))
+_shared_zeros = lru_cache(maxsize=64)(zeros)
+
+
+def padding_like(tensor: Tensor) -> Tensor:
+    """Padding with the rows, type and shape of `tensor`: zeros or empty strings, read-only."""
+    array = _shared_zeros(tensor.shape, tensor.block.dtype)
+    return Tensor(array) if tensor.stop == WHOLE else Tensor(array, 0, len(array))
 
 
 def _concatenate(tensors: Sequence[Tensor], pool: Pool) -> tuple[Array, int]:
@@ -76,11 +76,3 @@ def _concatenate(tensors: Sequence[Tensor], pool: Pool) -> tuple[Array, int]:
     joined = pool.take(nbytes).view(first.dtype).reshape(shape)
     np.concatenate(arrays, out=joined)
     return joined, nbytes
-
-
-def _copy_aligned(array: Array, pool: Pool) -> tuple[Array, int]:
-    if array.nbytes < POOLED_BYTES_MIN:
-        return np.array(array, order="C"), array.nbytes
-    copy = pool.take(array.nbytes).view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy, array.nbytes

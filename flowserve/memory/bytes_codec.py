@@ -1,8 +1,8 @@
-"""Triton's BYTES encoding: each element is its length as four little-endian bytes, then its bytes.
+"""Codec of Triton's BYTES tensors: each element is its length as four little-endian bytes, then its bytes.
 
-Decided here: both directions, and what is wrong with bytes that do not follow it. An element is any bytes at all,
-NULs and broken UTF-8 included, and comes back exactly. This file does not know where the bytes came from; its callers
-say which input of which model they read.
+Decides both directions, and the error for malformed data. An element is any byte string, NULs and invalid UTF-8
+included, and round-trips exactly. Does not know where the bytes come from: callers pass the names of input and model
+for the error message.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ def encode(array: Array) -> bytes:
         parts.append(pack(len(data)))
         parts.append(data)
     return b"".join(parts)
+
+
+def flat_bytes(array: Array) -> Array:
+    """The bytes of any array, one-dimensional: encoded for BYTES, else a view if the array is contiguous."""
+    if array.dtype.hasobject:
+        return np.frombuffer(encode(array), np.uint8)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def decode(buffer: bytes | bytearray | memoryview, count: int, *, name: str, model: str) -> Array:
@@ -73,5 +80,5 @@ def to_bytes(element: object) -> bytes:
     """One element: bytes as they are, str as UTF-8, anything else as its `str()`, as Triton's clients do it."""
     if isinstance(element, bytes):
         return bytes(element)
-    # Python reads broken UTF-8 into surrogates where it is asked to keep them; they go back to what they were.
+    # With `surrogateescape`, Python decodes invalid UTF-8 into surrogates; this restores the original bytes.
     return str(element).encode(errors="surrogateescape")

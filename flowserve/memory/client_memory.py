@@ -1,30 +1,44 @@
-"""Shared memory of clients, the system's and CUDA's: regions they registered, tensors read from and written to them.
+"""Shared memory of clients, system and CUDA: registered regions, and the tensors read from and written to them.
 
-Decided here: which names a region may have, what may be opened under /dev/shm, what is checked before each use, and how
-long a region lives: it is forgotten when it is unregistered, and closed when the last request that named it is over.
+Decides which names a region may have, what may be opened under /dev/shm, what is checked before each access, and the
+lifetime of a region: it is unknown once unregistered, and closed when the last request that named it is finished.
 
 Tensors are copied through the file (`preadv`, `pwrite`), not through a mapping. A client may truncate its object at any
-moment, and touching a page behind its end ends the whole server by a signal; a read that comes up short is an error of
-one request. It is also what keeps a client from changing a tensor after it was checked. That this is the system's
-shared memory and the calls are Triton's, clients see; HTTP is not known here.
+time, and touching a mapped page behind its end kills the whole server by a signal, whereas a short read is an error of
+one request. A copy also prevents a client from changing a tensor after it was checked.
+
+CUDA memory is opened through CUDA IPC handles. A handle is opened once, however often it is registered, and closed when
+its last region is unregistered and the last request that named one is finished. The last reference to a region may end
+anywhere, also in the garbage collector, where the device must not be called, so closing is deferred to the next call. A
+region is never larger than the handle's memory: an access behind its end breaks the device for the whole server.
+
+Does not know HTTP or gRPC, its callers. Names and messages follow Triton's calls.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from flowserve.errors import AlreadyExists, Invalid, NotFound, Unavailable, Unsupported
-from flowserve.memory.client_cuda import CudaHandles, CudaRegion
+import numpy as np
+
+from flowserve.errors import AlreadyExists, FlowserveError, Invalid, NotFound, Unavailable, Unsupported
+from flowserve.memory.device import OpenedMemory
+from flowserve.memory.device_memory import DeviceMemory
+from flowserve.memory.devices import devices
+from flowserve.values import HOST_MEMORY
 
 DIRECTORY: Final = "/dev/shm"
 DISABLED: Final = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 REGIONS_MAX: Final = 4096  # each holds a file descriptor
+HANDLE_BYTES: Final = 64  # a cudaIpcMemHandle_t
 RESERVED_PREFIX: Final = "triton_python_backend_shm_region_"
 _UINT64_MAX: Final = 2**64 - 1
 R = TypeVar("R", bound="Region | CudaRegion")
@@ -34,7 +48,7 @@ _FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What a request says about one tensor's place: `size` bytes from `offset` of the region of that name."""
+    """The location of one tensor as a request states it: `size` bytes from `offset` of the region of that name."""
 
     region: str
     offset: int
@@ -42,7 +56,7 @@ class Portion:
 
 
 class Region:
-    """One registered region. Its descriptor is closed when nobody has the object any more."""
+    """One registered region. Its descriptor is closed when the object has no references left."""
 
     def __init__(self, name: str, key: str, offset: int, size: int, descriptor: int) -> None:
         self.name = name
@@ -53,7 +67,7 @@ class Region:
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, offset: int, size: int) -> bytearray:
-        """A copy of some bytes. Raises `Invalid` where the client made its object shorter meanwhile."""
+        """A copy of `size` bytes. Raises `Invalid` if the client has truncated its object."""
         self.check()
         data = bytearray(size)
         view = memoryview(data)
@@ -67,20 +81,103 @@ class Region:
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Raises as `read` does."""
-        self.check()  # writing behind its end would make the object longer
+        self.check()  # writing behind its end would extend the object
         view = memoryview(data)
         done = 0
         while done < len(view):
             done += os.pwrite(self.descriptor, view[done:], offset + done)
 
     def check(self) -> None:
-        """Raises `Invalid` where the object is not as long any more as it was registered."""
+        """Raises `Invalid` if the object is shorter than when it was registered."""
         if os.fstat(self.descriptor).st_size < self.offset + self.size:
             raise _shrunk(self.name)
 
 
-class Window:
-    """A portion of a region, held by the request that named it: unregistering the region does not take it away."""
+class _Opened:
+    """The memory behind one open handle."""
+
+    __slots__ = ("__weakref__", "memory", "opened")
+
+    def __init__(self, memory: DeviceMemory, opened: OpenedMemory) -> None:
+        self.memory = memory
+        self.opened = opened
+
+
+class CudaRegion:
+    """One registered region; offsets are bytes from its start."""
+
+    def __init__(self, name: str, device: int, size: int, opened: _Opened) -> None:
+        self.name = name
+        self.device = device
+        self.size = size
+        self.offset = 0  # a handle covers the whole allocation
+        self._opened = opened
+
+    def read(self, offset: int, size: int) -> bytearray:
+        data = bytearray(size)
+        if size:
+            memory = self._opened.memory
+            there = self._opened.opened.address + offset
+            memory.copy_and_wait(memory.place, HOST_MEMORY, _address(data), there, size)
+        return data
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        if len(data):
+            held = np.frombuffer(data, np.uint8)
+            memory = self._opened.memory
+            there = self._opened.opened.address + offset
+            memory.copy_and_wait(HOST_MEMORY, memory.place, there, held.ctypes.data, held.nbytes)
+
+
+class CudaHandles:
+    """All open handles. Used from one thread only."""
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakValueDictionary[tuple[int, bytes], _Opened] = weakref.WeakValueDictionary()
+        self._over: deque[tuple[DeviceMemory, OpenedMemory]] = deque()
+
+    def region(self, name: str, handle: bytes, device: int, size: int) -> CudaRegion:
+        """Open `handle` if necessary. Raises Invalid if the GPU does not exist, the handle cannot be opened, or its
+        memory is smaller than `size` bytes.
+        """
+        self.close_unused()
+        if not devices().count:
+            raise Invalid(
+                f"failed to register CUDA shared memory region: '{name}', GPUs not supported: {devices().why_none}"
+            )
+        refused = f"failed to register CUDA shared memory region '{name}': invalid args"
+        if len(handle) != HANDLE_BYTES:
+            raise Invalid(f"{refused}: a CUDA IPC handle has {HANDLE_BYTES} bytes, this one {len(handle)}")
+        try:
+            memory = devices()[device]
+        except FlowserveError as error:
+            raise Invalid(f"{refused}: {error}") from None
+        opened = self._open.get((device, handle))
+        if opened is None:
+            opened = self._open[device, handle] = self._opened(memory, handle, refused)
+        there = opened.opened.nbytes
+        if not 0 < size <= there:
+            raise Invalid(f"{refused}: {size} bytes do not lie in an allocation of {there} bytes")
+        return CudaRegion(name, device, size, opened)
+
+    def close_unused(self) -> None:
+        """Close the handles without a remaining reference."""
+        while self._over:
+            memory, opened = self._over.popleft()
+            memory.device.close_handle(opened)
+
+    def _opened(self, memory: DeviceMemory, handle: bytes, refused: str) -> _Opened:
+        try:
+            found = memory.device.open_handle(handle)
+        except ValueError as error:
+            raise Invalid(f"{refused}: the handle cannot be opened: {error}") from error
+        opened = _Opened(memory, found)
+        weakref.finalize(opened, self._over.append, (memory, found)).atexit = False
+        return opened
+
+
+class RegionWindow:
+    """A checked portion of a region, held by the request that named it; valid even after the region is unregistered."""
 
     __slots__ = ("_offset", "_region", "size")
 
@@ -90,12 +187,12 @@ class Window:
         self.size = portion.size
 
     def read(self) -> bytearray:
-        """A copy of its bytes. Raises `Invalid` where the client made its object shorter meanwhile."""
+        """A copy of its bytes. Raises `Invalid` if the client has truncated its object."""
         return self._region.read(self._offset, self.size)
 
     def store(self, output: str, data: bytes | memoryview) -> None:
-        """Write `data`, which is that of `output`, at its beginning. Raises `Invalid` where it is more than there is
-        room for, and as `read` does.
+        """Write `data`, the bytes of `output`, at its start. Raises `Invalid` if the window is too small, and as `read`
+        does.
         """
         if len(data) > self.size:
             raise Invalid(
@@ -106,7 +203,7 @@ class Window:
 
 
 class ClientMemory:
-    """The regions of all clients, by name. Touched from the loop's thread only."""
+    """The regions of all clients, by name. Used from the event loop's thread only."""
 
     def __init__(self, *, is_allowed: bool = False) -> None:
         self._is_allowed = is_allowed
@@ -114,10 +211,10 @@ class ClientMemory:
         self._handles = CudaHandles()
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:
-        """Open the shared memory object `key` and know `size` bytes from `offset` of it as `name`.
+        """Open the shared memory object `key` and register `size` bytes from `offset` of it as `name`.
 
-        Raises `Unsupported` where the operator does not allow it, `Invalid` for everything that is wrong with it,
-        `Unavailable` where the system has no descriptor left.
+        Raises `Unsupported` if the operator does not allow client memory, `AlreadyExists` for a name in use, `Invalid`
+        for any other fault of the arguments, `Unavailable` if the system has no descriptor left.
         """
         self._check_name(name)
         refused = f"failed to register shared memory region '{name}': invalid args"
@@ -136,36 +233,36 @@ class ClientMemory:
         self._regions[name] = Region(name, key, offset, size, descriptor)
 
     def register_cuda(self, name: str, handle: bytes, device: int, size: int) -> None:
-        """Open a CUDA IPC handle on a GPU and know the first `size` bytes of its memory as `name`. Raises as
-        `register` does.
+        """Open a CUDA IPC handle on GPU number `device` and register the first `size` bytes of its memory as `name`.
+        Raises as `register` does.
         """
         self._check_name(name)
         self._regions[name] = self._handles.region(name, handle, device, size)
 
     def unregister(self, name: str = "") -> None:
-        """Forget a region of the system's, all of them without a name. One that is not there is forgotten already."""
+        """Unregister a system region, or all of them if `name` is empty. An unknown name is not an error."""
         self._forget(name, Region)
 
     def unregister_cuda(self, name: str = "") -> None:
-        """The same of CUDA's."""
+        """Unregister a CUDA region, or all of them if `name` is empty. An unknown name is not an error."""
         self._forget(name, CudaRegion)
-        self._handles.close_what_is_over()
+        self._handles.close_unused()
 
     def status(self, name: str = "") -> list[dict[str, Any]]:
-        """What is registered of the system's, in Triton's words. Raises NotFound for a name that is not."""
+        """The registered system regions with Triton's field names. Raises NotFound for an unknown name."""
         return [
             {"name": one.name, "key": one.key, "offset": one.offset, "byte_size": one.size}
             for one in self._chosen(name, Region)
         ]
 
     def status_cuda(self, name: str = "") -> list[dict[str, Any]]:
-        """The same of CUDA's."""
+        """The registered CUDA regions with Triton's field names. Raises NotFound for an unknown name."""
         return [
             {"name": one.name, "device_id": one.device, "byte_size": one.size} for one in self._chosen(name, CudaRegion)
         ]
 
-    def window(self, portion: Portion) -> Window:
-        """The place a request names. Raises `NotFound`, and `Invalid` where it does not lie in its region."""
+    def window(self, portion: Portion) -> RegionWindow:
+        """The portion a request names, checked. Raises `NotFound`, and `Invalid` if it is not inside its region."""
         self.check_allowed()
         region = self._region(portion.region)
         end = portion.offset + portion.size
@@ -175,10 +272,10 @@ class ClientMemory:
             raise Invalid(f"Invalid offset for shared memory region: '{region.name}' ({region.size} bytes)")
         if end > region.size:
             raise Invalid(f"Invalid offset + byte size for shared memory region: '{region.name}' ({region.size} bytes)")
-        return Window(region, portion)
+        return RegionWindow(region, portion)
 
-    def windows(self, portions: Mapping[str, Portion]) -> dict[str, Window]:
-        """Those of several tensors, by the tensors' names."""
+    def windows(self, portions: Mapping[str, Portion]) -> dict[str, RegionWindow]:
+        """The windows of several tensors, by tensor name."""
         return {tensor: self.window(portion) for tensor, portion in portions.items()}
 
     def _check_name(self, name: str) -> None:
@@ -200,7 +297,7 @@ class ClientMemory:
                 del self._regions[one]
 
     def _chosen(self, name: str, kind: type[R]) -> list[R]:
-        """The regions of a kind, by name; or the one of that name."""
+        """The regions of a kind, ordered by name; or the one with that name."""
         if not name:
             return [one for _, one in sorted(self._regions.items()) if isinstance(one, kind)]
         region = self._regions.get(name)
@@ -220,13 +317,13 @@ class ClientMemory:
         return region
 
     def check_allowed(self) -> None:
-        """Raises `Unsupported` where the operator does not allow clients' memory."""
+        """Raises `Unsupported` if the operator does not allow client memory."""
         if not self._is_allowed:
             raise Unsupported(DISABLED)
 
 
 def _open(key: str) -> int:
-    """A descriptor of the object. The directory has no others: a name with a slash in it leads elsewhere."""
+    """A descriptor of the object. Names with a slash are refused: they would lead out of the directory."""
     name = key.removeprefix("/")
     if name.lstrip("/").startswith(RESERVED_PREFIX):
         raise Invalid(f"cannot register shared memory region with key '{key}': the prefix is reserved")
@@ -246,3 +343,7 @@ def _cannot_open(key: str) -> Invalid:
 
 def _shrunk(name: str) -> Invalid:
     return Invalid(f"shared memory region '{name}' is shorter than it was when it was registered")
+
+
+def _address(data: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_uint8.from_buffer(data))

@@ -1,10 +1,11 @@
-"""A real GPU, through cupy: the only file that knows it.
+"""The real GPU, through cupy. This is the only module that imports cupy.
 
-Decided here: how each call of `Device` becomes one of CUDA's. Pools of our own stand above it (blocks.py), so cupy's
-are not used: they know nothing of the streams of others. The current device belongs to the thread, so whatever depends
-on it is done within `with Device(n)`, and nothing here awaits anything.
+Decides how each method of `device.Device` maps to a CUDA call. flowserve's own pools (`blocks`) are built on it; cupy's
+pools are not used, because they do not track the streams of other libraries. The current device is a property of the
+thread, so every call that depends on it runs within `with Device(n)`, and nothing here awaits.
 
-Imported only where there is a driver. What of this was run on hardware, docs/gpu.md says.
+Does not know tensors or pools. Imported by `devices`, only if a driver is installed. docs/gpu.md lists what was run on
+hardware.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.memory.cuda_context import why_lost
-from flowserve.memory.device import Device, Event, Memory, OpenedMemory, OutOfMemory, Stream
+from flowserve.memory.device import Allocation, Device, Event, OpenedMemory, OutOfMemory, Stream
 from flowserve.values import Array
 
 try:
@@ -26,13 +27,13 @@ except ImportError as error:  # also where its own libraries are missing
     cupy = None
     _WHY_NO_CUPY: Final = str(error)
 
-_ANY_DIRECTION: Final = 4  # cudaMemcpyDefault: told from the addresses
+_ANY_DIRECTION: Final = 4  # cudaMemcpyDefault: the driver derives it from the addresses
 _LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 _OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
 
 
-def find() -> tuple[Sequence[Device], str]:
-    """The GPUs, or none and why."""
+def find_devices() -> tuple[Sequence[Device], str]:
+    """The GPUs and "", or none and the reason."""
     if cupy is None:
         return (), f"a GPU is here but cupy is not ({_WHY_NO_CUPY}): pip install 'flowserve[gpu]'"
     try:
@@ -43,7 +44,7 @@ def find() -> tuple[Sequence[Device], str]:
 
 
 class CudaMemory:
-    """`raw` is cupy's own holder where memory is pinned, None for a device's."""
+    """`raw` is cupy's owner object if the memory is pinned, None for device memory."""
 
     __slots__ = ("address", "nbytes", "raw")
 
@@ -54,7 +55,7 @@ class CudaMemory:
 
 
 class CudaStream:
-    """`raw` is cupy's."""
+    """`raw` is cupy's stream."""
 
     __slots__ = ("address", "raw")
 
@@ -64,7 +65,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """`raw` is cupy's, recorded in `stream`."""
+    """`raw` is cupy's event, recorded in `stream`."""
 
     __slots__ = ("raw", "stream")
 
@@ -79,14 +80,14 @@ class CudaDevice:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def allocate(self, nbytes: int) -> Memory:
+    def allocate(self, nbytes: int) -> Allocation:
         try:
             with cupy.cuda.Device(self.number):
                 return CudaMemory(cupy.cuda.runtime.malloc(nbytes), nbytes)
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise _translated(error) from error
 
-    def allocate_pinned(self, nbytes: int) -> Memory:
+    def allocate_pinned(self, nbytes: int) -> Allocation:
         try:
             with cupy.cuda.Device(self.number):
                 raw = cupy.cuda.PinnedMemory(nbytes)
@@ -94,10 +95,10 @@ class CudaDevice:
             raise _translated(error) from error
         return CudaMemory(raw.ptr, nbytes, raw)
 
-    def free(self, memory: Memory) -> None:
+    def free(self, memory: Allocation) -> None:
         assert isinstance(memory, CudaMemory)
         if memory.raw is not None:
-            memory.raw = None  # its end gives the pages back
+            memory.raw = None  # its finaliser frees the pages
             return
         with cupy.cuda.Device(self.number):
             cupy.cuda.runtime.free(memory.address)
@@ -117,7 +118,7 @@ class CudaDevice:
     def record(self, stream: Stream) -> CudaEvent:
         assert isinstance(stream, CudaStream)
         with cupy.cuda.Device(self.number):
-            # Who synchronises sleeps instead of spinning: the cores are the other instances'.
+            # A thread that synchronises sleeps instead of spinning, so that other instances can use its core.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(stream.raw)
         return CudaEvent(event, stream)
@@ -145,7 +146,7 @@ class CudaDevice:
         found = (ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         if ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(*found) != 0:
             cupy.cuda.runtime.ipcCloseMemHandle(address)
-            raise ValueError("how much memory it is of cannot be told")
+            raise ValueError("the size of its memory cannot be determined")
         return OpenedMemory(address, base.value + size.value - address)
 
     def close_handle(self, opened: OpenedMemory) -> None:
@@ -162,7 +163,7 @@ class CudaDevice:
     def settle(self) -> None:
         cupy.cuda.Device(self.number).synchronize()
 
-    def host_view(self, memory: Memory) -> Array:
+    def host_view(self, memory: Allocation) -> Array:
         return np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.address))
 
 

@@ -1,11 +1,11 @@
-"""Whether this process can still use its GPUs.
+"""Detects whether this process can still use its GPUs.
 
-Decided here: how that is found out. A kernel that writes where it must not, or fails otherwise, makes its CUDA context
-useless: every later call of the process fails with the same error, whoever makes it, and only another process gets a
-new one. The driver's library is asked, whichever of its users brought it (cupy, onnxruntime, a model's PyTorch); where
-nobody did, there is nothing to lose. Runtime libraries all use a device's primary context.
+A kernel that writes to an invalid address, or fails in another way, makes its CUDA context unusable: every later call
+of the process fails with the same error, and only a new process gets a new context. This module queries the driver's
+library, whichever library loaded it (cupy, onnxruntime, a model's PyTorch); if none did, there is no context to lose.
+All runtime libraries use a device's primary context.
 
-What follows from that is not known here.
+Does not know what follows from a lost GPU. Callers: `cuda`, and the main loop of a worker process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LASTING: Final = frozenset({226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 7
 
 
 def why_lost(driver: Any = None) -> str:
-    """What is wrong with a context of this process, in the driver's words; "" where each can be used, or none is there.
-    Waits for nothing. `driver` is in the place of the library that is loaded.
+    """The driver's name for the error of this process's contexts; "" if each is usable, or there is none. Does not
+    block. `driver` replaces the loaded library in tests.
     """
     driver = driver or _loaded()
     if driver is None:
@@ -39,8 +39,8 @@ def why_lost(driver: Any = None) -> str:
 
 
 def _status(driver: Any, number: int) -> int:
-    """What making an event in the device's primary context comes to, which disturbs nobody; 0 where the process has no
-    such context.
+    """The status of creating an event in the device's primary context, which has no side effects; 0 if the process has
+    no such context.
     """
     device, flags, is_active, context = ctypes.c_int(0), ctypes.c_uint(0), ctypes.c_int(0), ctypes.c_void_p()
     if driver.cuDeviceGet(ctypes.byref(device), number) != 0:
@@ -74,5 +74,5 @@ def _name(driver: Any, status: int) -> str:
 def _loaded() -> Any:
     try:
         return ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except (OSError, AttributeError):  # nobody brought it; a system without such a flag
+    except (OSError, AttributeError):  # the library is not loaded; a system without such a flag
         return None

@@ -1,16 +1,15 @@
-"""What a GPU is, for whoever keeps tensors on it: memory, copies, streams and events, and nothing else.
+"""Interface to a GPU that holds tensors: memory, copies, streams and events.
 
-Decided here: the few calls that everything above is written to, and what each side may assume. There are two devices:
-the real one (cuda.py), and one without hardware that raises wherever an order is missing (testing/fake_device.py). What
-holds on that one holds on the real one, where such mistakes mostly pass unnoticed.
+Decides the methods that all device code uses, and what each side may assume. There are two implementations: the real
+one (`cuda`), and one without hardware that raises wherever an ordering is missing (`testing/fake_device`). Code that
+passes on the fake is correctly ordered on the real one, where such faults mostly pass unnoticed.
 
-A *stream* is a queue of work for the device: what is put on one stream runs in order, what is put on two runs in any
-order. Putting work on a stream returns at once. An *event* is a moment in a stream: what was put there before it. To
-*wait* for an event is the other stream's affair and costs the host nothing; to *synchronise* with one holds up the
-calling thread.
+A *stream* is a queue of work for the device: work on one stream runs in order, work on two streams in any order. Adding
+work to a stream returns at once. An *event* is a point in a stream: all work added before it. If a stream *waits* for
+an event, the host is not blocked; if the host *synchronises* with one, the calling thread blocks.
 
-All methods may be called from any thread, and one stream is used by one thread at a time. None of them is to be called
-from a finaliser: the collector runs anywhere.
+All methods may be called from any thread, and one stream is used by one thread at a time. No method may be called from
+a finaliser, because the garbage collector runs anywhere.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from flowserve.values import Array
 
 
 class OutOfMemory(Exception):
-    """There is no room for an allocation. Never reaches a client: pools fall back, or say what it was for."""
+    """No room for an allocation. Never reaches a client: pools fall back, or raise an error that names the purpose."""
 
 
-class Memory(Protocol):
-    """What was allocated: `nbytes` bytes at `address`. The address is at least 256-byte aligned."""
+class Allocation(Protocol):
+    """An allocation: `nbytes` bytes at `address`, which is at least 256-byte aligned."""
 
     @property
     def address(self) -> int: ...
@@ -38,21 +37,21 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenedMemory:
-    """Another process's memory of the device: all of one allocation, `nbytes` at `address` here."""
+    """Device memory of another process: one whole allocation, `nbytes` bytes at `address` in this process."""
 
     address: int
     nbytes: int
 
 
 class Stream(Protocol):
-    """`address` is what libraries take as a CUDA stream; it is never 0, which would be the default stream."""
+    """`address` is the value libraries accept as a CUDA stream; never 0, which would be the default stream."""
 
     @property
     def address(self) -> int: ...
 
 
 class Event(Protocol):
-    """A moment in `stream`."""
+    """A point in `stream`."""
 
     @property
     def stream(self) -> Stream: ...
@@ -64,56 +63,56 @@ class Device(Protocol):
     @property
     def number(self) -> int: ...
 
-    def allocate(self, nbytes: int) -> Memory:
-        """Memory of the device, with anything in it. Raises OutOfMemory."""
+    def allocate(self, nbytes: int) -> Allocation:
+        """Uninitialised device memory. Raises OutOfMemory."""
 
-    def allocate_pinned(self, nbytes: int) -> Memory:
-        """Pinned memory of the host, with anything in it; every device may copy from and to it. Raises OutOfMemory."""
+    def allocate_pinned(self, nbytes: int) -> Allocation:
+        """Uninitialised pinned host memory; every device may copy from and to it. Raises OutOfMemory."""
 
-    def free(self, memory: Memory) -> None:
-        """Give memory back to the driver. The caller has synchronised with everything that used it."""
+    def free(self, memory: Allocation) -> None:
+        """Return memory to the driver. The caller has synchronised with all work that used it."""
 
     def stream(self) -> Stream:
-        """A new stream, ordered with no other."""
+        """A new stream, not ordered with any other."""
 
     def close_stream(self, stream: Stream) -> None:
-        """The stream is used no more, and the caller has synchronised with what was put on it."""
+        """Close a stream. The caller has synchronised with all work on it."""
 
     def copy(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Put a copy on the stream. The addresses are in memory of any device, or the host's. Where the host's is not
+        """Add a copy to the stream. Each address is in host memory or memory of any device. If host memory is not
         pinned, this returns only when that side is no longer needed.
         """
 
     def record(self, stream: Stream) -> Event:
-        """The moment after all that was put on the stream so far."""
+        """An event after all work on the stream so far."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is put on the stream from now on runs after the event, which may be of another device."""
+        """Work added to the stream from now on runs after the event, which may belong to another device."""
 
     def synchronize(self, event: Event) -> None:
-        """Return when the event has passed. Blocks the thread and nothing else."""
+        """Block the calling thread until the event is complete."""
 
     def is_done(self, event: Event) -> bool:
-        """Whether the event has passed. If so, the host may rely on it as after `synchronize`."""
+        """Whether the event is complete. If so, the host may rely on it as after `synchronize`."""
 
     def open_handle(self, handle: bytes) -> OpenedMemory:
-        """What another process made the handle of, on this device. Not twice before it is closed. Raises ValueError."""
+        """Map the memory of another process's handle, on this device. Not twice before closing. Raises ValueError."""
 
     def close_handle(self, opened: OpenedMemory) -> None:
-        """Nothing reads or writes it any more."""
+        """Unmap the memory. The caller guarantees that no work reads or writes it."""
 
     def why_lost(self) -> str:
-        """What is wrong with it for as long as this process lives, "" where nothing is. Waits for nothing."""
+        """The error that makes the device unusable for the rest of this process, "" if usable. Does not block."""
 
     def current(self) -> AbstractContextManager[object]:
-        """Within it, this is what CUDA calls the thread's current device, for libraries that ask it."""
+        """A context in which this is the thread's current CUDA device, for libraries that query it."""
 
     def settle(self) -> None:
-        """Return when all is over that anybody has put on the device so far, other libraries included: for what comes
-        from them without an event. Blocks the thread.
+        """Block the calling thread until all work on the device is complete, other libraries' work included: for
+        tensors that they pass on without an event.
         """
 
-    def host_view(self, memory: Memory) -> Array:
-        """Pinned memory as writable bytes. Ask for it right before it is read or written, and after synchronising
-        with whatever else uses it.
+    def host_view(self, memory: Allocation) -> Array:
+        """Pinned memory as writable bytes. Call it right before the access, and after synchronising with all other
+        users of that memory.
         """

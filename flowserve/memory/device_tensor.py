@@ -1,8 +1,8 @@
-"""Tensors on a device: what an array is there, and rows of it.
+"""Tensors in device memory: the array type, rows of it, and tensors with copies in several memories.
 
-Decided here: a tensor on a device is rows of a block as one on the host is (tensor.py), so that a batch which stays
-together is handed on as that block there too. Nothing here copies or waits; that is stream.py's. And nothing turns into
-a numpy array by itself: a copy to the host that nobody asked for is what makes pipelines slow.
+Decides: a tensor on a device is rows of a block, as on the host (`tensor`), so that a batch that stays together is
+passed on as that block there too. A device tensor never converts itself to a numpy array: implicit copies to the host
+are what makes pipelines slow. Does not copy or wait; `stream` does. Callers: `stream`, GPU workers and backends.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from flowserve.graph.conversion import Conversion
-from flowserve.memory.blocks import Block
 from flowserve.memory.device import Event
-from flowserve.memory.tensor import WHOLE, Tensor, in_another_shape
+from flowserve.memory.device_memory import Block
+from flowserve.memory.tensor import WHOLE, Tensor, apply_conversion
 from flowserve.values import MemoryPlace
 
-NOT_ON_THE_HOST: Final = "this tensor lies in {place}, not on the host; ask for a copy with Tensor.to()"
+NOT_ON_THE_HOST: Final = "this tensor lies in {place}, not on the host; copy it with DeviceStream.move()"
 
 
 class DeviceArray:
-    """Elements in row-major order in a block: what `np.ndarray` is on the host, without any arithmetic.
+    """Elements in row-major order in a block: the counterpart of `np.ndarray`, without arithmetic.
 
-    `ready` is the event after which they are there, None while the work that makes them is still being put on its
-    stream.
+    `ready` is the event after which the elements are valid, None while the work that computes them is still being added
+    to its stream.
     """
 
     __slots__ = ("block", "dtype", "offset", "ready", "shape")
@@ -61,7 +61,7 @@ class DeviceArray:
         return self.shape[0]
 
     def rows(self, start: int, stop: int) -> DeviceArray:
-        """A view of some rows; all of them are this very object, by which neighbours are told."""
+        """A view of some rows. For all rows it is this same object, because neighbours are compared by identity."""
         if start == 0 and stop == self.shape[0]:
             return self
         row = prod(self.shape[1:]) * self.dtype.itemsize
@@ -70,7 +70,7 @@ class DeviceArray:
         )
 
     def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
-        """The same elements in another shape, which has as many."""
+        """The same elements in another shape of equal size."""
         assert prod(shape) == prod(self.shape)
         return DeviceArray(self.block, self.dtype, shape, self.offset, self.ready)
 
@@ -86,7 +86,7 @@ class DeviceTensor(Tensor):
 
     __slots__ = ()
 
-    block: DeviceArray  # type: ignore[assignment]  # all that is asked of a block here, both kinds have
+    block: DeviceArray  # type: ignore[assignment]  # it has every attribute of a block that Tensor uses
 
     def __init__(self, block: DeviceArray, start: int = 0, stop: int = WHOLE) -> None:
         super().__init__(block, start, stop)  # type: ignore[arg-type]  # see above
@@ -105,14 +105,15 @@ class DeviceTensor(Tensor):
         return self.block if self.stop == WHOLE else self.block.rows(self.start, self.stop)
 
     def converted(self, conversion: Conversion) -> DeviceTensor:
-        return in_another_shape(DeviceTensor, self.elements, self.stop != WHOLE, conversion)
+        return apply_conversion(DeviceTensor, self.elements, self.stop != WHOLE, conversion)
 
 
 class Mirror(Tensor):
-    """Rows on the host that have copies on devices: what several readers take, each where it wants it.
+    """Rows on the host with copies on devices, for several readers in different places.
 
-    `copies` are by the device's number. Whoever copies one more puts it there, under the lock of that device's memory.
-    `original` is the one that was computed on a device, None where it came from the host: others are copied from there.
+    `copies` are keyed by device number; code that makes another copy adds it under the lock of that device's memory
+    (`DeviceMemory.sharing`). `original` is the tensor as computed on a device, None if it came from the host; copies
+    for other devices are made from it.
     """
 
     __slots__ = ("copies", "original")
@@ -128,7 +129,7 @@ class Mirror(Tensor):
 
 
 class DeviceMirror(DeviceTensor):
-    """Rows on a device that have copies on others, as a `Mirror`'s."""
+    """Rows on a device with copies on other devices, as in a `Mirror`."""
 
     __slots__ = ("copies",)
 
@@ -141,7 +142,7 @@ SHARED: Final = (Mirror, DeviceMirror)
 
 
 def runs(tensors: Sequence[DeviceTensor]) -> list[DeviceArray]:
-    """The tensors' rows in order, as few arrays as they lie in: one where all are neighbours."""
+    """The tensors' rows in order, as one array per group of neighbours."""
     found: list[DeviceArray] = []
     start = 0
     for m, tensor in enumerate(tensors):

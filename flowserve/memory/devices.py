@@ -1,8 +1,9 @@
-"""Which GPUs this process has.
+"""The GPUs of this process.
 
-Decided here: they are looked for once, when somebody first asks: the driver's own library first, so that a machine
-without one never imports anything heavy, then cupy. A GPU belongs to the process and not to an engine, as its driver
-sees it: all engines of a process share its pools. Tests put machines of their own in that place.
+Decides: detection runs once, at the first call: first the driver's own library, so that a machine without one never
+imports anything heavy, then cupy. GPUs belong to the process and not to an engine, because the driver treats them so:
+all engines of a process share the pools. Tests replace the devices with `using`. Does not know models or instances.
+Callers: configuration loading, GPU workers, statistics.
 """
 
 from __future__ import annotations
@@ -15,22 +16,20 @@ from typing import Final
 
 from flowserve.config.instances import Gpus
 from flowserve.errors import Unsupported
-from flowserve.memory.blocks import BlockPool, BlockStatistics
 from flowserve.memory.device import Device
-from flowserve.memory.device_memory import DeviceMemory
-from flowserve.memory.ledger import Ledger
+from flowserve.memory.device_memory import BlockPool, BlockStatistics, DeviceMemory, Ledger
 from flowserve.values import PINNED_MEMORY, MemoryPlace
 
 log = logging.getLogger("flowserve.memory")
 
-GPU_POOL_BYTES: Final = 1 << 30  # what lies between the steps of pipelines, of each GPU
+GPU_POOL_BYTES: Final = 1 << 30  # per GPU: tensors between the steps of pipelines
 PINNED_POOL_BYTES: Final = 1 << 28  # as tritonserver's
 LOST: Final = "the GPU cannot be used by this process any more ({why}); restart it"
 NO_DRIVER: Final = "this machine has no GPU that can be used: no NVIDIA driver is installed"
 
 
 class Devices:
-    """The GPUs by their numbers, with their pools. `why_none` is why there is none."""
+    """The GPUs by number, with their pools. `why_none` is the reason if there is none."""
 
     def __init__(
         self,
@@ -41,9 +40,9 @@ class Devices:
         pinned_bytes: int = PINNED_POOL_BYTES,
     ) -> None:
         self.why_none = why_none
-        self.lost = ""  # why this process cannot use them any more
+        self.lost = ""  # the reason why this process cannot use them any more
         self.ledger = Ledger()
-        # One for all: what is pinned, every device may copy from and to.
+        # One pool for all: every device may copy from and to pinned memory.
         self.pinned = BlockPool(devices[0], PINNED_MEMORY, pinned_bytes) if devices else None
         self._memories = [
             DeviceMemory(device, gpu_bytes, self.pinned, self.ledger) for device in devices if self.pinned is not None
@@ -51,7 +50,7 @@ class Devices:
 
     @property
     def gpus(self) -> Gpus:
-        """What configurations are told of them."""
+        """The GPUs as the configuration package sees them."""
         return Gpus(tuple(range(self.count)), self.why_none)
 
     @property
@@ -59,7 +58,7 @@ class Devices:
         return len(self._memories)
 
     def __getitem__(self, number: int) -> DeviceMemory:
-        """Raises Unsupported where there is no such GPU."""
+        """Raises Unsupported if there is no such GPU."""
         if 0 <= number < len(self._memories):
             return self._memories[number]
         if not self._memories:
@@ -67,7 +66,7 @@ class Devices:
         raise Unsupported(f"there is no GPU {number} here: they are numbered from 0 to {len(self._memories) - 1}")
 
     def limit(self, pinned_bytes: int | None, gpu_bytes: Mapping[int, int]) -> None:
-        """How much the pools may hold from now on: the pinned one, and each GPU's that is named. None: as it is."""
+        """Set the budgets of the pinned pool (None: unchanged) and of the pools of the named GPUs."""
         if self.pinned is not None and pinned_bytes is not None:
             self.pinned.limit(pinned_bytes)
         for number, budget in gpu_bytes.items():
@@ -76,8 +75,8 @@ class Devices:
             else:
                 log.warning("there is no GPU %d here whose pool could be limited", number)
 
-    def look_for_loss(self) -> None:
-        """Ask the devices, and say once what is found."""
+    def check_for_loss(self) -> None:
+        """Query the devices, and log a loss once."""
         if self.lost:
             return
         for memory in self._memories:
@@ -88,7 +87,7 @@ class Devices:
                 return
 
     def statistics(self) -> Mapping[MemoryPlace, BlockStatistics]:
-        """Of every pool there is."""
+        """The statistics of every pool, by place."""
         pools = [] if self.pinned is None else [self.pinned, *(memory.pool for memory in self._memories)]
         return {pool.place: pool.statistics() for pool in pools}
 
@@ -97,8 +96,8 @@ _current: Devices | None = None
 
 
 def devices() -> Devices:
-    """This process's GPUs. The first call may take a second; it never raises."""
-    global _current  # looked for once, like the driver itself
+    """This process's GPUs. Never raises. The first call may take a second."""
+    global _current  # detected once, like the driver itself
     if _current is None:
         _current = _look()
     return _current
@@ -106,7 +105,7 @@ def devices() -> Devices:
 
 @contextmanager
 def using(found: Devices) -> Iterator[Devices]:
-    """Within the block, these are the process's GPUs."""
+    """A context in which `found` are the process's GPUs."""
     global _current  # see above
     before, _current = _current, found
     try:
@@ -116,28 +115,28 @@ def using(found: Devices) -> Iterator[Devices]:
 
 
 def lost() -> str:
-    """Why this process cannot use its GPUs any more, "" where it can, or never did."""
+    """The reason why this process cannot use its GPUs any more, "" if it can or never used them."""
     return "" if _current is None else _current.lost
 
 
-def look_for_loss() -> None:
-    """Something failed: was it a GPU? May be called from any thread, and costs nothing where none is in use."""
+def check_for_loss() -> None:
+    """After a failure, check whether a GPU was lost. May be called from any thread; free if no GPU is in use."""
     if _current is not None and _current.count:
-        _current.look_for_loss()
+        _current.check_for_loss()
 
 
 def _look() -> Devices:
     why = _why_no_driver()
     if why:
         return Devices((), why)
-    from flowserve.memory import cuda  # heavy, and only where there is a driver
+    from flowserve.memory import cuda  # heavy, so only if there is a driver
 
-    found, why = cuda.find()
+    found, why = cuda.find_devices()
     return Devices(found, why)
 
 
 def _why_no_driver() -> str:
-    """Empty where the driver finds a GPU. Asks the driver itself: a library that probes the GPU may keep it."""
+    """Empty if the driver finds a GPU. Queries the driver itself: a library that probes the GPU may occupy it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,10 +1,9 @@
-"""DLPack: how tensors are handed from one library to another without a copy, whatever memory they lie in.
+"""DLPack: exchange of tensors between libraries without a copy, in host or CUDA memory.
 
-Decided here: what a capsule says (`described`), how one is made (`capsule_of`), and what is taken of others: tensors in
-row-major order, of a type that tensors have here, in the host's memory or a CUDA device's. It is done with the
-structures that the standard lays down, so that neither needs the library the tensor comes from. A tensor is in one
-taker's hands at a time: while it is in ours, its capsule says so. Nothing here reads what the tensors hold, nor orders
-anybody's streams.
+Decides which tensors are accepted (`import_capsule`): row-major order, a data type that flowserve has, host memory or a
+CUDA device's; and how a capsule is created (`export_capsule`). Both use the standard's C structures, so that neither
+needs the library that made the tensor. A tensor has one consumer at a time: while it is imported here, its capsule is
+marked as used. Does not order streams. Callers: the Python backend.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from flowserve.errors import Invalid
-from flowserve.values import Array, DType
+from flowserve.memory.devices import devices
+from flowserve.memory.pool import HOST
+from flowserve.values import HOST_MEMORY, Array, DType
 
 CPU: Final = 1
 CUDA: Final = 2
@@ -32,7 +33,7 @@ _API.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _API.PyCapsule_GetName.restype = ctypes.c_void_p  # the name itself, which the capsule does not copy
 _API.PyCapsule_GetName.argtypes = [ctypes.py_object]
 _API.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_void_p]
-_TAKEN: Final = ctypes.create_string_buffer(b"used_dltensor")  # the standard's word for it
+_TAKEN: Final = ctypes.create_string_buffer(b"used_dltensor")  # the standard's name of a used capsule
 
 
 class _Device(ctypes.Structure):
@@ -60,8 +61,8 @@ class _Managed(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Foreign:
-    """A tensor in somebody's memory; `owner` keeps it there. `device` is the GPU's number, -1 for the host."""
+class ForeignTensor:
+    """A tensor in another library's memory; `owner` keeps it alive. `device` is the GPU's number, -1 for the host."""
 
     address: int
     dtype: np.dtype[Any]
@@ -74,19 +75,26 @@ class Foreign:
         return prod(self.shape) * self.dtype.itemsize
 
     def on_host(self) -> Array:
-        """The array over the memory itself, which is the host's."""
-        assert self.device < 0
+        """The tensor as an array: without a copy if it is in host memory, else copied from its GPU once all work there
+        is complete, since it came without its stream. Raises Unsupported if this process has no such GPU.
+        """
+        if self.device >= 0:
+            gpu = devices()[self.device]
+            copy = HOST.take(self.nbytes).view(self.dtype).reshape(self.shape)
+            gpu.device.settle()
+            gpu.copy_and_wait(gpu.place, HOST_MEMORY, copy.ctypes.data, self.address, self.nbytes)
+            return copy
         if not self.nbytes:
             return np.empty(self.shape, self.dtype)
         memory: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
-        memory._owner = self.owner  # the array holds the memory, and that its owner
+        memory._owner = self.owner  # the array references the memory object, which references its owner
         array: Array = np.frombuffer(memory, self.dtype).reshape(self.shape)
         return array
 
 
 class _Taken:
-    """A capsule whose tensor is in our hands: nobody else can take it, who would free it while we read it. When this
-    goes, the capsule is as it was, and gives the tensor back in its own way.
+    """A capsule whose tensor is imported here. It is marked as used, because another consumer would free the tensor
+    while it is read. The finaliser restores the capsule's name, and the capsule then frees the tensor itself.
     """
 
     __slots__ = ("_capsule", "_name", "_rename", "_taken")
@@ -94,7 +102,7 @@ class _Taken:
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
         self._name = _API.PyCapsule_GetName(capsule)
-        # Both are held here: this may go after the module.
+        # Both are referenced here, because this object may be finalised after the module.
         self._rename, self._taken = _API.PyCapsule_SetName, _TAKEN
         self._rename(capsule, ctypes.addressof(_TAKEN))
 
@@ -102,14 +110,14 @@ class _Taken:
         self._rename(self._capsule, self._name)
 
 
-def described(capsule: Any) -> Foreign:
-    """What a capsule holds. As long as its `owner` lives, nobody else takes it. Raises Invalid for what tensors are not
-    here, and for what somebody has taken.
+def import_capsule(capsule: Any) -> ForeignTensor:
+    """The tensor in a capsule. No other consumer can take it while its `owner` is alive. Raises Invalid for an
+    unsupported tensor and for a capsule that was already consumed.
     """
     try:
         pointer = _API.PyCapsule_GetPointer(capsule, _NAME)
     except (ValueError, TypeError) as error:
-        raise Invalid("this is no DLPack capsule, or somebody has taken its tensor already") from error
+        raise Invalid("this is not a DLPack capsule, or its tensor was consumed already") from error
     tensor = ctypes.cast(pointer, ctypes.POINTER(_Managed)).contents.tensor
     shape = tuple(tensor.shape[: tensor.ndim])
     if tensor.strides and 0 not in shape and not _is_contiguous(shape, tensor.strides[: tensor.ndim]):
@@ -119,18 +127,19 @@ def described(capsule: Any) -> Foreign:
     if tensor.device.type not in (CPU, CUDA, PINNED):
         raise Invalid(f"DLPack tensors in memory of type {tensor.device.type} are not supported; CPU and CUDA are")
     device = tensor.device.number if tensor.device.type == CUDA else -1
-    return Foreign((tensor.data or 0) + tensor.byte_offset, _dtype(tensor.dtype), shape, device, _Taken(capsule))
+    return ForeignTensor((tensor.data or 0) + tensor.byte_offset, _dtype(tensor.dtype), shape, device, _Taken(capsule))
 
 
-def capsule_of(tensor: Foreign) -> Any:
-    """A capsule over the tensor's memory, which holds its owner until whoever takes the tensor is done with it, or
-    until it goes itself.
+def export_capsule(tensor: ForeignTensor) -> Any:
+    """A capsule over the tensor's memory. It references the owner until the consumer of the tensor is done, or until
+    the capsule is finalised without a consumer.
     """
-    # numpy makes it, as of an array of bits on the host, and what it says is set right. So numpy's own code gives it
-    # back: a capsule may go while an exception is on its way, and nothing of Python's may run then.
+    # numpy creates the capsule, as if for an array of unsigned integers on the host; dtype and device are corrected
+    # afterwards. So numpy's C code frees it: a capsule may be finalised while an exception propagates, when no Python
+    # code may run.
     data_type = _data_type(tensor.dtype)
     bits = np.dtype(f"u{tensor.dtype.itemsize}")
-    capsule = Foreign(tensor.address, bits, tensor.shape, -1, tensor.owner).on_host().__dlpack__()
+    capsule = ForeignTensor(tensor.address, bits, tensor.shape, -1, tensor.owner).on_host().__dlpack__()
     view = ctypes.cast(_API.PyCapsule_GetPointer(capsule, _NAME), ctypes.POINTER(_Managed)).contents.tensor
     view.dtype = data_type
     if tensor.device >= 0:

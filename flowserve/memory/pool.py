@@ -1,13 +1,13 @@
-"""Where large host buffers come from, and where they go back to.
+"""Pool of large host buffers.
 
-Decided here: buffers of 64 KiB and more are kept for reuse, because giving them back to the operating system and
-faulting them in again costs more than most models. A buffer comes home by itself when the last numpy view of it is
-gone, on whatever thread that happens, so nobody releases anything by hand and nobody can release twice.
+Decides: buffers of 64 KiB and more are kept for reuse, because returning them to the operating system and faulting them
+in again costs more than most models. A buffer returns to the pool when the last numpy view of it is gone, on any
+thread, so there is no explicit release and no double release.
 
-What is handed out holds whatever the last user left there: **the taker writes every byte before it shows the array to
-anybody**. Zeroing here would cost a pass over memory that every taker overwrites anyway.
+A buffer holds what its last user left: **the caller of `take` writes every byte before it shows the array to other
+code**. Zeroing would cost a pass over memory that every caller overwrites anyway.
 
-This file does not know tensors, only bytes.
+Does not know: tensors, only bytes. Callers: batch assembly, device memory, front ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from flowserve.values import Array
 
 POOLED_BYTES_MIN: Final = 64 * 1024
 KEPT_BYTES_MAX: Final = 512 * 1024 * 1024
-ALIGNMENT: Final = 64  # a cache line, and what the widest vector instructions like
+ALIGNMENT: Final = 64  # a cache line, and the width of the widest vector instructions
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """`lent_bytes` are in somebody's hands, `kept_bytes` wait here; `taken` counts takes that were pooled, `reused`
-    those served from kept ones.
+    """`lent_bytes` are in use, `kept_bytes` are free in the pool; `taken` counts calls of `take` that used the pool,
+    `reused` those served from a kept buffer.
     """
 
     lent_bytes: int
@@ -42,17 +42,17 @@ class PoolStatistics:
 
 
 class Pool:
-    """Reusable buffers in size classes, at most `kept_bytes_max` of them waiting. All methods may be called from any
-    thread.
+    """Reusable buffers in size classes; at most `kept_bytes_max` bytes are kept free. All methods may be called from
+    any thread.
     """
 
     def __init__(self, kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._kept_bytes_max = kept_bytes_max
         self._lock = threading.Lock()
-        # Buffers by size class; the class used longest ago comes first, so that it is the one to shrink.
+        # Free buffers by size class; the least recently used class is first, because it is the one to shrink.
         self._kept: dict[int, list[_Buffer]] = {}
-        # A buffer can come home from inside the garbage collector, at any allocation, even while this thread holds
-        # the lock. So it only lands here (append is atomic), and whoever can take the lock sorts it in.
+        # A buffer can return from inside the garbage collector, at any allocation, even while this thread holds the
+        # lock. So it is only appended here (which is atomic), and the next thread that gets the lock collects it.
         self._returned: deque[_Buffer] = deque()
         self._kept_bytes = 0
         self._lent_bytes = 0
@@ -60,14 +60,14 @@ class Pool:
         self._reused = 0
 
     def take(self, nbytes: int) -> Array:
-        """A writable, 64-byte aligned uint8 array of `nbytes`, the taker's to fill whole. It comes home when its last
-        view is gone.
+        """A writable, 64-byte aligned uint8 array of `nbytes`; the caller fills all of it. Its memory returns to the
+        pool when the last view is gone.
         """
         if nbytes < POOLED_BYTES_MIN:
             return np.asarray(_Lease(None, _Buffer(nbytes), nbytes))
         size = size_class(nbytes)
         with self._lock:
-            self._sort_in()
+            self._collect_returned()
             buffer = self._find(size)
         if buffer is None:
             buffer = _Buffer(size)  # outside the lock: this is where the kernel may be asked for memory
@@ -76,6 +76,14 @@ class Pool:
             self._lent_bytes += size
         self._settle()
         return np.asarray(_Lease(self, buffer, nbytes))
+
+    def copy_of(self, array: Array) -> Array:
+        """A copy in row-major order, in memory of the pool if it is large."""
+        if array.nbytes < POOLED_BYTES_MIN or array.dtype.hasobject:
+            return array.copy()
+        copy = self.take(array.nbytes).view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
 
     def statistics(self) -> PoolStatistics:
         """A snapshot."""
@@ -100,20 +108,20 @@ class Pool:
         self._reused += 1
         return buffer
 
-    def _come_home(self, buffer: _Buffer) -> None:
+    def _take_back(self, buffer: _Buffer) -> None:
         self._returned.append(buffer)
         self._settle()
 
     def _settle(self) -> None:
-        # Who finds the lock taken leaves the work to its holder, who looks again after letting go: nothing stays in
+        # If another thread holds the lock, that thread checks again after releasing it, so nothing stays in
         # `_returned`.
         while self._returned and self._lock.acquire(blocking=False):
             try:
-                self._sort_in()
+                self._collect_returned()
             finally:
                 self._lock.release()
 
-    def _sort_in(self) -> None:
+    def _collect_returned(self) -> None:
         while self._returned:
             buffer = self._returned.popleft()
             size = buffer.size
@@ -144,10 +152,10 @@ class _Buffer:
 
 
 class _Lease:
-    """One loan: what every view of a taken buffer stands on.
+    """The base object of all views of a taken buffer.
 
-    numpy lets a view of a view point past the middle one, but never past something that is no array: so every view,
-    however far derived, keeps this object alive, and its end is the end of the last of them.
+    numpy collapses a view of a view to the underlying array, but never past an object that is not an array. So every
+    derived view keeps this object alive, and it is finalised with the last of them.
     """
 
     __slots__ = ("__array_interface__", "buffer", "home")
@@ -159,10 +167,10 @@ class _Lease:
 
     def __del__(self) -> None:
         if self.home is not None:
-            self.home._come_home(self.buffer)
+            self.home._take_back(self.buffer)
 
 
-# The process's host buffers: one pool, so that what one model let go of serves the next, and the front end too.
+# The process's host buffers: one pool, so that buffers are reused across models and front ends.
 HOST: Final = Pool()
 
 
@@ -173,12 +181,11 @@ def size_class(nbytes: int) -> int:
 
 
 def tune_malloc() -> bool:
-    """Tell glibc to keep blocks of up to 32 MiB on its heap and the heap's top in memory; False where there is no
-    glibc to tell.
+    """Tell glibc to keep blocks of up to 32 MiB on its heap and the heap's top in memory. False without glibc.
 
-    Without it every large array that does not come from the pool (a model's outputs, for instance) is mapped and
-    unmapped by the kernel, which more than halves the throughput with 600 KB tensors. Process-wide, so it is for the
-    server's start and never done on import.
+    Otherwise the kernel maps and unmaps every large array that does not come from the pool (a model's outputs, for
+    instance), which more than halves the throughput with 600 KB tensors. The setting is process-wide, so it is called
+    at the start of a server and never on import.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,11 +1,11 @@
-"""Members of different shapes as one flat array, and flat arrays as members again.
+"""Ragged batches: members of different shapes as one flat array, and a flat array as members again.
 
-Decided here: how a ragged input is laid end to end, what each kind of batch input says about the members, and how a
-flat output is cut up by the shapes of an input. Counts are per member, not per row: a member of two rows counts as
-one. Pieces of one flat array that are still neighbours go on as that array, without a copy.
+Decides how a ragged input is concatenated, what each kind of batch input contains, and how a flat output is divided by
+the shapes of an input. Counts are per member, not per row: a member of two rows counts as one. Pieces of one flat array
+that are still neighbours are passed on as that array, without a copy.
 
-This file does not know models, configurations or why these members are together. A shape is a member's whole shape,
-its rows first.
+Does not know: models, configurations, why these members are together. Callers: the ONNX and TensorRT backends. A shape
+is a member's whole shape, its rows first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BatchInputMaker = Callable[[Sequence[Shape], Any], Array]
 
 
 class Piece(Tensor):
-    """A member cut out of a flat array. `flat` is the same elements there, so that neighbours can be told."""
+    """A member that is a piece of a flat array. `flat` is the same elements in that array, to recognise neighbours."""
 
     __slots__ = ("flat",)
 
@@ -39,7 +39,7 @@ class Piece(Tensor):
 def flatten(tensors: Sequence[Tensor], pool: Pool) -> tuple[Array, int]:
     """All elements of `tensors` in order as one array of one dimension, and how many bytes had to be copied for it.
 
-    The tensors agree in dtype, and there is at least one. As with `gather`, the array is read-only in spirit.
+    There is at least one tensor, and all agree in dtype. As with `gather`, the caller must not write to the array.
     """
     if type(tensors[0]) is not Piece and len({tensor.block.shape[1:] for tensor in tensors}) == 1:
         array, copied = gather(tensors, pool)
@@ -48,9 +48,9 @@ def flatten(tensors: Sequence[Tensor], pool: Pool) -> tuple[Array, int]:
     return gather(flats, pool)
 
 
-def cut(flat: Array, shapes: Sequence[Shape], *, has_rows: bool) -> list[Tensor]:
-    """`flat` as members of these shapes, one after the other; together they have as many elements. `has_rows` tells
-    whether the first dimension of a shape is the batch's.
+def unflatten(flat: Array, shapes: Sequence[Shape], *, has_rows: bool) -> list[Tensor]:
+    """Divide `flat` into members of these shapes, in order; together they have as many elements. `has_rows` states
+    whether the first dimension of a shape is the batch dimension.
     """
     stops = [*accumulate(map(prod, shapes))]
     return [
@@ -59,8 +59,8 @@ def cut(flat: Array, shapes: Sequence[Shape], *, has_rows: bool) -> list[Tensor]
     ]
 
 
-def filled(dims: Shape, source: Shape) -> Shape:
-    """`dims`, whose -1s take the size that `source` has at the same place, which it has."""
+def resolved_dims(dims: Shape, source: Shape) -> Shape:
+    """`dims` with each -1 replaced by the size of `source` on the same axis, which must exist."""
     return tuple(source[axis] if dim == -1 else dim for axis, dim in enumerate(dims))
 
 
@@ -77,7 +77,7 @@ def _running_totals_with_zero(shapes: Sequence[Shape], dtype: Any) -> Array:
 
 
 def _largest_count_as_shape(shapes: Sequence[Shape], dtype: Any) -> Array:
-    """Only its length says something. Triton leaves the contents as they are in memory; here they are zeros."""
+    """Only its length is significant. Triton leaves the contents uninitialised; here they are zeros."""
     return np.zeros(max(map(prod, shapes)), dtype)
 
 
@@ -90,7 +90,7 @@ def _item_shapes_flat(shapes: Sequence[Shape], dtype: Any) -> Array:
     return np.array([size for rows, *inner in shapes for _ in range(rows) for size in inner], dtype)
 
 
-# By Triton's names. Each takes the shapes of one source input, a member each, at least one, all of one rank.
+# By Triton's names. Each takes the shapes of one source input, one per member, at least one, all of equal rank.
 BATCH_INPUTS: Final[Mapping[str, BatchInputMaker]] = {
     "BATCH_ELEMENT_COUNT": _counts,
     "BATCH_ACCUMULATED_ELEMENT_COUNT": _running_totals,

@@ -1,8 +1,8 @@
-"""Tensors as clients send and take them: little-endian elements row by row, each BYTES element behind its length.
+"""Raw tensor encoding of the protocols: little-endian elements in row-major order, each BYTES element after its length.
 
-Decided here: which shapes there can be, how bytes become an array (a view of them wherever their address suits the
-type) and an array becomes bytes, and what is wrong with those that do not fit. Sizes are worked out in Python's
-integers, which do not wrap, before anything is allocated. How bytes and shapes reached us, the front ends know.
+Decides which shapes are valid, how bytes become an array (a view if their address is aligned for the type) and an array
+becomes bytes, and the errors for data that does not fit. Sizes are computed in Python's integers, which do not
+overflow, before anything is allocated. Does not know HTTP or gRPC, its callers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Buffer = bytes | bytearray | memoryview
 
 DIMENSIONS_MAX: Final = 64  # numpy's
 _INT64_MAX: Final = 2**63 - 1
-_COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
+COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
 
 
 def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
-    """How many elements `shape` holds. Raises `Invalid` where no machine could hold them."""
-    if len(shape) > DIMENSIONS_MAX:  # before they are multiplied: the product of very many is work for minutes
+    """The number of elements of `shape`. Raises `Invalid` if it exceeds 64-bit sizes."""
+    if len(shape) > DIMENSIONS_MAX:  # checked first: the product of very many dimensions takes minutes
         raise Invalid(
             f"the shape of input '{name}' cannot be used: it has {len(shape)} dimensions, and {DIMENSIONS_MAX} are the "
             "most"
@@ -44,7 +44,7 @@ def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
 
 
 def check_size(name: str, model: str, dtype: DType, count: int, nbytes: int) -> None:
-    """Raises `Invalid` where `nbytes` are not `count` elements. BYTES are counted when they are read."""
+    """Raises `Invalid` if `nbytes` is not the size of `count` elements. BYTES elements are counted while decoding."""
     if dtype is not DType.BYTES and nbytes != count * dtype.itemsize:
         raise Invalid(
             f"input byte size mismatch for input '{name}' for model '{model}'. "
@@ -53,7 +53,7 @@ def check_size(name: str, model: str, dtype: DType, count: int, nbytes: int) -> 
 
 
 def decode(data: Buffer, name: str, model: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
-    """The input that all of `data` is, of checked size. Raises `Invalid`."""
+    """The input encoded by the whole of `data`, whose size was checked. Raises `Invalid`."""
     if dtype is DType.BYTES:
         return shaped(bytes_codec.decode(data, count, name=name, model=model), name, shape)
     return numbers(data, 0, name, dtype, shape, count)
@@ -64,7 +64,7 @@ def numbers(data: Buffer, offset: int, name: str, dtype: DType, shape: tuple[int
     if count == 0:
         return shaped(np.empty(0, dtype.numpy), name, shape)
     if dtype is DType.BOOL:
-        # Any byte but 0 is true, and numpy's own routines rely on finding nothing but 0 and 1.
+        # Every byte except 0 is true, but numpy's own routines rely on 0 and 1.
         return shaped(np.frombuffer(data, np.uint8, count, offset) != 0, name, shape)
     try:
         array: Array = np.ndarray(shape, dtype.numpy, data, offset)
@@ -74,7 +74,7 @@ def numbers(data: Buffer, offset: int, name: str, dtype: DType, shape: tuple[int
 
 
 class Extent(NamedTuple):
-    """Where in a body an input of numbers lies: what `numbers` needs, worked out. `start` counts from its first."""
+    """Precomputed position of a numeric input in a body. `start` is in bytes from the body's first input."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,8 +83,8 @@ class Extent(NamedTuple):
 
 
 def numbers_at(data: Buffer, offset: int, extents: Iterable[Extent]) -> dict[str, Array]:
-    """All inputs of a body whose first begins at `offset`, as `numbers` makes each of them. `data` has room for all,
-    none of them is BOOL or empty. Raises `Invalid`.
+    """All inputs of a body whose first input begins at `offset`, each as `numbers` would decode it. `data` is long
+    enough for all; no input is BOOL or empty. Raises `Invalid`.
     """
     arrays: dict[str, Array] = {}
     for name, shape, dtype, start in extents:
@@ -97,7 +97,7 @@ def numbers_at(data: Buffer, offset: int, extents: Iterable[Extent]) -> dict[str
 
 
 def shaped(flat: Array, name: str, shape: tuple[int, ...]) -> Array:
-    """`flat` in the shape of input `name`. Raises `Invalid` for one that arrays cannot have."""
+    """`flat` in the shape of input `name`. Raises `Invalid` for a shape that numpy does not support."""
     try:
         return flat.reshape(shape)
     except ValueError as error:
@@ -105,7 +105,7 @@ def shaped(flat: Array, name: str, shape: tuple[int, ...]) -> Array:
 
 
 def datatype_of(array: Array, name: str, model: str) -> DType:
-    """The data type of output `name`. Raises `Internal` for what a model made that is none."""
+    """The data type of output `name`. Raises `Internal` for a numpy type without a data type."""
     dtype = BY_NUMPY.get(array.dtype)
     if dtype is None:
         raise Internal(f"model '{model}' made output '{name}' of numpy type {array.dtype}, which no datatype is")
@@ -113,13 +113,13 @@ def datatype_of(array: Array, name: str, model: str) -> DType:
 
 
 def encode(array: Array, dtype: DType) -> bytes | memoryview:
-    """An output's bytes."""
+    """An output as bytes."""
     return bytes_codec.encode(array) if dtype is DType.BYTES else block(array)
 
 
 def block(array: Array) -> bytes | memoryview:
-    """The bytes of an array of numbers, in place where they already lie in row-major order and are many."""
-    if array.nbytes <= _COPIED_BYTES_MAX:
+    """The bytes of a numeric array: a view if it is contiguous and large, otherwise a copy."""
+    if array.nbytes <= COPIED_BYTES_MAX:
         return array.tobytes()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 

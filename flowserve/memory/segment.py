@@ -1,17 +1,19 @@
-"""Memory that two processes see: an anonymous file, mapped.
+"""Shared memory between processes: mapped anonymous files, the lifetime of views into them, and the page table.
 
-Decided here: how such memory is made, what is demanded of one that somebody else made, how arrays are written into it,
-and how long it stays mapped. It is a memfd whose size is sealed: whoever could shrink it could kill its readers by
-SIGBUS. It has no name, so nothing is left behind when a process is killed. A model's process reads through a descriptor
-that is open for reading only, by a private mapping: what it writes there stays in pages of its own, until
-`forget_writes` throws them away.
+Decides how a segment is created, what is required of a segment received from another process, how arrays are written
+into it, and how long it stays mapped. It is a memfd whose size is sealed: a process that could shrink it could kill the
+readers by SIGBUS. It has no name, so nothing remains when a process is killed. A worker process reads through a
+read-only descriptor and a private mapping: its writes stay in its own pages until `forget_writes` discards them. Only
+pages that were written need this; `PageTable` finds them in the kernel's page table of this process, because
+discarding costs a system call and a page fault per page that is read again, several times as much as the check.
 
-A `Lease` is what every view of a piece of a segment stands on; its end is the end of the last view. This file does not
-know who uses which piece (arena.py does).
+A `Lease` is the base object of all views of a piece of a segment; it ends with the last view. Does not know which piece
+is used for what (`arena` does). Callers: `arena`, the IPC code on both sides.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -22,31 +24,34 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from flowserve.errors import Internal
-from flowserve.memory.syscalls import memfd_create
 from flowserve.values import Array
 
 if TYPE_CHECKING:
     from typing import Self  # which the oldest Python that models run in has not
 
 PAGE: Final = mmap.PAGESIZE
-# Linux's numbers: other systems have no such memory, and must be able to import this all the same.
+# Linux's constants: other systems have no such memory but must be able to import this module.
 _MFD_CLOEXEC: Final = 0x1
 _MFD_ALLOW_SEALING: Final = 0x2
 _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _SEALS: Final = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
+_ENTRY_BYTES: Final = 8
+# Possible highest bytes of an entry that maps the file's page, or no page: bit 63 "present" is always combined with bit
+# 61 "file page" there, bit 56 is "exclusively mapped".
+_UNWRITTEN: Final = b"\x00\xa0\xa1"
 _UINT8: Final = np.dtype(np.uint8)
 _numbers = count(1)
 _new_array = np.ndarray.__new__
 
 
 class Segment:
-    """`size` bytes at `address`, until the last lease and the last other holder are gone.
+    """`size` bytes at `address`, mapped until the last lease and the last other reference are gone.
 
-    `memory` is all of it as a uint8 array, for whoever knows which piece is his; `map` the same for arrays that are to
-    stand on nothing but it. `number` names it in messages: a
-    process numbers what it makes and what it reads as it is written, and who reads privately uses the number he is
-    told. `fd` stays open as long as the segment, for handing it to others.
+    `memory` is the whole segment as a uint8 array, for callers that know their piece; `map` is the mapping itself, for
+    arrays that should reference only it. `number` identifies the segment in messages: a process numbers the segments
+    that it creates or reads shared, and a private reader uses the number that it receives. `fd` stays open as long as
+    the segment, so that it can be passed to other processes.
     """
 
     __slots__ = ("address", "fd", "map", "memory", "number", "on_end", "size")
@@ -55,18 +60,18 @@ class Segment:
         self.fd = fd
         self.size = size
         self.number = number
-        self.on_end: list[Callable[[int], object]] = []  # told the number, on whatever thread it ends
+        self.on_end: list[Callable[[int], object]] = []  # called with the number, on the thread of the finaliser
         self.map = memory
         self.memory: Array = np.frombuffer(memory, np.uint8)
         self.address: int = self.memory.__array_interface__["data"][0]
 
     @classmethod
     def create(cls, size: int) -> Segment:
-        """New memory of `size` bytes (whole pages), zero, which takes room only where it is written to. Raises
-        MemoryError where there is none to be had.
+        """New zeroed memory of `size` bytes (whole pages), which is only committed where it is written. Raises
+        MemoryError if none is available.
         """
         try:
-            fd = memfd_create("flowserve", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+            fd = _memfd_create("flowserve", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, size)
                 fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
@@ -74,14 +79,14 @@ class Segment:
             except BaseException:
                 os.close(fd)
                 raise
-        except OSError as error:  # which whoever talks over a socket would take for the end of that
+        except OSError as error:  # a caller that uses a socket would take an OSError for the socket's end
             raise MemoryError(f"shared memory of {size} bytes cannot be had: {error.strerror}") from error
         return cls(fd, size, next(_numbers), memory)
 
     @classmethod
-    def read_shared(cls, fd: int) -> Segment:
-        """What another process writes, as it writes it; read-only. Takes `fd`. Raises `Internal` where its size could
-        change.
+    def read_shared(cls, fd: int, number: int) -> Segment:
+        """A read-only shared mapping of another process's segment. Takes ownership of `fd`. Raises `Internal` if its
+        size is not sealed.
         """
         try:
             size = _sealed_size(fd)
@@ -89,35 +94,37 @@ class Segment:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise Internal(f"shared memory of a child process cannot be used: {error}") from error
-        return cls(fd, size, next(_numbers), memory)
+        return cls(fd, size, number, memory)
 
     @classmethod
     def read_private(cls, fd: int, number: int) -> Segment:
-        """What another process writes; writes into it stay here. Takes `fd`, which may be open for reading only."""
+        """A private mapping of another process's segment: writes stay in this process. Takes ownership of `fd`, which
+        may be read-only.
+        """
         size = os.fstat(fd).st_size
         return cls(fd, size, number, mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
 
     def open_for_reading(self) -> int:
-        """A new descriptor of the same memory that cannot be written through; the caller closes it."""
+        """A new read-only descriptor of the same memory; the caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def forget_writes(self, start: int, stop: int) -> None:
-        """Throw away what was written into the pages of a private mapping: they show the writer's bytes again."""
+        """Discard the writes to these pages of a private mapping: they show the writer's bytes again."""
         first = start - start % PAGE
         self.map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def empty(self, start: int, stop: int) -> None:
-        """Give whole pages back to the kernel, for every process: they read as zero until they are written again."""
+        """Return whole pages to the kernel, for every process: they read as zero until they are written again."""
         self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
-        """Lay arrays of one type, which are alike but for their rows, side by side from there on."""
+        """Write arrays that differ only in their number of rows, one after the other from offset `start`."""
         first = arrays[0]
         if len(arrays) == 1:
             if first.size:
                 try:
                     self.map[start : start + first.nbytes] = first  # type: ignore[call-overload]  # any buffer will do
-                except ValueError:  # not in one piece, or of a type that is numpy's by courtesy
+                except ValueError:  # not contiguous, or an extension type of numpy
                     np.ndarray(first.shape, first.dtype, self.map, start)[...] = first
             return
         shape = (sum([len(array) for array in arrays]), *first.shape[1:])
@@ -125,7 +132,7 @@ class Segment:
             np.concatenate(arrays, out=np.ndarray(shape, first.dtype, self.map, start))
 
     def read_into(self, target: Array, start: int) -> None:
-        """Fill `target` (uint8) with the writer's bytes, whatever was written into a private mapping of them."""
+        """Fill `target` (uint8) with the writer's bytes, regardless of writes to a private mapping."""
         if os.preadv(self.fd, [target.data], start) != len(target):
             raise Internal(f"shared memory ends before {start + len(target)}")
 
@@ -135,13 +142,42 @@ class Segment:
         os.close(self.fd)
 
 
-class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
-    """One loan of a piece of a segment: what `view()` and all views derived from it stand on.
+class PageTable:
+    """Finds the pages of private mappings that this process has written. If the kernel's page table cannot be read, or
+    has an unknown entry, a page counts as written. Only for the process that creates the object.
+    """
 
-    numpy lets a view of a view point past the middle one, but never past an array of another class: so every view,
-    however far derived, keeps this object alive, and its end is the end of the last of them. `gone(ticket)` is called
-    then, on whatever thread that happens, even inside the garbage collector: it only writes down. It is an array
-    because nothing else that Python code can make is so cheap to stand on; it is read by `view` and `piece` only.
+    def __init__(self) -> None:
+        try:
+            self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._fd = -1
+
+    def is_written(self, segment: Segment, start: int, stop: int) -> bool:
+        """Whether a page of this range was, or may have been, written since `forget_writes` was last called on it."""
+        first = (segment.address + start) // PAGE
+        nbytes = ((segment.address + stop - 1) // PAGE - first + 1) * _ENTRY_BYTES
+        try:
+            entries = os.pread(self._fd, nbytes, first * _ENTRY_BYTES)
+        except OSError:
+            return True
+        if nbytes == _ENTRY_BYTES == len(entries):
+            return entries[-1] not in _UNWRITTEN
+        # The highest byte of each entry; any that is not a known unwritten state counts as a write.
+        return len(entries) != nbytes or bool(entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].strip(_UNWRITTEN))
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A piece of a segment in use: the base object of `view()` and of all views derived from it.
+
+    numpy collapses a view of a view to the underlying array, but never past an array of another class. So every derived
+    view keeps this object alive, and it is finalised with the last of them. `gone(ticket)` is called then, on any
+    thread, even inside the garbage collector, so it must only record the fact. The class is an array because no other
+    base object is as cheap; its bytes are accessed through `view` and `piece` only.
     """
 
     __slots__ = ("_gone", "offset", "segment", "ticket")
@@ -160,22 +196,28 @@ class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
         self._gone = gone
         return self
 
-    def view(self) -> Array:  # type: ignore[override]  # numpy's would be a lease too, and nobody's
+    def view(self) -> Array:  # type: ignore[override]  # numpy's would return a Lease without a ticket
         """The piece as a uint8 array."""
         return np.ndarray(self.shape, _UINT8, self)
 
     def piece(self, shape: tuple[int, ...], dtype: np.dtype[Any], start: int) -> Array:
-        """The array that begins `start` bytes after the lease does. Raises ValueError where it ends after it."""
+        """The array that begins `start` bytes after the lease. Raises ValueError if it would end behind the lease."""
         return np.ndarray(shape, dtype, self, start)
 
     def __del__(self) -> None:
         gone = getattr(self, "_gone", None)
-        if gone is not None:  # what numpy derives from one is none
+        if gone is not None:  # arrays that numpy derives from a lease have no callback
             gone(self.ticket)
 
 
+def number_segments_from(first: int) -> None:
+    """Number the segments that this process creates from `first` on."""
+    global _numbers
+    _numbers = count(first)
+
+
 def locate(array: Array) -> tuple[Lease, int] | None:
-    """The lease that a contiguous array's memory belongs to, and where in the segment it begins; None for any other
+    """The lease that contains a contiguous array's memory, and the array's offset in the segment; None for any other
     memory.
     """
     base: object = array.base
@@ -188,9 +230,19 @@ def locate(array: Array) -> tuple[Lease, int] | None:
     if not array.flags.c_contiguous:
         return None
     if array.nbytes == base.nbytes:
-        return base, base.offset  # all of it, which is cheaper to see than an address
+        return base, base.offset  # the whole lease: cheaper than computing the address
     address: int = array.__array_interface__["data"][0]
     return base, address - base.segment.address
+
+
+def _memfd_create(name: str, flags: int) -> int:
+    """`os.memfd_create`, which Pythons lack that were built for an old C library, as conda's are. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    fd: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), flags)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 def _sealed_size(fd: int) -> int:

@@ -1,30 +1,27 @@
-"""A tensor: rows of a block. Here those on the host; device_tensor.py has the others.
+"""A tensor: rows of a block in host memory. `device_tensor` has the tensors in device memory.
 
-Decided here: what lies between two steps is never an array of its own but a range of rows of the block it was
-computed in, so that a batch which stays together can be handed on as that block. Slicing is put off until somebody
-needs the rows alone. This file does not know graphs, requests or backends.
+Decides: a tensor between two steps is never an array of its own but a range of rows of the block it was computed in, so
+that a batch that stays together can be passed on as that block. Slicing is deferred until the rows are needed alone.
+Does not know: graphs, requests, backends, devices. Callers: every package that handles tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from flowserve.graph.conversion import Conversion, reshaped
 from flowserve.values import HOST_MEMORY, Array, MemoryPlace
-
-if TYPE_CHECKING:
-    from flowserve.memory.stream import DeviceStream
 
 WHOLE: Final = -1
 T = TypeVar("T")
 
 
 class Tensor:
-    """Rows `start` to `stop` of `block` (axis 0), or all of a block that has no batch dimension (`stop` is WHOLE).
+    """Rows `start` to `stop` of `block` (axis 0), or all of a block without a batch dimension (`stop` is WHOLE).
 
-    Two tensors are neighbours when they share the block *object* and the rows of one end where the other's begin; a
-    block object is never reused for other contents while a tensor refers to it.
+    Two tensors are neighbours if they share the block *object* and the rows of one end where the rows of the other
+    begin. A block object is never reused for other contents while a tensor refers to it.
     """
 
     __slots__ = ("block", "start", "stop")
@@ -49,31 +46,25 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """What the rows weigh, without slicing."""
+        """The size of the rows in bytes, without slicing."""
         rows = len(self.block) if self.stop != WHOLE else 0
         return self.block.nbytes * (self.stop - self.start) // rows if rows else self.block.nbytes
 
     @property
     def place(self) -> MemoryPlace:
-        """The memory its rows lie in."""
+        """The memory that holds the rows."""
         return HOST_MEMORY
 
     def converted(self, conversion: Conversion) -> Tensor:
-        """This in another shape: a view wherever the rows lie in one piece, which they do."""
-        return in_another_shape(Tensor, self.array, self.stop != WHOLE, conversion)
-
-    def to(self, place: MemoryPlace, stream: DeviceStream) -> Tensor:
-        """This in the memory of `place`: itself where it lies there, else a copy, put on the stream and counted."""
-        return stream.brought(self, place)
+        """This tensor in another shape: always a view, because the rows are contiguous."""
+        return apply_conversion(Tensor, self.array, self.stop != WHOLE, conversion)
 
     def __repr__(self) -> str:
         return f"Tensor({self.block.dtype}, {list(self.shape)})"
 
 
-def in_another_shape(make: Callable[..., T], array: Any, has_rows: bool, conversion: Conversion) -> T:
-    """The tensor that `make` makes of an array whose shape was changed. Any array will do that has a shape and
-    `reshape`.
-    """
+def apply_conversion(make: Callable[..., T], array: Any, has_rows: bool, conversion: Conversion) -> T:
+    """The tensor that `make` builds from `array` in its converted shape. `array` needs only `shape` and `reshape`."""
     lead = 1 if has_rows else 0
     for dims, target in conversion.reshapes:
         array = array.reshape(array.shape[:lead] + reshaped(array.shape[lead:], dims, target))

@@ -1,71 +1,73 @@
-"""Counters as Prometheus text: Triton's under the names its dashboards know, ours beside them as `flowserve_*`.
+"""Prometheus families of deployments: Triton's names, and further ones as `flowserve_*`.
 
-Decided here: metric names, labels and units of all that deployments count. What is counted is decided in statistics.py
-and traffic.py; this file only reads it, when somebody asks, so that counting stays cheap. How it is written is decided
-in templates.py. docs/metrics.md lists every family.
+Decides metric names, labels and units of all counters, histograms and summaries of deployments. Does not count
+(`statistics`, `traffic`, `summary`); it only reads on request, so that counting stays cheap. `exposition` formats the
+text. docs/metrics.md lists every family. Caller: `http`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Final
 
-from flowserve.observe.exposition import COUNTER, GAUGE, HISTOGRAM, number
+from flowserve.observe.exposition import (
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    SUMMARY,
+    FamilyTemplate,
+    MetricLine,
+    MetricsPage,
+    number,
+)
 from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
 from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
 from flowserve.observe.statistics import REASONS, Statistics
-from flowserve.observe.summary_metrics import summaries
-from flowserve.observe.templates import Family, Line, Templates
+from flowserve.observe.summary import SlidingWindow, SummarisedStatistics
 from flowserve.observe.traffic import EdgeTraffic, NodeTraffic
 
 _NS_PER_US: Final = 1000
 _NS_PER_MS: Final = 1_000_000
 _NS_PER_SECOND: Final = 1_000_000_000
 
-Reading = Callable[[Statistics], int]
+Labels = list[tuple[str, str]]
+Values = Callable[[Statistics, int], Iterable[int]]
+# The window, the number of observations, their sum in nanoseconds.
+SummaryGetter = Callable[[SummarisedStatistics], tuple[SlidingWindow, int, int]]
 
-_COUNTERS: Final[tuple[tuple[str, str, Reading], ...]] = (
-    ("nv_inference_request_success", "Number of successful inference requests", lambda s: s.success_count),
-    ("nv_inference_count", "Number of inferences performed, batch rows counted each", lambda s: s.inference_count),
-    ("nv_inference_exec_count", "Number of batches executed", lambda s: s.execution_count),
+# Name, description, counter of `Statistics`; durations in nanoseconds are shown in microseconds.
+_COUNTERS: Final = (
+    ("nv_inference_request_success", "Number of successful inference requests", "success_count"),
+    ("nv_inference_count", "Number of inferences performed, batch rows counted each", "inference_count"),
+    ("nv_inference_exec_count", "Number of batches executed", "execution_count"),
     (
         "nv_inference_request_duration_us",
-        "Cumulative time of successful requests, from arrival to answer",
-        lambda s: s.success_ns // _NS_PER_US,
+        "Cumulative time of successful requests, from arrival to response",
+        "success_ns",
     ),
-    ("nv_inference_queue_duration_us", "Cumulative time requests waited", lambda s: s.queue_ns // _NS_PER_US),
-    (
-        "nv_inference_compute_input_duration_us",
-        "Cumulative time spent gathering inputs",
-        lambda s: s.compute_input_ns // _NS_PER_US,
-    ),
-    (
-        "nv_inference_compute_infer_duration_us",
-        "Cumulative time spent computing",
-        lambda s: s.compute_infer_ns // _NS_PER_US,
-    ),
-    (
-        "nv_inference_compute_output_duration_us",
-        "Cumulative time spent handing out outputs",
-        lambda s: s.compute_output_ns // _NS_PER_US,
-    ),
-    ("nv_cache_num_hits_per_model", "Number of requests answered from the response cache", lambda s: s.cache_hits),
-    ("nv_cache_num_misses_per_model", "Number of requests whose answer was not there", lambda s: s.cache_misses),
+    ("nv_inference_queue_duration_us", "Cumulative time requests waited", "queue_ns"),
+    ("nv_inference_compute_input_duration_us", "Cumulative time spent gathering inputs", "compute_input_ns"),
+    ("nv_inference_compute_infer_duration_us", "Cumulative time spent computing", "compute_infer_ns"),
+    ("nv_inference_compute_output_duration_us", "Cumulative time spent handing out outputs", "compute_output_ns"),
+    ("nv_cache_num_hits_per_model", "Number of requests answered from the response cache", "cache_hits"),
+    ("nv_cache_num_misses_per_model", "Number of requests not found in the response cache", "cache_misses"),
     (
         "nv_cache_hit_duration_per_model",
-        "Cumulative time spent looking up answers that were there, in microseconds",
-        lambda s: s.cache_hit_ns // _NS_PER_US,
+        "Cumulative lookup time of response cache hits, in microseconds",
+        "cache_hit_ns",
     ),
     (
         "nv_cache_miss_duration_per_model",
-        "Cumulative time spent looking up and keeping answers that were not there, in microseconds",
-        lambda s: s.cache_miss_ns // _NS_PER_US,
+        "Cumulative lookup and insertion time of response cache misses, in microseconds",
+        "cache_miss_ns",
     ),
 )
 _DURATIONS: Final[tuple[tuple[str, str, Callable[[Statistics], tuple[Histogram, int]]], ...]] = (
     (
         "flowserve_request_duration_seconds",
-        "Successful requests by the time from arrival to answer",
+        "Successful requests by the time from arrival to response",
         lambda s: (s.request_duration, s.success_ns),
     ),
     (
@@ -79,33 +81,57 @@ _DURATIONS: Final[tuple[tuple[str, str, Callable[[Statistics], tuple[Histogram, 
         lambda s: (s.compute_duration, s.compute_input_ns + s.compute_infer_ns + s.compute_output_ns),
     ),
 )
-# Triton's own edges for this one.
-_FIRST_RESPONSE_EDGES_MS: Final = (100, 500, 2000, 5000)
-_NODES: Final[tuple[tuple[str, str, Callable[[NodeTraffic], int]], ...]] = (
-    ("flowserve_node_batches_total", "Batches that steps of the node ran in", lambda node: node.batches),
+_SUMMARIES: Final[tuple[tuple[str, str, SummaryGetter], ...]] = (
     (
-        "flowserve_node_batch_rows_total",
-        "Rows of the batches that steps of the node ran in",
-        lambda node: node.rows,
+        "nv_inference_request_summary_us",
+        "Successful requests of the last minute, from arrival to response",
+        lambda s: (s.request_window, s.success_count, s.success_ns),
+    ),
+    (
+        "nv_inference_queue_summary_us",
+        "Queue time of requests of the last minute",
+        lambda s: (s.queue_window, s.success_count, s.queue_ns),
+    ),
+    (
+        "nv_inference_compute_input_summary_us",
+        "Gathering inputs for requests of the last minute",
+        lambda s: (s.input_window, s.success_count - s.cache_hits, s.compute_input_ns),
+    ),
+    (
+        "nv_inference_compute_infer_summary_us",
+        "Computing for requests of the last minute",
+        lambda s: (s.infer_window, s.success_count - s.cache_hits, s.compute_infer_ns),
+    ),
+    (
+        "nv_inference_compute_output_summary_us",
+        "Handing out outputs of requests of the last minute",
+        lambda s: (s.output_window, s.success_count - s.cache_hits, s.compute_output_ns),
+    ),
+    (
+        "nv_cache_hit_summary_per_model",
+        "Lookup time of response cache hits of the last minute, in microseconds",
+        lambda s: (s.hit_window, s.cache_hits, s.cache_hit_ns),
+    ),
+    (
+        "nv_cache_miss_summary_per_model",
+        "Lookup and insertion time of response cache misses of the last minute, in microseconds",
+        lambda s: (s.miss_window, s.cache_misses, s.cache_miss_ns),
     ),
 )
-_EDGES: Final[tuple[tuple[str, str, Callable[[NodeTraffic, EdgeTraffic], int]], ...]] = (
-    ("flowserve_edge_handed_on_bytes_total", "Bytes read where their producer left them", NodeTraffic.handed_on),
-    ("flowserve_edge_copied_bytes_total", "Bytes gathered together before they were read", lambda _, edge: edge.copied),
-)
+_FIRST_RESPONSE_EDGES_MS: Final = (100, 500, 2000, 5000)  # Triton's
 
 
-def deployment_metrics(choice: MetricsChoice = EVERYTHING) -> Templates:
-    """The page of the families that `choice` has."""
-    return Templates([*_families(choice)])
+def deployment_metrics(choice: MetricsChoice = EVERYTHING) -> MetricsPage:
+    """The page with the families selected by `choice`."""
+    return MetricsPage([*_families(choice)])
 
 
-def _families(choice: MetricsChoice) -> Iterator[Family]:
-    for name, text, read in _COUNTERS:
+def _families(choice: MetricsChoice) -> Iterator[FamilyTemplate]:
+    for name, text, counter in _COUNTERS:
         if "_duration_" not in name or choice.has_latency_counters:
-            yield Family(name, COUNTER, text, _one_line, _one_value(read))
-    # Every reason is there from the start, at 0: an alert on a series that does not exist yet never fires.
-    yield Family(
+            yield FamilyTemplate(name, COUNTER, text, _one_line, _counter(counter))
+    # Every reason exists from the start with 0: an alert on a missing series never fires.
+    yield FamilyTemplate(
         "nv_inference_request_failure",
         COUNTER,
         "Number of failed inference requests",
@@ -113,9 +139,9 @@ def _families(choice: MetricsChoice) -> Iterator[Family]:
         lambda s, _: [s.failures[reason] for reason in REASONS],
     )
     text = "Number of requests waiting to be executed"
-    yield Family("nv_inference_pending_request_count", GAUGE, text, _one_line, lambda _, pending: (pending,))
-    text = "Seconds that loading what runs now took, 0 for an ensemble"
-    yield Family("nv_model_load_duration_secs", GAUGE, text, _one_line, lambda s, _: (number(s.load_s),))
+    yield FamilyTemplate("nv_inference_pending_request_count", GAUGE, text, _one_line, lambda _, pending: (pending,))
+    text = "Load time of the current model in seconds, 0 for an ensemble"
+    yield FamilyTemplate("nv_model_load_duration_secs", GAUGE, text, _one_line, lambda s, _: (number(s.load_s),))
     if choice.has_first_response:
         yield _histogram(
             "nv_inference_first_response_histogram_ms",
@@ -123,99 +149,52 @@ def _families(choice: MetricsChoice) -> Iterator[Family]:
             [str(edge) for edge in _FIRST_RESPONSE_EDGES_MS],
             _until_first_response,
         )
-    yield from _histograms()
-    yield from summaries(choice.quantiles)
-    yield from _nodes()
-    for name, text, of_edge in _EDGES:
-        yield Family(name, COUNTER, text, _edge_lines, _edge_values(of_edge))
-
-
-def _histograms() -> Iterator[Family]:
     edges = [f"{edge / _NS_PER_SECOND:g}" for edge in DURATION_EDGES_NS]
     for name, text, read in _DURATIONS:
         yield _histogram(name, text, edges, _in_seconds(read))
-    yield _histogram(
-        "flowserve_batch_rows",
-        "Executed batches by their rows",
-        [str(edge) for edge in ROW_EDGES],
-        lambda s: (s.batch_rows().cumulated(), s.inference_count),
-    )
+    text, edges = "Executed batches by their rows", [str(edge) for edge in ROW_EDGES]
+    yield _histogram("flowserve_batch_rows", text, edges, lambda s: (s.batch_rows().cumulated(), s.inference_count))
+    yield from _summaries(choice.quantiles)
+    yield from _nodes()
+    yield from _edges()
 
 
-def _nodes() -> Iterator[Family]:
-    for name, text, read in _NODES:
-        yield Family(name, COUNTER, text, lambda s: [("", _of_node(s, node)) for node in s.nodes], _node_values(read))
-    yield Family(
+def _nodes() -> Iterator[FamilyTemplate]:
+    name, text = "flowserve_node_batches_total", "Batches that steps of the node ran in"
+    yield FamilyTemplate(name, COUNTER, text, _node_lines, lambda s, _: [node.batches for node in s.nodes])
+    name, text = "flowserve_node_batch_rows_total", "Rows of the batches that steps of the node ran in"
+    yield FamilyTemplate(name, COUNTER, text, _node_lines, lambda s, _: [node.rows for node in s.nodes])
+    yield FamilyTemplate(
         "flowserve_tensor_placed_bytes_total",
         COUNTER,
-        "Bytes laid side by side when a model's answers, one for each request, were taken",
+        "Bytes of a model's outputs, one per request, placed contiguously on receipt",
         _placed_lines,
         lambda s, _: [
             nbytes for node in s.nodes for tensor, nbytes in zip(node.tensors, node.placed, strict=True) if tensor
         ],
     )
-    yield Family(
+    yield FamilyTemplate(
         "flowserve_node_inflight_most",
         GAUGE,
-        "The most steps of the node that were under way at once where max_inflight_requests limits them",
+        "Maximum number of concurrent steps of the node, where max_inflight_requests limits them",
         lambda s: [("", _of_node(s, node)) for node in s.nodes if node.most_inflight],
         lambda s, _: [node.most_inflight for node in s.nodes if node.most_inflight],
     )
 
 
-# ---------------------------------------------------------------------------------------------- lines
-
-
-def _labels(one: Statistics) -> list[tuple[str, str]]:
-    return [("model", one.name), ("version", str(one.version))]
-
-
-def _of_graph(one: Statistics) -> list[tuple[str, str]]:
-    return [("graph", one.name), ("version", str(one.version))]
-
-
-def _of_node(one: Statistics, node: NodeTraffic) -> list[tuple[str, str]]:
-    return [*_of_graph(one), ("node", node.name)]
-
-
-def _one_line(one: Statistics) -> list[Line]:
-    return [("", _labels(one))]
-
-
-def _placed_lines(one: Statistics) -> Iterator[Line]:
-    for node in one.nodes:
-        for tensor in filter(None, node.tensors):
-            yield "", [*_of_graph(one), ("producer", node.name), ("tensor", tensor)]
-
-
-def _edge_lines(one: Statistics) -> Iterator[Line]:
-    for node in one.nodes:
-        for edge in node.edges:
-            ends = ("producer", edge.producer), ("tensor", edge.tensor), ("consumer", node.name)
-            yield "", [*_of_graph(one), *ends]
-
-
-# ---------------------------------------------------------------------------------------------- values
-
-
-def _one_value(read: Reading) -> Callable[[Statistics, int], Iterable[int]]:
-    return lambda one, _: (read(one),)
-
-
-def _node_values(read: Callable[[NodeTraffic], int]) -> Callable[[Statistics, int], Iterable[int]]:
-    return lambda one, _: [read(node) for node in one.nodes]
-
-
-def _edge_values(read: Callable[[NodeTraffic, EdgeTraffic], int]) -> Callable[[Statistics, int], Iterable[int]]:
-    return lambda one, _: [read(node, edge) for node in one.nodes for edge in node.edges]
+def _edges() -> Iterator[FamilyTemplate]:
+    name, text = "flowserve_edge_handed_on_bytes_total", "Bytes passed on without a copy"
+    yield FamilyTemplate(name, COUNTER, text, _edge_lines, _edge_values(NodeTraffic.handed_on))
+    name, text = "flowserve_edge_copied_bytes_total", "Bytes gathered by a copy before they were read"
+    yield FamilyTemplate(name, COUNTER, text, _edge_lines, _edge_values(lambda _, edge: edge.copied))
 
 
 def _histogram(
     name: str, text: str, edges: Sequence[str], read: Callable[[Statistics], tuple[Sequence[int], float]]
-) -> Family:
-    """`read`: how many were at most each edge, and last how many there were; and their sum."""
+) -> FamilyTemplate:
+    """`read`: the number of observations up to each edge, and last the total; and their sum."""
 
-    def lines(one: Statistics) -> Iterator[Line]:
+    def lines(one: Statistics) -> Iterator[MetricLine]:
         labels = _labels(one)
         yield from (("_bucket", [*labels, ("le", edge)]) for edge in (*edges, "+Inf"))
         yield from (("_count", labels), ("_sum", labels))
@@ -224,12 +203,74 @@ def _histogram(
         counts, total = read(one)
         return (*counts, counts[-1], number(total))
 
-    return Family(name, HISTOGRAM, text, lines, values)
+    return FamilyTemplate(name, HISTOGRAM, text, lines, values)
 
 
-def _in_seconds(
-    read: Callable[[Statistics], tuple[Histogram, int]],
-) -> Callable[[Statistics], tuple[list[int], float]]:
+def _summaries(quantiles: Sequence[float]) -> Iterator[FamilyTemplate]:
+    """The summary families; none without quantiles."""
+    for name, text, read in _SUMMARIES if quantiles else ():
+        lines, values = partial(_summary_lines, quantiles), partial(_summary_values, quantiles, read)
+        yield FamilyTemplate(name, SUMMARY, text, lines, values)
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+
+def _labels(one: Statistics) -> Labels:
+    return [("model", one.name), ("version", str(one.version))]
+
+
+def _of_graph(one: Statistics) -> Labels:
+    return [("graph", one.name), ("version", str(one.version))]
+
+
+def _of_node(one: Statistics, node: NodeTraffic) -> Labels:
+    return [*_of_graph(one), ("node", node.name)]
+
+
+def _one_line(one: Statistics) -> list[MetricLine]:
+    return [("", _labels(one))]
+
+
+def _node_lines(one: Statistics) -> list[MetricLine]:
+    return [("", _of_node(one, node)) for node in one.nodes]
+
+
+def _placed_lines(one: Statistics) -> Iterator[MetricLine]:
+    for node in one.nodes:
+        for tensor in filter(None, node.tensors):
+            yield "", [*_of_graph(one), ("producer", node.name), ("tensor", tensor)]
+
+
+def _edge_lines(one: Statistics) -> Iterator[MetricLine]:
+    for node in one.nodes:
+        for edge in node.edges:
+            ends = ("producer", edge.producer), ("tensor", edge.tensor), ("consumer", node.name)
+            yield "", [*_of_graph(one), *ends]
+
+
+def _summary_lines(quantiles: Sequence[float], one: Statistics) -> Iterator[MetricLine]:
+    if isinstance(one, SummarisedStatistics):
+        labels = _labels(one)
+        yield from (("", [*labels, ("quantile", f"{share:g}")]) for share in quantiles)
+        yield from (("_count", labels), ("_sum", labels))
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def _counter(name: str) -> Values:
+    read = attrgetter(name)
+    if name.endswith("_ns"):
+        return lambda one, _: (read(one) // _NS_PER_US,)
+    return lambda one, _: (read(one),)
+
+
+def _edge_values(read: Callable[[NodeTraffic, EdgeTraffic], int]) -> Values:
+    return lambda one, _: [read(node, edge) for node in one.nodes for edge in node.edges]
+
+
+def _in_seconds(read: Callable[[Statistics], tuple[Histogram, int]]) -> Callable[[Statistics], tuple[list[int], float]]:
     def found(one: Statistics) -> tuple[list[int], float]:
         histogram, total_ns = read(one)
         return histogram.cumulated(), total_ns / _NS_PER_SECOND
@@ -238,8 +279,15 @@ def _in_seconds(
 
 
 def _until_first_response(one: Statistics) -> tuple[list[int], float]:
-    """Triton's histogram in milliseconds out of ours, which has all its edges."""
+    """Triton's histogram in milliseconds, derived from flowserve's, which has all its edges."""
     histogram, total_ns = one.until_first_response()
     counts = histogram.cumulated()
     coarse = [counts[histogram.edges.index(edge * _NS_PER_MS)] for edge in _FIRST_RESPONSE_EDGES_MS]
     return [*coarse, counts[-1]], total_ns / _NS_PER_MS
+
+
+def _summary_values(quantiles: Sequence[float], read: SummaryGetter, one: Statistics, _: int) -> Iterator[int | str]:
+    if isinstance(one, SummarisedStatistics):
+        window, count, total_ns = read(one)
+        yield from (number(value / _NS_PER_US) for value in window.quantiles(quantiles, one.clock()))
+        yield from (count, number(total_ns / _NS_PER_US))

@@ -1,8 +1,9 @@
-"""Counts by size, so that percentiles can be worked out, and added up over servers, by whoever reads them.
+"""Histograms, from which readers compute percentiles and which can be summed over servers.
 
-Decided here: the edges. Durations go 1, 2, 5, 10, ... from 100 microseconds to 50 seconds, which holds every edge of
-Triton's own histogram; rows go in powers of two. One observation is a search among some twenty numbers and one
-addition, and a batch is one observation for all its requests wherever they waited alike. Written from one thread.
+Decides the edges. Durations go 1, 2, 5, 10, ... from 100 microseconds to 50 seconds, which includes every edge of
+Triton's own histogram; rows go in powers of two. An observation is a search among about twenty numbers and one
+addition, and a batch is one observation for all its requests with equal waits. Written from one thread. Callers:
+`statistics`, `deployment_metrics`, `rates`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import numpy as np
 from flowserve.values import Array
 
 _MICROSECOND_NS: Final = 1000
-# An observation belongs to the first edge that is not below it; what is above the last one has a place of its own.
+# An observation belongs to the first edge that is not below it; values above the last edge have their own count.
 DURATION_EDGES_NS: Final = tuple(step * 10**power * _MICROSECOND_NS for power in range(2, 8) for step in (1, 2, 5))
 ROW_EDGES: Final = tuple(2**power for power in range(11))
 
 
 class Histogram:
-    """`counts[i]` observations up to `edges[i]`, the last of `counts` above them all."""
+    """`counts[i]` is the number of observations up to `edges[i]`; the last count is for values above all edges."""
 
     __slots__ = ("counts", "edges")
 
@@ -42,5 +43,5 @@ class Histogram:
         self.counts = [*map(add, self.counts, map(int, found))]
 
     def cumulated(self) -> list[int]:
-        """How many observations were at most each edge, and last how many there were."""
+        """The number of observations up to each edge, and last the total."""
         return list(accumulate(self.counts))

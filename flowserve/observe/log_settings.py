@@ -1,7 +1,7 @@
-"""What the server's log says and how, changeable while it runs.
+"""Log settings that can be changed while the server runs.
 
-Decided here: the settings of Triton's logging extension, what each may be, and that over the wire nobody chooses a
-file: where the log goes is the operator's word alone. Who writes the lines, and how, is told of every change.
+Decides the settings of Triton's logging extension, their valid values, and that clients cannot choose a file: only the
+operator can. Does not write the log: `apply` is called with every change. Callers: `cli/logs`, `http`, `grpc`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VERBOSE_MAX: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class LogChoice:
-    """One state of the settings, in Triton's words. `log_file` "": standard error."""
+    """One state of the settings, with Triton's names. `log_file` "": standard error."""
 
     log_file: str = ""
     log_info: bool = True
@@ -29,7 +29,7 @@ class LogChoice:
 
 
 class LogSettings:
-    """The settings in force. `apply` makes them so; it is called with every new choice, and before `change` returns."""
+    """The current settings. `apply` puts them into effect; `change` calls it with every new choice before returning."""
 
     def __init__(self, choice: LogChoice | None = None, apply: Callable[[LogChoice], None] | None = None) -> None:
         self._choice = choice or LogChoice()
@@ -39,8 +39,8 @@ class LogSettings:
         return asdict(self._choice)
 
     def change(self, asked: Mapping[str, Any]) -> None:
-        """Change what is asked for, all of it or nothing. Raises `Invalid` naming the setting, `Unsupported` for one
-        that nobody may change.
+        """Change the given settings, all or none. Raises `Invalid` naming the setting, `Unsupported` for one that
+        clients cannot change.
         """
         for key, value in asked.items():
             _check(key, value)

@@ -1,7 +1,4 @@
-"""What of the metrics the operator wants to see.
-
-Decided here: the choices there are and their defaults. What each family is, metrics.py knows.
-"""
+"""The operator's selection of metrics: options and defaults. Imported by the command line, so it must stay light."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class MetricsChoice:
-    """`quantiles`: of summaries, none for no summaries. `interval_ms`: over how long the machine's figures are taken,
-    at least.
+    """`quantiles`: quantiles of the summaries, () for no summaries. `interval_ms`: the minimum period over which the
+    machine's figures are averaged.
     """
 
     has_latency_counters: bool = True

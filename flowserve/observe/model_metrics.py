@@ -1,14 +1,14 @@
-"""Metrics that models make: which there are, what they come to, and how they read.
+"""Custom metrics of models: families, aggregation, and their Prometheus text.
 
-Decided here: families of one name are one family, whoever made them; a metric that several hold is the sum of what they
-counted, or for a gauge what was set last; a family goes with its last holder; which names are the server's own. What a
-holder counts lies in cells of its own, which are only read here, so that counting costs nobody a message:
+Decides: families with one name are one family for all models; a metric with several holders is the sum of their counts,
+or for a gauge the value set last; a family is removed with its last holder; which names are reserved for the server.
+The values of a holder are in cells of its own that are only read here, so that counting needs no message:
 
-* counter: what was counted
-* gauge: when it was last set (by one clock for all, 0 for never), to what, what was added since
-* histogram: the sum of what was observed, then how often for each bucket, the last one without bound
+* counter: the count
+* gauge: the time it was last set (by one clock for all, 0 for never), the value, the sum added since
+* histogram: the sum of observations, then the count for each bucket, the last one without an upper bound
 
-Who holds what is told on any thread; text is written on any thread. This file does not know models or processes.
+All methods may be called from any thread. Does not know models or processes. Callers: `runtime/model_calls`, `metrics`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from math import isfinite, nan
 from typing import Final
 
 from flowserve.errors import Invalid
-from flowserve.observe.exposition import COUNTER, GAUGE, HISTOGRAM, head, number, shown
+from flowserve.observe.exposition import COUNTER, GAUGE, HISTOGRAM, head, label_text, number
 
 KINDS: Final = (COUNTER, GAUGE, HISTOGRAM)
 BUCKETS_MAX: Final = 1000
@@ -34,16 +34,16 @@ Cells = Collection[float]  # read in order
 _NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*", re.ASCII)
 _LABEL: Final = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 _OURS: Final = ("nv_", "flowserve_")
-_PARTS: Final = ("_bucket", "_count", "_sum")  # what a histogram's lines are called besides
+_PARTS: Final = ("_bucket", "_count", "_sum")  # suffixes of a histogram's lines
 
 
 def cells_of(kind: str, buckets: Sequence[float]) -> int:
-    """How many cells a metric has."""
+    """The number of cells of a metric."""
     return {COUNTER: 1, GAUGE: 3}.get(kind, 2 + len(buckets))
 
 
 class _Metric:
-    """One combination of labels. `gone` is what holders that are no more have left to those that go on."""
+    """One combination of labels. `gone` are the counts of former holders."""
 
     def __init__(self, kind: str, buckets: tuple[float, ...]) -> None:
         self.kind = kind
@@ -66,7 +66,7 @@ class _Metric:
     def leave(self, holder: int) -> None:
         cells = self.held.pop(holder, None)
         if cells is not None and self.kind != GAUGE:
-            # A sum that shrinks looks like a server that began anew. What a gauge's holder had is over with it.
+            # A sum that decreases would look like a restarted server. A gauge's value ends with its holder.
             self.gone = [kept + one for kept, one in zip(self.gone, cells, strict=True)]
 
 
@@ -84,29 +84,29 @@ class _Family:
         yield head(self.name, self.description, self.kind)
         for labels, metric in sorted(self.metrics.items()):
             if self.kind != HISTOGRAM:
-                yield f"{self.name}{shown(labels)} {number(metric.value())}\n"
+                yield f"{self.name}{label_text(labels)} {number(metric.value())}\n"
                 continue
             total, *counts = metric.totals()
             edges = [*map(number, metric.buckets), "+Inf"]
             for edge, below in zip(edges, accumulate(counts), strict=True):
-                yield f"{self.name}_bucket{shown((*labels, ('le', edge)))} {number(below)}\n"
-            yield f"{self.name}_sum{shown(labels)} {number(total)}\n"
-            yield f"{self.name}_count{shown(labels)} {number(sum(counts))}\n"
+                yield f"{self.name}_bucket{label_text((*labels, ('le', edge)))} {number(below)}\n"
+            yield f"{self.name}_sum{label_text(labels)} {number(total)}\n"
+            yield f"{self.name}_count{label_text(labels)} {number(sum(counts))}\n"
 
 
 class ModelMetrics:
-    """Those of one server."""
+    """The custom metrics of one server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._families: dict[str, _Family] = {}
         self._held: dict[int, _Family] = {}  # by holder
         self._numbers = count(1)
-        # A holder may end inside the garbage collector, even with the lock taken: it only lands here.
+        # A holder may end inside the garbage collector, even with the lock taken, so it is only noted here.
         self._dropped: deque[int] = deque()
 
     def open(self, name: str, description: str, kind: str) -> int:
-        """Hold a family; returns the holder's number. The first description stands. Raises `Invalid`."""
+        """Open a family; returns the holder's number. The first description is kept. Raises `Invalid`."""
         _check_name(name, kind)
         with self._settled():
             family = self._families.get(name)
@@ -121,20 +121,19 @@ class ModelMetrics:
             return holder
 
     def add(self, holder: int, labels: Labels, buckets: tuple[float, ...], cells: Cells) -> None:
-        """From now on count what `cells` say for this metric of the holder's family. Raises `Invalid`."""
+        """Add the holder's `cells` to this metric of its family. Raises `Invalid`."""
         with self._settled():
             family = self._family(holder)
             metric = family.metrics.get(labels)
             if metric is None:
                 metric = family.metrics[labels] = _Metric(family.kind, buckets)
             elif metric.buckets != buckets:
-                raise Invalid(
-                    f"the metric '{family.name}{shown(labels)}' exists already with the buckets {[*metric.buckets]}"
-                )
+                name = f"{family.name}{label_text(labels)}"
+                raise Invalid(f"the metric '{name}' exists already with the buckets {[*metric.buckets]}")
             metric.held[holder] = cells
 
     def value(self, holder: int, labels: Labels) -> float:
-        """Of a counter or a gauge, all its holders together. Raises `Invalid` where it is gone."""
+        """The value of a counter or a gauge over all its holders. Raises `Invalid` if it was removed."""
         with self._settled():
             metric = self._family(holder).metrics.get(labels)
             if metric is None:
@@ -142,17 +141,17 @@ class ModelMetrics:
             return float(metric.value())
 
     def drop(self, holder: int) -> None:
-        """It is no more. On any thread, at any moment, and harmless when it is repeated."""
+        """Remove a holder. On any thread, at any time; idempotent."""
         self._dropped.append(holder)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """All families in Prometheus' text format."""
         with self._settled():
             lines = [line for family in self._families.values() for line in family.lines()]
         return "".join(lines).encode(errors="replace")
 
     def kind_of(self, holder: int) -> str:
-        """The kind of its family. Raises `Invalid` where it is gone."""
+        """The kind of the holder's family. Raises `Invalid` if it was removed."""
         with self._settled():
             return self._family(holder).kind
 
@@ -160,7 +159,7 @@ class ModelMetrics:
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """The lock, with everything dropped that was to be."""
+        """The lock, after removing all dropped holders."""
         with self._lock:
             self._settle()
             yield

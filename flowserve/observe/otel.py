@@ -1,10 +1,10 @@
-"""Traces as spans of OpenTelemetry; the only reader of its packages.
+"""Traces as OpenTelemetry spans. The only module that imports OpenTelemetry.
 
-Decided here: which spans a trace becomes, what they are called and what they say, and that they are made and sent on
-threads of their own, after all is over. Names and events are Triton's, so that what reads its spans reads these: the
-request as its front end saw it (`InferRequest`), in it a span for each model that ran for it, in those one for the
-computation (`compute`), in which models put spans of their own; besides, one for each wait (`queue`), whose events are
-the reasons.
+Decides the spans of a trace, their names and attributes, and that they are created and sent on separate threads, after
+the request has finished. Names and events are Triton's, so that existing readers work: the request as its front end saw
+it (`InferRequest`), containing a span for each model that ran for it, containing one for the computation (`compute`),
+in which models put their own spans; and one for each wait (`queue`), whose events are the reasons. Does not select
+traces (`trace_settings`). Caller: `runtime/tracing`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.errors import Unsupported
-from flowserve.observe.trace import Step, Trace
+from flowserve.observe.trace import Trace, TracedStep, by_ensemble
 from flowserve.observe.waits import Wait
 from flowserve.observe.writer import Writer
 
@@ -35,12 +35,12 @@ log = logging.getLogger("flowserve.observe")
 
 
 class _Ids:
-    """Numbers of traces and spans: those that models were told, else new ones. For one thread."""
+    """Ids of traces and spans: those already passed to models, else new ones. For one thread."""
 
     def __init__(self, new: RandomIdGenerator) -> None:
         self._new = new
-        self.trace_id = 0  # of the next trace, where it is decided already
-        self.span_id = 0  # of the next span
+        self.trace_id = 0  # id of the next trace, 0 for a new one
+        self.span_id = 0  # id of the next span, 0 for a new one
 
     def generate_trace_id(self) -> int:
         found, self.trace_id = self.trace_id, 0
@@ -51,15 +51,15 @@ class _Ids:
         return found or self._new.generate_span_id()
 
     def is_trace_id_random(self) -> bool:
-        """Told ones are as random as those that its own generator makes."""
+        """The ids passed to models are as random as the generator's."""
         return True
 
 
 class Spans:
-    """Where traces go in mode opentelemetry. `settings` are that mode's; `exporter` stands in for the network."""
+    """The destination of traces in mode opentelemetry. `settings` are that mode's; `exporter` replaces the network."""
 
     def __init__(self, settings: Mapping[str, Sequence[str]], exporter: SpanExporter | None = None) -> None:
-        """Raises Unsupported where the packages are missing."""
+        """Raises Unsupported if the packages are missing."""
         try:
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -75,8 +75,8 @@ class Spans:
         given = dict(one.split("=", 1) for one in settings.get("resource", ()))
         resource = Resource.create({_SERVICE: "flowserve"}).merge(Resource(dict(given)))
         self._ids = _Ids(RandomIdGenerator())
-        # Not at exit: a collector that is gone must not keep the process.
-        ids: Any = self._ids  # of no base class of theirs, which would have to be imported with this module
+        # No shutdown at exit: an unreachable collector must not delay the process.
+        ids: Any = self._ids  # not derived from their base class, which would have to be imported with this module
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=ids)
         sent = exporter or OTLPSpanExporter(endpoint=settings.get("url", (DEFAULT_URL,))[-1])
         limits: dict[str, Any] = {_BSP[name]: int(values[-1]) for name, values in settings.items() if name in _BSP}
@@ -88,15 +88,15 @@ class Spans:
         self._offset_ns = 0
 
     def put(self, trace: Trace, offset_ns: int) -> None:
-        """A request is over. `offset_ns`: what the server's clock lacks to the time of day."""
+        """Export the trace of a finished request. `offset_ns`: time of day minus the server's clock."""
         self._writer.offer(lambda: self._add(trace, offset_ns))
 
     def close(self) -> None:
-        """Send what is not sent yet. Blocks."""
+        """Send all remaining spans. Blocks."""
         self._writer.close()
         self._provider.shutdown()
 
-    # ------------------------------------------------------------------ on its thread
+    # ------------------------------------------------------------------ on the writer's thread
 
     def _add(self, trace: Trace, offset_ns: int) -> None:
         self._offset_ns = offset_ns
@@ -105,14 +105,14 @@ class Spans:
         context = self._context.extract({"traceparent": trace.parent}) if trace.parent else None
         self._ids.trace_id = trace.trace_id
         root = self._span("InferRequest", context, begun, {}, kind=self._api.SpanKind.SERVER)
-        self._ids.trace_id = 0  # which its caller's context may have decided
+        self._ids.trace_id = 0  # unused if the caller's context has a trace id
         for name, ns in trace.marks:
             root.add_event(name, timestamp=ns + offset_ns)
         self._request(trace, root)
         self._end(root, ended, trace.error)
 
     def _request(self, trace: Trace, parent: Span) -> None:
-        """The span of a deployment that was asked, with all that ran for it."""
+        """The span of a called deployment, with everything that ran for it."""
         facts = {"triton.model_name": trace.graph.name, "triton.model_version": trace.graph.version}
         facts |= {"triton.trace_id": trace.number}
         if trace.request_id:
@@ -130,31 +130,24 @@ class Spans:
         span.add_event("REQUEST_END", timestamp=trace.ended_ns + self._offset_ns)
         self._end(span, trace.ended_ns, trace.error)
 
-    def _steps(self, trace: Trace, steps: Sequence[Step], depth: int, parent: Span) -> None:
-        """The steps of one ensemble; those of an ensemble inside it in a span of its own."""
-        done: set[str] = set()
-        for step in steps:
-            names = step.node.name.split("/")
-            if len(names) == depth + 1:
-                facts: dict[str, Any] = {"triton.model_name": step.node.model.name, "flowserve.step": step.node.name}
+    def _steps(self, trace: Trace, steps: Sequence[TracedStep], depth: int, parent: Span) -> None:
+        """The steps of one ensemble; those of a nested ensemble are in a span of their own."""
+        for name, (step, *others) in by_ensemble(steps, depth):
+            if name:
+                inside, model = [step, *others], step.node.path[depth]
+                facts: dict[str, Any] = {"triton.model_name": model, "flowserve.step": name}
+                span = self._span(model, self._within(parent), min(one.ready_ns for one in inside), facts)
+                self._steps(trace, inside, depth + 1, span)
+                self._end(span, max(one.ended_ns for one in inside))
+            else:
+                facts = {"triton.model_name": step.node.model.name, "flowserve.step": step.node.name}
                 facts["triton.model_version"] = step.node.model.version
                 span = self._span(step.node.model.name, self._within(parent), step.ready_ns, facts)
                 self._computed(trace, step, span)
                 self._end(span, step.ended_ns, step.error)
-                continue
-            name = "/".join(names[: depth + 1])
-            if name not in done:
-                done.add(name)
-                inside = [one for one in steps if one.node.name.startswith(f"{name}/")]
-                facts = {"triton.model_name": step.node.path[depth], "flowserve.step": name}
-                span = self._span(
-                    step.node.path[depth], self._within(parent), min(one.ready_ns for one in inside), facts
-                )
-                self._steps(trace, inside, depth + 1, span)
-                self._end(span, max(one.ended_ns for one in inside))
 
-    def _computed(self, trace: Trace, step: Step, parent: Span) -> None:
-        """How long a step waited, and what it ran in."""
+    def _computed(self, trace: Trace, step: TracedStep, parent: Span) -> None:
+        """The wait of a step, and its execution."""
         ran = step.execution
         parent.add_event("QUEUE_START", timestamp=step.queued_ns + self._offset_ns)
         self._waits(step.waits, parent)
@@ -167,10 +160,8 @@ class Spans:
         }
         self._ids.span_id = step.span_id
         span = self._span("compute", self._within(parent), ran.started_ns or ran.taken_ns, facts)
-        if ran.ended_ns:
-            stamps = (("COMPUTE_START", ran.started_ns), ("COMPUTE_INPUT_END", ran.gathered_ns))
-            for name, ns in (*stamps, ("COMPUTE_OUTPUT_START", ran.computed_ns), ("COMPUTE_END", ran.ended_ns)):
-                span.add_event(name, timestamp=ns + self._offset_ns)
+        for name, ns in ran.stamps():
+            span.add_event(name, timestamp=ns + self._offset_ns)
         for pause in step.pauses:
             span.add_event(pause.reason, {"ms": pause.ns / 1e6}, timestamp=pause.from_ns + self._offset_ns)
         if step is next(one for one in trace.steps if one.execution is ran):

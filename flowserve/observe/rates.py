@@ -1,9 +1,8 @@
-"""What happened lately: the difference between two readings of the counters, as rates and percentiles.
+"""Rates and percentiles of a recent period, from two samples of the counters.
 
-Decided here: what is read of a deployment's counters, and how figures follow from two readings of them. Nothing is
-counted for this: whoever looks reads what is counted anyway, and who does not look costs nothing. A counter that went
-back (its deployment was replaced in between) has begun again at zero. Percentiles come out of histograms, so between
-two edges they are as near as a straight line is.
+Decides which counters are sampled, and how figures are computed from two samples. Nothing is counted additionally, so a
+page without viewers costs nothing. A counter that decreased (its deployment was replaced) has restarted at zero.
+Percentiles come from histograms, with linear interpolation between two edges. Caller: the sampler of the live page.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic
 
 _NS_PER_MS: Final = 1_000_000
-_DIGITS: Final = 4  # of a figure; more would only change without saying anything
+_DIGITS: Final = 4  # significant digits of a figure; further ones would be noise
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One deployment's counters at one moment. `nodes[i]` are (batches, rows) of node i, and `edges[i]` the (handed on,
+class CounterSample:
+    """One deployment's counters at one time. `nodes[i]` are (batches, rows) of node i, and `edges[i]` the (passed on,
     copied) bytes of each edge into it.
     """
 
@@ -36,11 +35,11 @@ class Reading:
     edges: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def read(one: Statistics, before: Reading | None = None) -> Reading:
-    """What the counters say now: the very reading `before` where nothing ran and nothing failed since."""
+def read(one: Statistics, before: CounterSample | None = None) -> CounterSample:
+    """The current counters; the object `before` itself if nothing ran and nothing failed since."""
     if before is not None and _is_still(one, before):
         return before
-    return Reading(
+    return CounterSample(
         one.success_count,
         one.fail_count,
         one.inference_count,
@@ -53,7 +52,7 @@ def read(one: Statistics, before: Reading | None = None) -> Reading:
     )
 
 
-def _is_still(one: Statistics, before: Reading) -> bool:
+def _is_still(one: Statistics, before: CounterSample) -> bool:
     if one.success_count != before.requests or one.fail_count != before.failures:
         return False
     return one.execution_count == before.batches and [node.batches for node in one.nodes] == [
@@ -66,9 +65,11 @@ def _edges(node: NodeTraffic) -> Iterable[tuple[int, int]]:
         yield node.handed_on(edge), edge.copied
 
 
-def deployment_figures(old: Reading, new: Reading, seconds: float, edges_ns: Sequence[int]) -> dict[str, Any]:
-    """Requests and failures per second, and how long requests took: `p50` and `p99` in milliseconds, None where there
-    were none. `edges_ns` are the histograms'.
+def deployment_figures(
+    old: CounterSample, new: CounterSample, seconds: float, edges_ns: Sequence[int]
+) -> dict[str, Any]:
+    """Requests and failures per second, and latencies `p50` and `p99` in milliseconds, None without requests.
+    `edges_ns` are the histograms' edges.
     """
     if old is new:
         return {"rate": 0.0, "failing": 0.0, "p50": None, "p99": None}
@@ -81,8 +82,8 @@ def deployment_figures(old: Reading, new: Reading, seconds: float, edges_ns: Seq
     }
 
 
-def model_figures(old: Reading, new: Reading, seconds: float, edges_ns: Sequence[int]) -> dict[str, Any]:
-    """What a model did for everybody who uses it: as `deployment_figures`, and the waiting and the computing apart."""
+def model_figures(old: CounterSample, new: CounterSample, seconds: float, edges_ns: Sequence[int]) -> dict[str, Any]:
+    """A model's figures over all its users: as `deployment_figures`, with queue and compute times separately."""
     queue, compute = _since(old.queue, new.queue), _since(old.compute, new.compute)
     return {
         **deployment_figures(old, new, seconds, edges_ns),
@@ -94,18 +95,15 @@ def model_figures(old: Reading, new: Reading, seconds: float, edges_ns: Sequence
     }
 
 
-def node_figures(old: Reading, new: Reading, index: int, seconds: float) -> dict[str, Any]:
-    """The batches per second in which steps of one node of a graph ran, and the rows of those batches in the mean."""
+def node_figures(old: CounterSample, new: CounterSample, index: int, seconds: float) -> dict[str, Any]:
+    """The batches per second of one node of a graph, and their mean number of rows."""
     was = old.nodes[index] if len(old.nodes) == len(new.nodes) else (0, 0)
     batches, rows = new.nodes[index]
-    return {
-        "batches": _per_second(was[0], batches, seconds),
-        "mean_batch": _mean(was[1], rows, was[0], batches),
-    }
+    return {"batches": _per_second(was[0], batches, seconds), "mean_batch": _mean(was[1], rows, was[0], batches)}
 
 
-def edge_figures(old: Reading, new: Reading, index: int, seconds: float) -> list[dict[str, Any]]:
-    """For each edge into one node: its bytes per second, and those of them that were copied on the way."""
+def edge_figures(old: CounterSample, new: CounterSample, index: int, seconds: float) -> list[dict[str, Any]]:
+    """For each edge into one node: its bytes per second, and the copied bytes per second."""
     here = new.edges[index]
     was = old.edges[index] if len(old.edges) == len(new.edges) else ()
     if len(was) != len(here):
@@ -118,8 +116,8 @@ def edge_figures(old: Reading, new: Reading, index: int, seconds: float) -> list
 
 
 def quantile_ms(edges_ns: Sequence[int], counts: Sequence[int], share: float) -> float | None:
-    """How many milliseconds `share` of what was counted took at most. What lies above the last edge counts as on it;
-    None where nothing was counted.
+    """The quantile `share` in milliseconds. Observations above the last edge count as equal to it; None without
+    observations.
     """
     wanted = share * sum(counts)
     if not wanted:
@@ -133,7 +131,7 @@ def quantile_ms(edges_ns: Sequence[int], counts: Sequence[int], share: float) ->
 
 
 def rounded(value: float) -> float:
-    """To so many digits as anybody reads."""
+    """Rounded to _DIGITS significant digits."""
     return float(f"{value:.{_DIGITS}g}")
 
 

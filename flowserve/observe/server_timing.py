@@ -1,13 +1,13 @@
 """A request's trace as the value of the response header `Server-Timing`.
 
-Decided here: the header's form, which docs/tracing.md promises. Each step has the entries `NODE.queue`, `NODE.input`,
-`NODE.infer` and `NODE.output`, in that order, steps in the order in which they left their queues; `total` comes before
-them all, then `request.queue` where the request waited before its first step. `dur` is how long it took and `start`
-when it began, in milliseconds, `start` counted from the request's arrival; `desc` is, for a wait, its reasons, each
-with its time, and for a computation its batch. Characters that no entry's name may have are percent-encoded
-("outer%2Fdetect"). What a model called is named after its caller and a slash.
+Decides the format of the header, which docs/tracing.md documents. Each step has the entries `NODE.queue`, `NODE.input`,
+`NODE.infer` and `NODE.output`, in this order; steps are in the order in which they left their queues. `total` precedes
+them all, then `request.queue` if the request waited before its first step. `dur` is the duration and `start` the begin,
+in milliseconds, `start` relative to the request's arrival; `desc` has the reasons of a wait, each with its time, or the
+batch of a computation. Characters not allowed in names are percent-encoded ("outer%2Fdetect"). The names of BLS calls
+are prefixed with the caller's name and a slash.
 
-Browsers read `dur` and `desc`, and skip `start`.
+Browsers read `dur` and `desc`, and ignore `start`. Callers: `http`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import quote
 
-from flowserve.observe.trace import Step, Trace
+from flowserve.observe.trace import Trace, TracedStep
 from flowserve.observe.waits import Wait, by_reason
 
-BYTES_MAX: Final = 8192  # clients bound what they take in headers
+BYTES_MAX: Final = 8192  # clients limit the size of headers
 _ERROR_CHARS: Final = 200
-_TOKEN: Final = "!#$&'*+^`|"  # besides letters, digits and _.-~ these may stand in a name
+_TOKEN: Final = "!#$&'*+^`|"  # allowed in names besides letters, digits and _.-~
 _PRINTABLE: Final = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
 
 
 def server_timing(trace: Trace) -> str:
-    """The header's value, at most BYTES_MAX long: entries that do not fit are counted in the last one."""
+    """The header's value, at most BYTES_MAX long; the last entry has the number of entries that did not fit."""
     origin_ns = trace.arrived_ns
     total = _entry("total", origin_ns, trace.ended_ns, origin_ns, _outcome(trace))
     entries = [total, *_entries(trace, "", origin_ns)]
     size = 0
     for i, entry in enumerate(entries):
         size += len(entry) + 2
-        if size > BYTES_MAX - 64:  # room for the entry below
+        if size > BYTES_MAX - 64:  # leaves room for the last entry
             return ", ".join([*entries[:i], f'more;desc="{len(entries) - i} entries left out"'])
     return ", ".join(entries)
 
@@ -60,7 +60,7 @@ def _entries(trace: Trace, prefix: str, origin_ns: int) -> Iterator[str]:
         yield f'{quote(prefix, safe=_TOKEN)}more;desc="{trace.omitted} steps left out"'
 
 
-def _step(step: Step, name: str, origin_ns: int) -> Iterator[str]:
+def _step(step: TracedStep, name: str, origin_ns: int) -> Iterator[str]:
     if step.waits:
         yield _wait(name, step.waits, origin_ns)
     ran = step.execution
@@ -72,12 +72,12 @@ def _step(step: Step, name: str, origin_ns: int) -> Iterator[str]:
     yield _entry(f"{name}.output", ran.computed_ns, max(step.ended_ns, ran.computed_ns), origin_ns, _answers(step))
 
 
-def _answers(step: Step) -> str:
-    told = [f"{step.answers} answer{'s' * (step.answers != 1)}"] if step.answers else []
-    return "; ".join([*told, *_reasons(step.pauses)])
+def _answers(step: TracedStep) -> str:
+    parts = [f"{step.answers} answer{'s' * (step.answers != 1)}"] if step.answers else []
+    return "; ".join([*parts, *_reasons(step.pauses)])
 
 
-def _batch(step: Step) -> str:
+def _batch(step: TracedStep) -> str:
     ran = step.execution
     rows = f"{ran.rows} row{'s' * (ran.rows != 1)}"
     others = ran.requests - 1
@@ -102,5 +102,5 @@ def _entry(name: str, from_ns: int, to_ns: int, origin_ns: int, description: str
 
 
 def _quoted(text: str) -> str:
-    """As a quoted string holds it without any escape: readers need not know them."""
+    """Text for a quoted string without escapes, which not all readers support."""
     return "".join(one if one in _PRINTABLE else "?" for one in text.replace("\\", "/").replace('"', "'"))

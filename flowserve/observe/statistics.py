@@ -1,9 +1,10 @@
-"""What one deployment has done so far: counts and summed durations, as Triton's statistics extension defines them.
+"""Counters of one deployment: counts and summed durations, as Triton's statistics extension defines them.
 
-Decided here: what is counted, why a request counts as failed, and the JSON rows. Written from the loop's thread only,
-once per batch. The common case is only noted, and added up when many have been noted or somebody is about to read
-(`add_up`): adding up many at once costs half of doing it one by one. It does not know who reads it, and no clock:
-moments come in as nanoseconds.
+Decides what is counted, the reasons of failures, the counters of a decoupled model's responses by position
+(`response_stats`), and the JSON rows. Written only on the event loop's thread, once per batch. The common case is only
+recorded, and added up when many records exist or before reading (`add_up`): adding many at once costs half of adding
+one by one. Does not know its readers or a clock: times come in as nanoseconds. Callers: `runtime` (writes), metrics,
+the statistics endpoints, `rates` (read).
 """
 
 from __future__ import annotations
@@ -17,24 +18,73 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
-from flowserve.observe.responses import Responses
 from flowserve.observe.traffic import NodeTraffic
 
-# Why a request failed, in Triton's words. REJECTED: no place or no time for it, or the server was ending. CANCELED: its
-# caller left. BACKEND: the model failed. OTHER: it did not fit the deployment, or a step of its ensemble failed.
+# Triton's reasons of failures. REJECTED: a queue was full, a timeout passed, or the server was stopping. CANCELED: the
+# caller left. BACKEND: the model failed. OTHER: the request did not fit the deployment, or a step of its ensemble
+# failed.
 REJECTED: Final = "REJECTED"
 CANCELED: Final = "CANCELED"
 BACKEND: Final = "BACKEND"
 OTHER: Final = "OTHER"
 REASONS: Final = (REJECTED, CANCELED, BACKEND, OTHER)
-ERROR_CHARS: Final = 1000  # of an error's text are remembered
-_NOTED_MAX: Final = 256  # adding up so many keeps the loop for some 0.1 ms
-_FIGURES: Final = 8  # noted of each
+ERROR_CHARS: Final = 1000  # the kept length of an error's text
+_NOTED_MAX: Final = 256  # adding up that many records takes about 0.1 ms
+_FIGURES: Final = 8  # figures per record
+# Later responses are not counted, because each position is kept forever.
+RESPONSES_MAX: Final = 1024
+
+
+# The counters of all responses at one position, by their names in JSON: each a count and a sum of durations in ns. The
+# duration of a response begins at the end of the one before it.
+_RESPONSE_COUNTERS: Final = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
+
+
+class ResponseStatistics:
+    """The responses of one deployment, by position (`place`) in their request, from 0."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self) -> None:
+        self._places: list[dict[str, list[int]]] = []
+
+    def answered(self, place: int, infer_ns: int, output_ns: int) -> None:
+        """Count a response that took `infer_ns` to compute and `output_ns` to receive."""
+        self._add(place, compute_infer=infer_ns, compute_output=output_ns, success=infer_ns + output_ns)
+
+    def failed(self, place: int, infer_ns: int) -> None:
+        """Count an error response."""
+        self._add(place, compute_infer=infer_ns, compute_output=0, fail=infer_ns)
+
+    def was_empty(self, place: int, infer_ns: int) -> None:
+        """Count an empty final response."""
+        self._add(place, compute_infer=infer_ns, empty_response=infer_ns)
+
+    def cancelled(self, place: int, infer_ns: int) -> None:
+        """Count a cancelled response after `infer_ns` of computation."""
+        self._add(place, cancel=infer_ns)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            str(place): {name: _sum(*pair) for name, pair in counters.items()}
+            for place, counters in enumerate(self._places)
+        }
+
+    def _add(self, place: int, **durations_ns: int) -> None:
+        if place >= RESPONSES_MAX:
+            return
+        while len(self._places) <= place:
+            self._places.append({name: [0, 0] for name in _RESPONSE_COUNTERS})
+        counters = self._places[place]
+        for name, ns in durations_ns.items():
+            pair = counters[name]
+            pair[0] += 1
+            pair[1] += ns
 
 
 @dataclass(slots=True)
 class BatchSizeStatistics:
-    """Executions of one batch size: how many, and their summed durations in nanoseconds."""
+    """Executions of one batch size: their count, and the sums of their durations in nanoseconds."""
 
     count: int = 0
     compute_input_ns: int = 0
@@ -47,11 +97,11 @@ class Statistics:
     """One deployment's counters. Durations are nanoseconds, summed over requests (a batch's whole time counts for
     each of its requests).
 
-    `inference_count` counts rows (at least 1 a request), `execution_count` counts batches. `failures` counts requests
-    by reason, `last_error` is what the last of them was told. `left` are requests in batches that run whose callers
-    have left; they are counted, and their batch counts rows of theirs only. The histograms hold successful requests;
-    `nodes` is what each node of the deployment's graph has carried, by index. `load_s` is how long it took to load what
-    runs now; 0 for an ensemble, which loads nothing of its own. Whoever reads calls `add_up` first, on the loop.
+    `inference_count` counts rows (at least 1 per request), `execution_count` counts batches. `failures` counts requests
+    by reason, `last_error` is the last error's text. `left` are requests in running batches whose callers have left;
+    they are counted, and their batch counts only their rows. The histograms contain successful requests; `nodes` has
+    the traffic of each node of the deployment's graph, by index. `load_s` is the load time of the current generation in
+    seconds; 0 for an ensemble. A reader calls `add_up` first, on the event loop.
     """
 
     name: str
@@ -75,7 +125,7 @@ class Statistics:
     request_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     queue_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
     compute_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
-    responses: Responses = field(default_factory=Responses)
+    responses: ResponseStatistics = field(default_factory=ResponseStatistics)
     first_response: tuple[Histogram, list[int]] | None = None
     nodes: tuple[NodeTraffic, ...] = ()
     last_error: str = ""
@@ -83,7 +133,7 @@ class Statistics:
     left: set[object] = field(default_factory=set)
     load_s: float = 0.0
     _noted: list[tuple[int, ...]] = field(default_factory=list)
-    _totals: list[int] = field(default_factory=list)  # of successful requests that are counted otherwise
+    _totals: list[int] = field(default_factory=list)  # durations of successful requests whose counts are added already
 
     @property
     def fail_count(self) -> int:
@@ -99,9 +149,10 @@ class Statistics:
         infer_ns: int,
         output_ns: int,
         now_ns: int,
+        /,
     ) -> None:
-        """`count` requests, of `rows` rows together, ran in one batch and are answered at `now_ns`, each after
-        `total_ns`. Or one request went through an ensemble; then all but the total are sums over its steps.
+        """Count a batch of `count` requests with `rows` rows together, answered at `now_ns`, each after `total_ns`; or
+        one request of an ensemble, for which all but the total are sums over its steps.
         """
         noted = self._noted
         noted.append((rows, count, total_ns, queue_ns, input_ns, infer_ns, output_ns, now_ns))
@@ -117,21 +168,18 @@ class Statistics:
         infer_ns: int,
         output_ns: int,
         now_ns: int,
+        /,
     ) -> None:
-        """Requests of `rows` rows each went through an ensemble together, and are answered at `now_ns`, each after one
-        of `totals`. All the rest is as in `ran`, of each.
+        """Count requests of `rows` rows each that passed an ensemble together, answered at `now_ns`, each after its own
+        one of `totals`. The other arguments are those of `ran`, per request.
         """
         count = len(totals)
         self.execution_count += count
         self.inference_count += rows * count
         self.last_inference_ns = max(now_ns, self.last_inference_ns or 0)
         self._add_batches(rows, count, input_ns * count, infer_ns * count, output_ns * count)
-        self.success_count += count
-        self.success_ns += sum(totals)
-        self.queue_ns += queue_ns * count
-        self.compute_input_ns += input_ns * count
-        self.compute_infer_ns += infer_ns * count
-        self.compute_output_ns += output_ns * count
+        took = queue_ns * count, input_ns * count, infer_ns * count, output_ns * count
+        self._add_requests(count, sum(totals), *took)
         self.queue_duration.observe(queue_ns, count)
         self.compute_duration.observe(input_ns + infer_ns + output_ns, count)
         self._totals += totals
@@ -139,7 +187,7 @@ class Statistics:
             self.add_up()
 
     def add_up(self) -> None:
-        """Count what was noted. Called on the loop's thread before anything is read."""
+        """Add up the records. Called on the event loop's thread before any reading."""
         if self._totals:
             totals = np.array(self._totals)
             self.request_duration.observe_all(totals, np.ones_like(totals))
@@ -149,7 +197,7 @@ class Statistics:
         noted = np.fromiter(chain.from_iterable(self._noted), np.int64, len(self._noted) * _FIGURES)
         self._noted.clear()
         rows, counts, totals, queues, inputs, infers, outputs, moments = noted.reshape(-1, _FIGURES).T
-        # Others were counted at once, and what is noted need not be in order.
+        # Other requests were counted directly, and the records need not be in order.
         self.last_inference_ns = max(int(moments.max()), self.last_inference_ns or 0)
         self.execution_count += len(rows)
         self.inference_count += int(rows.sum())
@@ -157,25 +205,21 @@ class Statistics:
             which = rows == size
             took = [int(one.sum(where=which)) for one in (inputs, infers, outputs)]
             self._add_batches(size, int(which.sum()), *took)
-        self.success_count += int(counts.sum())
-        self.success_ns += int(totals @ counts)
-        self.queue_ns += int(queues @ counts)
-        self.compute_input_ns += int(inputs @ counts)
-        self.compute_infer_ns += int(infers @ counts)
-        self.compute_output_ns += int(outputs @ counts)
+        sums = (int(one @ counts) for one in (totals, queues, inputs, infers, outputs))
+        self._add_requests(int(counts.sum()), *sums)
         self.request_duration.observe_all(totals, counts)
         self.queue_duration.observe_all(queues, counts)
         self.compute_duration.observe_all(inputs + infers + outputs, counts)
 
     def executed(self, rows: int, input_ns: int, infer_ns: int, output_ns: int, now_ns: int) -> None:
-        """One batch of `rows` rows ran, whatever came of its requests."""
+        """Count one batch of `rows` rows, regardless of the outcome of its requests."""
         self.execution_count += 1
         self.inference_count += rows
         self.last_inference_ns = now_ns
         self._add_batches(rows, 1, input_ns, infer_ns, output_ns)
 
     def succeeded(self, queued: Sequence[int], started_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """Requests that were queued at these moments ran in one batch, which began at `started_ns` and took so long."""
+        """Count requests, queued at these times, that ran in one batch with the given start and durations."""
         count = len(queued)
         compute_ns = input_ns + infer_ns + output_ns
         queue_ns = count * started_ns - sum(queued)
@@ -183,12 +227,19 @@ class Statistics:
             self.queue_duration.observe(started_ns - moment)
             self.request_duration.observe(started_ns - moment + compute_ns)
         self.compute_duration.observe(compute_ns, count)
+        took = queue_ns, count * input_ns, count * infer_ns, count * output_ns
+        self._add_requests(count, queue_ns + count * compute_ns, *took)
+
+    def _add_requests(
+        self, count: int, total_ns: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int
+    ) -> None:
+        """Add successful requests, with the sums of their durations."""
         self.success_count += count
-        self.success_ns += queue_ns + count * compute_ns
+        self.success_ns += total_ns
         self.queue_ns += queue_ns
-        self.compute_input_ns += count * input_ns
-        self.compute_infer_ns += count * infer_ns
-        self.compute_output_ns += count * output_ns
+        self.compute_input_ns += input_ns
+        self.compute_infer_ns += infer_ns
+        self.compute_output_ns += output_ns
 
     def _add_batches(self, rows: int, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         size = self.batches.get(rows)
@@ -200,7 +251,7 @@ class Statistics:
         size.compute_output_ns += output_ns
 
     def first_answered(self, ns: int) -> None:
-        """One request that may be answered many times has its first response, so long after it came."""
+        """Count the first response of a decoupled request, `ns` after its arrival."""
         if self.first_response is None:
             self.first_response = Histogram(DURATION_EDGES_NS), [0]
         histogram, total = self.first_response
@@ -208,15 +259,15 @@ class Statistics:
         total[0] += ns
 
     def until_first_response(self) -> tuple[Histogram, int]:
-        """The requests that were answered by how long that took, and all of it in nanoseconds."""
+        """The histogram of times to the first response, and their sum in nanoseconds."""
         if self.first_response is None:
             return self.request_duration, self.success_ns
         histogram, (total_ns,) = self.first_response
         return histogram, total_ns
 
     def hit(self, total_ns: int, cache_ns: int) -> None:
-        """One request was answered with an answer that was there; nothing was executed for it. `cache_ns` of the total
-        went into looking it up, or waiting for it.
+        """Count one request answered from the cache without an execution. `cache_ns` of the total went into the lookup,
+        or into waiting for an identical request.
         """
         self.success_count += 1
         self.success_ns += total_ns
@@ -227,35 +278,35 @@ class Statistics:
         self.cache_hit_ns += cache_ns
 
     def missed(self, cache_ns: int) -> None:
-        """One request was executed whose answer was not there; looking it up and keeping it took so long."""
+        """Count one executed request that was not in the cache; lookup and insertion took `cache_ns`."""
         self.cache_misses += 1
         self.cache_miss_ns += cache_ns
 
     def failed(self, count: int, total_ns: int, reason: str) -> None:
-        """`count` requests failed, for one of REASONS, after `total_ns` all together."""
+        """Count `count` failed requests, for one of REASONS, after `total_ns` in total."""
         self.failures[reason] += count
         self.fail_ns += total_ns
 
-    def told(self, error: str, now_ms: int) -> None:
-        """A request failed with this text."""
+    def note_error(self, error: str, now_ms: int) -> None:
+        """Record the text of a request's error."""
         self.last_error = error[:ERROR_CHARS]
         self.last_error_ms = now_ms
 
     def batch_rows(self) -> Histogram:
         """Executions by their rows."""
         histogram = Histogram(ROW_EDGES)
-        for rows, size in [*self.batches.items()]:  # the loop may go on counting while another thread reads
+        for rows, size in [*self.batches.items()]:  # the event loop may count while another thread reads
             histogram.observe(rows, size.count)
         return histogram
 
     def as_json(self, epoch_ns: int) -> dict[str, Any]:
-        """One row of `model_stats`. `flowserve` is ours; clients written for Triton read past it. `epoch_ns` is what
-        the server's clock is behind the time since the epoch.
+        """One row of `model_stats`. The key `flowserve` is an extension that Triton's clients ignore. `epoch_ns` is the
+        time since the epoch minus the server's clock.
         """
         self.add_up()
         last_ns = self.last_inference_ns
         done = self.success_count
-        computed = done - self.cache_hits  # nothing was computed for the others
+        computed = done - self.cache_hits  # cache hits have no computation
         return {
             "name": self.name,
             "version": str(self.version),
@@ -283,15 +334,12 @@ class Statistics:
                 for rows, size in sorted(self.batches.items())
             ],
             "memory_usage": [],
-            "flowserve": {
-                "failures": dict(self.failures),
-                "nodes": [node.as_json() for node in self.nodes],
-            },
+            "flowserve": {"failures": dict(self.failures), "nodes": [node.as_json() for node in self.nodes]},
         }
 
 
 def rows_as_json(statistics: Sequence[Statistics], epoch_ns: int) -> list[dict[str, Any]]:
-    """Rows sorted by name and version, as the endpoint answers them. `epoch_ns` is as in `Statistics.as_json`."""
+    """Rows sorted by name and version, as the endpoint returns them. `epoch_ns` is as in `Statistics.as_json`."""
     return [one.as_json(epoch_ns) for one in sorted(statistics, key=lambda one: (one.name, one.version))]
 
 

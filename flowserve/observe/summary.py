@@ -1,9 +1,9 @@
-"""Quantiles of durations over the last minute, for whoever asks for them: Prometheus summaries.
+"""Quantiles of durations over the last minute, for Prometheus summaries.
 
-Decided here: how near a quantile is, and what "the last minute" means. Values are counted by size in steps of two
-percent, so a quantile is within one percent of a value that was observed, whichever quantile it is, and a minute of any
-traffic is a few hundred counts. The minute has parts, and the oldest is forgotten whole. Time comes in as nanoseconds.
-Written from one thread; another may read.
+Decides the accuracy of a quantile, and the window. Values are counted in logarithmic steps of two percent, so every
+quantile is within one percent of an observed value, and a minute of any traffic needs a few hundred counts. The window
+has parts, and the oldest is dropped as a whole. Times come in as nanoseconds. Written from one thread; another may
+read. Callers: `runtime`, `deployment_metrics`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ WINDOW_NS: Final = 60_000_000_000
 PARTS: Final = 5
 _PART_NS: Final = WINDOW_NS // PARTS
 _STEP: Final = math.log(1.02)
-_NONE: Final = -1  # where 0 is counted
+_NONE: Final = -1  # the step of the value 0
 
 
-class Window:
-    """Durations of the last minute, by size."""
+class SlidingWindow:
+    """Durations of the last minute, counted by size."""
 
     __slots__ = ("_end_ns", "_parts")
 
     def __init__(self) -> None:
-        self._parts: list[dict[int, int]] = [{}]  # the newest last
-        self._end_ns = 0  # when the newest is full
+        self._parts: list[dict[int, int]] = [{}]  # newest last
+        self._end_ns = 0  # the end of the newest part
 
     def observe(self, value_ns: int, now_ns: int, count: int = 1) -> None:
-        """`count` observations of one value, now. Or a while ago: they count among those that were made then."""
+        """Count `count` observations of one value at `now_ns`, which may be in an earlier part."""
         if now_ns >= self._end_ns:
             self._turn(now_ns)
         part = self._parts[-1] if self._end_ns - now_ns <= _PART_NS else self._elder(now_ns)
@@ -41,16 +41,16 @@ class Window:
         part[place] = part.get(place, 0) + count
 
     def quantiles(self, wanted: Sequence[float], now_ns: int) -> list[float]:
-        """The values, in nanoseconds, that such shares of the observations are at most; nan where there are none."""
+        """The quantiles in nanoseconds; nan without observations."""
         counts: dict[int, int] = {}
-        late = max(now_ns - self._end_ns, -_PART_NS) // _PART_NS + 1  # parts that would have begun since
+        late = max(now_ns - self._end_ns, -_PART_NS) // _PART_NS + 1  # parts that have elapsed since
         for part in self._parts[max(len(self._parts) + late - PARTS, 0) :]:
             for place, count in [*part.items()]:
                 counts[place] = counts.get(place, 0) + count
         return [_quantile(sorted(counts.items()), share) for share in wanted]
 
     def _elder(self, then_ns: int) -> dict[int, int]:
-        """The part of a moment before the newest one began; nobody's where that is forgotten."""
+        """The part of a time before the newest one; an unused dict if that part was dropped."""
         newer = (self._end_ns - 1 - then_ns) // _PART_NS  # parts
         if newer >= PARTS:
             return {}
@@ -77,44 +77,27 @@ def _quantile(counts: Sequence[tuple[int, int]], share: float) -> float:
 
 @dataclass(slots=True)
 class SummarisedStatistics(Statistics):
-    """Statistics whose durations are summarised as well. `clock`: the server's, in nanoseconds."""
+    """Statistics that also keep quantiles of durations. `clock`: the server's, in nanoseconds."""
 
     clock: Callable[[], int] = field(kw_only=True)
-    request_window: Window = field(default_factory=Window)
-    queue_window: Window = field(default_factory=Window)
-    input_window: Window = field(default_factory=Window)
-    infer_window: Window = field(default_factory=Window)
-    output_window: Window = field(default_factory=Window)
-    hit_window: Window = field(default_factory=Window)
-    miss_window: Window = field(default_factory=Window)
+    request_window: SlidingWindow = field(default_factory=SlidingWindow)
+    queue_window: SlidingWindow = field(default_factory=SlidingWindow)
+    input_window: SlidingWindow = field(default_factory=SlidingWindow)
+    infer_window: SlidingWindow = field(default_factory=SlidingWindow)
+    output_window: SlidingWindow = field(default_factory=SlidingWindow)
+    hit_window: SlidingWindow = field(default_factory=SlidingWindow)
+    miss_window: SlidingWindow = field(default_factory=SlidingWindow)
 
-    def ran(
-        self,
-        rows: int,
-        count: int,
-        total_ns: int,
-        queue_ns: int,
-        input_ns: int,
-        infer_ns: int,
-        output_ns: int,
-        now_ns: int,
-    ) -> None:
-        Statistics.ran(self, rows, count, total_ns, queue_ns, input_ns, infer_ns, output_ns, now_ns)
+    def ran(self, *figures: int) -> None:
+        Statistics.ran(self, *figures)
+        _, count, total_ns, queue_ns, input_ns, infer_ns, output_ns, now_ns = figures
         self.request_window.observe(total_ns, now_ns, count)
         self.queue_window.observe(queue_ns, now_ns, count)
         self._computed(now_ns, count, input_ns, infer_ns, output_ns)
 
-    def ran_apart(
-        self,
-        rows: int,
-        totals: Sequence[int],
-        queue_ns: int,
-        input_ns: int,
-        infer_ns: int,
-        output_ns: int,
-        now_ns: int,
-    ) -> None:
-        Statistics.ran_apart(self, rows, totals, queue_ns, input_ns, infer_ns, output_ns, now_ns)
+    def ran_apart(self, rows: int, totals: Sequence[int], *figures: int) -> None:
+        Statistics.ran_apart(self, rows, totals, *figures)
+        queue_ns, input_ns, infer_ns, output_ns, now_ns = figures
         for total_ns in totals:
             self.request_window.observe(total_ns, now_ns)
         self.queue_window.observe(queue_ns, now_ns, len(totals))
@@ -146,5 +129,5 @@ class SummarisedStatistics(Statistics):
 
 
 def summarising(clock: Callable[[], int]) -> Callable[[str, int], Statistics]:
-    """What makes such statistics in place of `Statistics`."""
+    """A factory of such statistics, in place of `Statistics`."""
     return partial(SummarisedStatistics, clock=clock)

@@ -1,9 +1,9 @@
-"""Requests and batches over a stretch of time, as Chrome's trace events: what Perfetto draws.
+"""Requests and batches over a period, as Chrome trace events for Perfetto.
 
-Decided here: what is drawn where. Each request is a slice with its steps, their waits and batches inside, on lanes that
-requests share one after the other; each model has a lane for every instance, with the batches it ran. Arrows lead from
-a step's wait into the batch that it became part of, and from there to what came next, so that one sees requests merge
-and part again. Times are microseconds from the beginning of the stretch.
+Decides the drawing. Each request is a slice that contains its steps, their waits and batches, on lanes that requests
+share one after the other; each model has a lane per instance, with its batches. Arrows lead from a step's wait to its
+batch, and from there to the next step, so that merging and separating requests are visible. Times are microseconds from
+the start of the period. Caller: `http`.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from typing import Any, Final
 
 import orjson
 
-from flowserve.observe.trace import Execution, Step, Trace
+from flowserve.observe.trace import Execution, Trace, TracedStep
 from flowserve.observe.waits import Wait
 
-Json = dict[str, Any]
-_REQUESTS: Final = 1  # the process of all requests; models follow
+_Json = dict[str, Any]
+_REQUESTS: Final = 1  # the process id of all requests; models follow
 
 
 def timeline(traces: Sequence[Trace], origin_ns: int, unfinished: int = 0) -> bytes:
-    """The document, as JSON. `unfinished`: so many requests are left out because they were not over."""
+    """The JSON document. `unfinished`: the number of requests omitted because they had not finished."""
     drawing = _Drawing(origin_ns)
     for trace in sorted(traces, key=lambda one: one.arrived_ns):
         drawing.request(trace)
     events = [*drawing.names(), *drawing.events]
-    told = {"requests": len(traces), "unfinished": unfinished}
-    return orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": told})
+    counts = {"requests": len(traces), "unfinished": unfinished}
+    return orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": counts})
 
 
 class _Drawing:
     def __init__(self, origin_ns: int) -> None:
-        self.events: list[Json] = []
+        self.events: list[_Json] = []
         self._origin_ns = origin_ns
-        self._free_ns: list[int] = []  # from when on each lane of requests is free
+        self._free_ns: list[int] = []  # when each lane of requests becomes free
         self._models: dict[str, int] = {}
         self._instances: dict[tuple[int, str], int] = {}
-        self._drawn: set[int] = set()  # executions
+        self._drawn: set[int] = set()  # numbers of drawn executions
         self._arrows = 0
 
     def request(self, trace: Trace, caller: Execution | None = None) -> None:
-        """One request, and those that its models made."""
+        """Draw one request, and the BLS calls of its models."""
         rows = _rows(trace.steps)
         lanes = self._lanes(trace, max(rows, default=0) + 1)
         facts = {"id": trace.request_id, "number": trace.number, "rows": trace.rows, "error": trace.error}
@@ -56,8 +56,8 @@ class _Drawing:
             for call in execution.calls:
                 self.request(call, execution)
 
-    def names(self) -> Iterator[Json]:
-        """What processes and lanes are called."""
+    def names(self) -> Iterator[_Json]:
+        """The names of processes and lanes."""
         yield _name("process_name", _REQUESTS, 0, "requests")
         for lane in range(len(self._free_ns)):
             yield _name("thread_name", _REQUESTS, lane + 1, f"lane {lane + 1}")
@@ -66,7 +66,7 @@ class _Drawing:
         for (process, instance), lane in self._instances.items():
             yield _name("thread_name", process, lane, instance)
 
-    def _step(self, step: Step, lane: int) -> None:
+    def _step(self, step: TracedStep, lane: int) -> None:
         ran = step.execution
         ended = max(step.ended_ns, ran.ended_ns)
         facts = {"model": str(step.node.model), "rows": step.rows, "error": step.error}
@@ -91,12 +91,12 @@ class _Drawing:
             self._slice(*place, name, begun, ended, {})
 
     def _place(self, ran: Execution) -> tuple[int, int]:
-        """The lane of its instance."""
+        """The process and lane of its instance."""
         process = self._models.setdefault(str(ran.model), _REQUESTS + 1 + len(self._models))
         return process, self._instances.setdefault((process, ran.instance), len(self._instances) + 1)
 
     def _lanes(self, trace: Trace, count: int) -> list[int]:
-        """Lanes for a request, its first one for itself."""
+        """Lanes for a request; the first is for the request itself."""
         lanes = [lane for lane, free in enumerate(self._free_ns) if free <= trace.arrived_ns][:count]
         while len(lanes) < count:
             lanes.append(len(self._free_ns))
@@ -109,13 +109,13 @@ class _Drawing:
         for wait in waits:
             self._slice(_REQUESTS, lane, wait.reason, wait.from_ns, wait.to_ns, {})
 
-    def _slice(self, process: int, lane: int, name: str, begun_ns: int, ended_ns: int, facts: Json) -> None:
+    def _slice(self, process: int, lane: int, name: str, begun_ns: int, ended_ns: int, facts: _Json) -> None:
         event = {"ph": "X", "pid": process, "tid": lane, "name": name, "ts": self._us(begun_ns)}
         event["dur"] = max(ended_ns - begun_ns, 0) / 1000
         self.events.append({**event, "args": {key: fact for key, fact in facts.items() if fact not in ("", None)}})
 
     def _arrow(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """From slice to slice, each the one that is at that moment in that place."""
+        """An arrow through slices, each identified by process, lane and time."""
         self._arrows += 1
         last = len(places) - 1
         for i, (process, lane, ns) in enumerate(places):
@@ -127,8 +127,8 @@ class _Drawing:
         return (ns - self._origin_ns) / 1000
 
 
-def _rows(steps: Sequence[Step]) -> list[int]:
-    """For each step the first row on which nothing else of its request is drawn then."""
+def _rows(steps: Sequence[TracedStep]) -> list[int]:
+    """For each step the first row that is free in its interval."""
     free: list[int] = []
     rows = []
     for step in steps:
@@ -142,9 +142,9 @@ def _rows(steps: Sequence[Step]) -> list[int]:
     return rows
 
 
-def _of(ran: Execution) -> Json:
+def _of(ran: Execution) -> _Json:
     return {"rows": ran.rows, "requests": ran.requests, "instance": ran.instance, "error": ran.error}
 
 
-def _name(kind: str, process: int, lane: int, name: str) -> Json:
+def _name(kind: str, process: int, lane: int, name: str) -> _Json:
     return {"ph": "M", "name": kind, "pid": process, "tid": lane, "args": {"name": name}}

@@ -1,30 +1,33 @@
-"""What became of one request, step by step: the record that every kind of trace is written from.
+"""The trace of one request, from which every trace format is written; and the trace context of the W3C.
 
-Decided here: what a trace holds. A request has steps; a step became ready, was queued, waited, and ran in an execution
-that it may share with steps of other requests. Moments are nanoseconds of the server's clock, 0 for what has not come.
-Who is traced, when these are filled in, and where traces go is decided elsewhere.
+Decides the contents of a trace. A request has steps; a step became ready, was queued, waited, and ran in an execution
+that it may share with steps of other requests. Times are nanoseconds of the server's clock, 0 if not reached. Also
+decides which `traceparent` headers are valid; an invalid one counts as absent, as the recommendation requires. Does not
+select or fill traces (`runtime/tracing`) or write them (`trace_file`, `otel`, `timeline`, `server_timing`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from random import getrandbits
 from typing import Final
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.observe.waits import ORDER, Wait, add
 from flowserve.values import Array
 
-# Triton's words for where a tensor was seen: entering the queue of a model, leaving a model.
+# Triton's names of the points at which tensors are recorded: entering a model's queue, leaving a model.
 QUEUE_INPUT: Final = "TENSOR_QUEUE_INPUT"
 BACKEND_OUTPUT: Final = "TENSOR_BACKEND_OUTPUT"
 
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """One batch that ran: `requests` steps with `rows` rows in all on one instance. `members` are the numbers of those
-    of its requests that are traced. `taken_ns`: it left the queue; `started_ns`, `gathered_ns`, `computed_ns`: the
-    instance began, had its inputs in place, had computed. `calls`: what the model asked of other models meanwhile.
+    """One executed batch: `requests` steps with `rows` rows in total on one instance. `members` are the numbers of its
+    traced requests. `taken_ns`: it left the queue; `started_ns`, `gathered_ns`, `computed_ns`: the instance started,
+    had its inputs assembled, had computed. `calls`: the model's BLS calls.
     """
 
     number: int
@@ -42,17 +45,24 @@ class Execution:
     calls: list[Trace] = field(default_factory=list)
 
     def ran(self, started_ns: int, gathered_ns: int, computed_ns: int, ended_ns: int) -> None:
-        """Put down the moments, each no earlier than the one before: some come from other processes, or not at all."""
+        """Set the times, each no earlier than the one before: some come from other processes, or are missing."""
         self.started_ns = max(started_ns, self.taken_ns)
         self.gathered_ns = max(gathered_ns, self.started_ns)
         self.computed_ns = max(computed_ns, self.gathered_ns)
         self.ended_ns = max(ended_ns, self.computed_ns)
 
+    def stamps(self) -> list[tuple[str, int]]:
+        """The times by Triton's names; none if it has not ended."""
+        if not self.ended_ns:
+            return []
+        begin = [("COMPUTE_START", self.started_ns), ("COMPUTE_INPUT_END", self.gathered_ns)]
+        return [*begin, ("COMPUTE_OUTPUT_START", self.computed_ns), ("COMPUTE_END", self.ended_ns)]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSeen:
-    """A tensor as it passed, where tensors are traced. `activity` is Triton's word for where that was. `array` is a
-    copy, None where it is too large, or lies where nobody looks at it.
+    """A recorded tensor, at level TENSORS. `activity` is Triton's name of the point. `array` is a copy, None if it is
+    too large or not in host memory.
     """
 
     activity: str
@@ -63,12 +73,11 @@ class TensorSeen:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
-    """One attempt at a node: a step whose batch failed and is tried again in halves has another. `ready_ns`:
-    everything it reads was there. `waits` reach from there to when its instance began, as far as that is known.
-    `answers`: how often it answered, where its model may do so many times; `pauses`: when it stood in its send because
-    there was no room for another one, or had its answer held back. `span_id` is that of its computation, where its
-    model was told; else 0.
+class TracedStep:
+    """One attempt to run a node: a step whose batch failed and is retried in halves has another. `ready_ns`: all its
+    inputs were present. `waits` cover the time from then until its instance started, as far as known. `answers`: the
+    number of responses of a decoupled model; `pauses`: when it was blocked in send() for lack of room, or its response
+    was held back. `span_id` is the id of its computation's span if it was passed to the model, else 0.
     """
 
     node: Node
@@ -85,16 +94,15 @@ class Step:
     span_id: int = 0
 
     def held_back(self, until_ns: int) -> None:
-        """Its answer was there, and waited for those before it."""
+        """Record that its response waited for earlier ones."""
         add(self.pauses, ORDER, self.ended_ns, until_ns)
 
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """One request. `waits` are those before its first step; `marks` are moments of the front end that took it, by
-    Triton's names; `parent` is the context it came with (a `traceparent`), "" for none. `is_cached`: its answer was
-    remembered. `omitted`: so many steps more ran than are told. `trace_id` is that of its spans, where models may add
-    theirs; else 0.
+    """One request. `waits` are those before its first step; `marks` are times of its front end, by Triton's names;
+    `parent` is its `traceparent`, "" for none. `is_cached`: its response came from the cache. `omitted`: the number of
+    steps that ran but are not recorded. `trace_id` is the id of its spans, if models may add theirs; else 0.
     """
 
     number: int
@@ -109,15 +117,55 @@ class Trace:
     is_cached: bool = False
     omitted: int = 0
     waits: list[Wait] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TracedStep] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)
     tensors: list[TensorSeen] = field(default_factory=list)
 
     def executions(self) -> Sequence[Execution]:
-        """Each once, in the order in which they left their queues."""
+        """Each execution once, in the order in which they left their queues."""
         return [*dict.fromkeys(step.execution for step in self.steps)]
 
     def calls(self) -> Iterator[Trace]:
-        """What its models asked of others."""
+        """The BLS calls of its models."""
         for execution in self.executions():
             yield from execution.calls
+
+
+def by_ensemble(steps: Sequence[TracedStep], depth: int = 0) -> Iterator[tuple[str, list[TracedStep]]]:
+    """The steps of one ensemble, each as ("", [step]), and its nested ensembles, each as its name and its steps, in
+    order of the first step. `depth`: how deep the ensemble itself is nested.
+    """
+    groups: dict[object, tuple[str, list[TracedStep]]] = {}
+    for step in steps:
+        path = step.node.name.split("/")
+        name = "/".join(path[: depth + 1]) if len(path) > depth + 1 else ""
+        groups.setdefault(name or step, (name, []))[1].append(step)
+    yield from groups.values()
+
+
+_FORM: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+
+
+def is_sampled(traceparent: str) -> bool | None:
+    """Whether the caller records its trace; None for an invalid context."""
+    found = _FORM.fullmatch(traceparent)
+    if found is None:
+        return None
+    version, trace, span, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
+        return None
+    return bool(int(flags, 16) & 1)
+
+
+def trace_id_for(parent: str) -> int:
+    """The id of a trace that begins below `parent`, a context or ""."""
+    return int(parent[3:35], 16) if parent else getrandbits(128) or 1
+
+
+def new_span_id() -> int:
+    return getrandbits(64) or 1
+
+
+def traceparent_of(trace_id: int, span_id: int) -> str:
+    """The context of a recorded span."""
+    return f"00-{trace_id:032x}-{span_id:016x}-01"

@@ -1,37 +1,43 @@
-"""Triton's trace file: where traces are kept until they are written, and into which file.
+"""Triton's JSON trace file: its contents, and when and where they are written.
 
-Decided here: everything is turned into text and written on a thread of its own, so that neither the event loop nor a
-request waits for a disk; what cannot be written is said once in the log and given up. With `log_frequency` N, every N
-traces go into a file with a number at its end (`trace.json.0`, `trace.json.1`), and so do those of a `trace_count` that
-is used up; all others into the file itself, which is whole JSON after each trace. What was there before is replaced.
+Decides the timestamps and their meaning, how a request's steps become traces with the ensemble's as parent, and the
+additional data under the key `flowserve`, which readers written for Triton ignore. Numbers of traces increase from
+parents to children, on which such readers rely.
+
+Also decides: traces are encoded and written on a separate thread, so that neither the event loop nor a request waits
+for a disk; a failure to write is logged once, and the traces are dropped. With `log_frequency` N, every N traces go
+into a file with a number suffix (`trace.json.0`, `trace.json.1`), as do those of an exhausted `trace_count`; all others
+go into the file itself, which is complete JSON after each trace. Existing contents are replaced. Caller:
+`runtime/tracing`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
 from flowserve.errors import Invalid
-from flowserve.observe.trace import Trace
-from flowserve.observe.trace_json import as_objects
-from flowserve.observe.trace_settings import Setting
+from flowserve.observe.trace import TensorSeen, Trace, TracedStep, by_ensemble
+from flowserve.observe.trace_settings import TraceSampler
+from flowserve.observe.waits import Wait
 from flowserve.observe.writer import Writer
+from flowserve.values import Array
 
-KEPT_BYTES_MAX: Final = 64 << 20  # of text that waits for its file; what is more goes into the file without a number
+KEPT_BYTES_MAX: Final = 64 << 20  # text kept for a numbered file; beyond that it goes into the file without a number
 
-_TOGETHER: Final = 256  # traces at most are written in one go
+_TOGETHER: Final = 256  # maximum number of traces per write
 
 log = logging.getLogger("flowserve.observe")
 
 
 class _Kept:
-    """Texts that wait for their file."""
+    """Texts kept for a numbered file."""
 
     __slots__ = ("nbytes", "texts")
 
@@ -45,20 +51,20 @@ class _Kept:
 
 
 class TraceFile:
-    """The files of one path. Its methods return at once, but for `close`."""
+    """The files of one path. All methods except `close` return at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._numbers = count(1)
         self._indices = count()
-        self._kept: dict[Setting, _Kept] = {}
-        self._end: int | None = None  # where the file's last bracket is, once it is begun
-        self._due: list[bytes] = []  # for the file itself, while more comes
+        self._kept: dict[TraceSampler, _Kept] = {}
+        self._end: int | None = None  # the offset of the file's last bracket, once it exists
+        self._due: list[bytes] = []  # texts for the file itself, written together
         self._complaint = ""
         self._writer = Writer("flowserve trace file", self._complain)
 
     def check(self) -> None:
-        """Raises `Invalid` where nothing could be written."""
+        """Raises `Invalid` if the file cannot be written."""
         folder = self._path.parent
         if self._path.is_dir():
             raise Invalid(f"trace file '{self._path}' cannot be written: it is a folder")
@@ -67,22 +73,22 @@ class TraceFile:
         if not os.access(self._path if self._path.exists() else folder, os.W_OK):
             raise Invalid(f"trace file '{self._path}' cannot be written: permission denied")
 
-    def put(self, setting: Setting, trace: Trace) -> None:
-        """A request that this setting chose is over."""
+    def put(self, setting: TraceSampler, trace: Trace) -> None:
+        """Write the trace of a finished request that this setting selected."""
         self._writer.offer(lambda: self._add(setting, trace))
 
-    def retire(self, setting: Setting) -> None:
-        """The setting is in force no more: what was kept for it is written."""
+    def retire(self, setting: TraceSampler) -> None:
+        """The setting was replaced: write the traces kept for it."""
         if self._writer.is_begun:
             self._writer.do(lambda: self._flush(setting))
 
     def close(self) -> None:
-        """Write everything. Blocks."""
+        """Write all remaining traces. Blocks."""
         if self._writer.is_begun:
             self._writer.do(self._flush_all)
             self._writer.close()
 
-    # ------------------------------------------------------------------ on its thread
+    # ------------------------------------------------------------------ on the writer's thread
 
     def _complain(self, error: OSError) -> None:
         text = f"trace file '{self._path}' cannot be written: {error.strerror}"
@@ -90,8 +96,8 @@ class TraceFile:
             self._complaint = text
             log.error("%s; traces are lost until it can be", text)
 
-    def _add(self, setting: Setting, trace: Trace) -> None:
-        text = b",".join(orjson.dumps(one) for one in self._objects(trace))
+    def _add(self, setting: TraceSampler, trace: Trace) -> None:
+        text = b",".join(orjson.dumps(one) for one in as_objects(trace, self._numbers))
         choice = setting.choice
         setting.written += 1
         if not choice.log_frequency and choice.trace_count < 0:
@@ -110,9 +116,6 @@ class TraceFile:
             del self._kept[setting]
             self._append(kept.texts)
 
-    def _objects(self, trace: Trace) -> Iterator[object]:
-        return as_objects(trace, self._numbers)
-
     def _flush_all(self) -> None:
         due, self._due = self._due, []
         if due:
@@ -120,7 +123,7 @@ class TraceFile:
         for setting in [*self._kept]:
             self._flush(setting)
 
-    def _flush(self, setting: Setting) -> None:
+    def _flush(self, setting: TraceSampler) -> None:
         kept = self._kept.pop(setting, None)
         if kept is None:
             return
@@ -138,10 +141,131 @@ class TraceFile:
         with self._path.open("wb" if is_new else "rb+") as file:
             if not is_new:
                 assert self._end is not None
-                file.truncate(self._end)  # what a disk that was full took of something does not stay
+                file.truncate(self._end)  # remove a partial write, for example of a full disk
                 file.seek(self._end)
             file.write(b"[" if is_new else b",")
             file.write(b",".join(texts))
             end = file.tell()
             file.write(b"]")
         self._end = end
+
+
+_Json = dict[str, Any]
+_NO_VERSION: Final = -1  # for a nested ensemble, whose version is not in the graph
+
+
+def as_objects(trace: Trace, numbers: Iterator[int], parent: int = 0) -> Iterator[_Json]:
+    """The objects of one request and all its steps and calls. `numbers` provides the trace numbers."""
+    number = next(numbers)
+    if trace.graph.is_ensemble:
+        yield _trace_head(number, trace.graph.name, trace.graph.version, trace.request_id, parent, _extension(trace))
+        yield from _stamps(number, [("REQUEST_START", trace.arrived_ns), ("QUEUE_START", trace.arrived_ns)])
+        yield from _tensors(number, trace.tensors)
+        yield from _steps(trace, trace.steps, 0, number, numbers)
+    else:
+        extension = _extension(trace) | (_of_step(trace.steps[-1]) if trace.steps else {})
+        yield _trace_head(number, trace.graph.name, trace.graph.version, trace.request_id, parent, extension)
+        yield from _stamps(number, [("REQUEST_START", trace.arrived_ns)])
+        yield from _tensors(number, trace.tensors)
+        if trace.steps:
+            yield from _computed(number, trace.steps[-1])
+    ended = [("INFER_RESPONSE_COMPLETE", trace.ended_ns), ("REQUEST_END", trace.ended_ns)]
+    yield from _stamps(number, [*ended, *trace.marks])
+    if not trace.graph.is_ensemble:
+        for call in trace.calls():
+            yield from as_objects(call, numbers, number)
+
+
+def _steps(
+    trace: Trace, steps: Sequence[TracedStep], depth: int, parent: int, numbers: Iterator[int]
+) -> Iterator[_Json]:
+    """The steps of one ensemble. The steps of a nested ensemble are children of a trace for that ensemble."""
+    for name, (step, *others) in by_ensemble(steps, depth):
+        if not name:
+            yield from _step(trace, step, parent, numbers)
+            continue
+        inside, number = [step, *others], next(numbers)
+        yield _trace_head(number, step.node.path[depth], _NO_VERSION, trace.request_id, parent, {"step": name})
+        begun = min(one.ready_ns for one in inside)
+        yield from _stamps(number, [("REQUEST_START", begun), ("QUEUE_START", begun)])
+        yield from _steps(trace, inside, depth + 1, number, numbers)
+        yield from _stamps(number, [("REQUEST_END", max(one.ended_ns for one in inside))])
+
+
+def _step(trace: Trace, step: TracedStep, parent: int, numbers: Iterator[int]) -> Iterator[_Json]:
+    number = next(numbers)
+    key = step.node.model
+    yield _trace_head(number, key.name, key.version, trace.request_id, parent, _of_step(step))
+    yield from _stamps(number, [("REQUEST_START", step.ready_ns)])
+    yield from _computed(number, step)
+    yield from _stamps(number, [("REQUEST_END", step.ended_ns)])
+    if step is next(one for one in trace.steps if one.execution is step.execution):
+        for call in step.execution.calls:
+            yield from as_objects(call, numbers, number)
+
+
+def _computed(number: int, step: TracedStep) -> Iterator[_Json]:
+    yield from _stamps(number, [("QUEUE_START", step.queued_ns), *step.execution.stamps()])
+    yield from _tensors(number, step.tensors)
+
+
+def _trace_head(number: int, model: str, version: int, request_id: str, parent: int, extension: _Json) -> _Json:
+    head: _Json = {"id": number, "model_name": model, "model_version": version}
+    if request_id:
+        head["request_id"] = request_id
+    if parent:
+        head["parent_id"] = parent
+    return {**head, "flowserve": extension} if extension else head
+
+
+def _stamps(number: int, stamps: Sequence[tuple[str, int]]) -> Iterator[_Json]:
+    yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in stamps]}
+
+
+def _extension(trace: Trace) -> _Json:
+    extension: _Json = {"waits": _waits(trace.waits)} if trace.waits else {}
+    if trace.error:
+        extension["error"] = trace.error
+    if trace.omitted:
+        extension["omitted"] = trace.omitted
+    return {**extension, "cached": True} if trace.is_cached else extension
+
+
+def _of_step(step: TracedStep) -> _Json:
+    ran = step.execution
+    extension: _Json = {
+        "step": step.node.name,
+        "waits": _waits(step.waits),
+        "batch": {"id": ran.number, "rows": ran.rows, "requests": ran.requests, "instance": ran.instance},
+        "rows": step.rows,
+    }
+    if step.answers:
+        extension["answers"] = step.answers
+    if step.pauses:
+        extension["pauses"] = _waits(step.pauses)
+    return {**extension, "error": step.error} if step.error else extension
+
+
+def _waits(waits: Sequence[Wait]) -> list[_Json]:
+    return [{"reason": wait.reason, "from_ns": wait.from_ns, "ns": wait.ns} for wait in waits]
+
+
+def _tensors(number: int, tensors: Sequence[TensorSeen]) -> Iterator[_Json]:
+    for one in tensors:
+        tensor = {
+            "name": one.name,
+            "data": "" if one.array is None else _data(one.array),
+            "shape": ",".join(map(str, one.shape)),
+            "dtype": one.dtype,
+        }
+        yield {"id": number, "activity": one.activity, "tensor": tensor}
+
+
+def _data(array: Array) -> str:
+    flat = array.ravel()
+    if array.dtype.hasobject:
+        shown = [one.decode("utf-8", "replace") if isinstance(one, bytes) else str(one) for one in flat.tolist()]
+        return ",".join(f'"{text}"' for text in shown)
+    if array.dtype.kind == "b":
+        return ",".join("1" if one else "0" for one in flat.tolist())
+    return ",".join(map(str, flat))  # numpy's format: the shortest exact text

@@ -1,9 +1,9 @@
-"""The settings of Triton's trace extension, and which requests they choose.
+"""Settings of Triton's trace extension, and the selection of requests to trace.
 
-Decided here: what each setting may be, how the settings of a model, of the server and of the command line follow each
-other, and which request is the next to be traced: of so many requests one (`trace_rate`), until so many were
-(`trace_count`). Over the wire nobody chooses a file, and nobody turns on what would have nowhere to go. Where traces
-are written is decided in trace_file.py and otel.py.
+Decides the valid values, the precedence of a model's settings over the server's over the command line's, and which
+request is traced next: one of every `trace_rate`, until `trace_count` were traced. Clients cannot choose a file, and
+cannot enable tracing without a destination. Does not write traces (`trace_file`, `otel`). Callers: `runtime/tracing`,
+`cli`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST: Final[Mapping[str, int]] = {"trace_rate": 2**32 - 1, "trace_count": 2**31
 
 @dataclass(frozen=True, slots=True)
 class TraceChoice:
-    """One state of the settings, in Triton's words. `trace_count` -1: any number."""
+    """One state of the settings, with Triton's names. `trace_count` -1: unlimited."""
 
     trace_file: str = ""
     trace_level: tuple[str, ...] = (OFF,)
@@ -46,7 +46,7 @@ class TraceChoice:
 
     @property
     def flaw(self) -> str:
-        """Why nothing could be traced with this, "" where it could or is off."""
+        """The reason why tracing is impossible with these settings, "" if it is possible or off."""
         if not self.is_on:
             return ""
         if self.trace_mode == TRITON and not self.trace_file:
@@ -58,9 +58,9 @@ class TraceChoice:
         return ""
 
 
-class Setting:
-    """The settings of one model, or of all that have none of their own, from one change to the next. `left`: how many
-    more are to be traced, -1 for any number; `begun` of them were, and `written` are over.
+class TraceSampler:
+    """Selects requests by one state of the settings, of one model or of all models without their own. `left`: the
+    number of requests still to be traced, -1 for unlimited; `begun` traces were started, and `written` have finished.
     """
 
     __slots__ = ("_seen", "begun", "choice", "left", "written")
@@ -74,11 +74,11 @@ class Setting:
 
     @property
     def is_tracing(self) -> bool:
-        """Whether it may choose any more requests."""
+        """Whether it may select further requests."""
         return self.choice.is_on and (self.left != 0 or self.choice.trace_mode == OPENTELEMETRY)
 
     def sample(self, *, has_context: bool = False) -> bool:
-        """Whether the next request is traced. `has_context`: its caller traces it, and decides."""
+        """Whether the next request is traced. `has_context`: its caller traces it, which decides in that mode."""
         if not self.choice.is_on:
             return False
         if not (has_context and self.choice.trace_mode == OPENTELEMETRY):
@@ -105,35 +105,35 @@ class Setting:
 
 
 class TraceSettings:
-    """The settings in force. `retired` is told of each that is replaced, `check` of each choice that is to be in force
-    and raises why it cannot be.
+    """The current settings. `retired` is called with each replaced sampler, `check` with each new choice; it raises if
+    the choice is impossible.
     """
 
     def __init__(
         self,
         default: TraceChoice | None = None,
         *,
-        retired: Callable[[Setting], None] = lambda _: None,
+        retired: Callable[[TraceSampler], None] = lambda _: None,
         check: Callable[[TraceChoice], None] = lambda _: None,
     ) -> None:
         self._default = default or TraceChoice()
         self._retired = retired
         self._check = check
-        self._own: dict[str, dict[str, Any]] = {"": {}}  # what was set, of each model and ("") of the server
-        self._settings: dict[str, Setting] = {"": Setting(self._default)}
+        self._own: dict[str, dict[str, Any]] = {"": {}}  # explicit settings of each model and ("") of the server
+        self._settings: dict[str, TraceSampler] = {"": TraceSampler(self._default)}
 
-    def of(self, model: str = "") -> Setting:
-        """The setting that counts for a model; "": for those without one of their own."""
+    def of(self, model: str = "") -> TraceSampler:
+        """The sampler of a model; "": the one for models without their own."""
         return self._settings.get(model) or self._settings[""]
 
     @property
     def is_tracing(self) -> bool:
-        """Whether any request may be traced because of these."""
+        """Whether any request may be traced."""
         return any(setting.is_tracing for setting in self._settings.values())
 
     def change(self, asked: Mapping[str, Any], model: str = "") -> None:
-        """Change what is asked for, all of it or nothing; null goes back to the server's setting, or for the server to
-        the command line's. Raises `Invalid` naming the setting, `Unsupported` for one that nobody may change.
+        """Change the given settings, all or none; null restores the server's setting, or for the server the command
+        line's. Raises `Invalid` naming the setting, `Unsupported` for one that clients cannot change.
         """
         wanted = {key: _checked(key, value) for key, value in asked.items()}
         mode = wanted.pop("trace_mode", None)
@@ -154,12 +154,12 @@ class TraceSettings:
         former, self._own = self._settings, own
         replaced = {model} if model else {*former, *choices}
         self._settings = {name: former[name] for name in former if name not in replaced}
-        self._settings |= {name: Setting(choices[name]) for name in choices if name in replaced}
+        self._settings |= {name: TraceSampler(choices[name]) for name in choices if name in replaced}
         for name in replaced & former.keys():
             self._retired(former[name])
 
     def _kept(self, name: str) -> dict[str, Any]:
-        """What was set before and stays; of a count, what is left of it."""
+        """The explicit settings that stay, with `trace_count` reduced to the remaining number."""
         own = self._own[name]
         return {**own, "trace_count": self._settings[name].left} if "trace_count" in own else own
 
@@ -172,7 +172,7 @@ _KEYS: Final = frozenset(field.name for field in fields(TraceChoice))
 
 
 def _checked(key: str, value: Any) -> Any:
-    """The setting's value, None for null. Raises what is wrong with it."""
+    """The setting's value, None for null. Raises Invalid or Unsupported."""
     if key not in _KEYS:
         raise Invalid(f"unknown trace setting '{key[:100]}'")
     if value is None:
@@ -191,7 +191,7 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def _levels(value: Any) -> tuple[str, ...]:
-    """In the order of LEVELS, each once."""
+    """The levels in the order of LEVELS, each once."""
     if not isinstance(value, list) or not value or any(not isinstance(one, str) or one not in LEVELS for one in value):
         raise Invalid(f"trace setting 'trace_level' is a list of {', '.join(LEVELS)}")
     if OFF in value and len(set(value)) > 1:

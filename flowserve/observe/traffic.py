@@ -1,20 +1,20 @@
-"""What each node and edge of a graph has carried: whether batches stayed together, and what was copied for it.
+"""Traffic counters of a graph's nodes and edges: rows per batch, bytes passed on and bytes copied.
 
-Decided here: what is counted for whom. A node counts the batches that its steps ran in and the rows those had, other
-graphs' rows included: batchers belong to models. An edge counts the bytes that went from its producer to its consumer,
-by what became of them:
+Decides what is counted. A node counts the batches that its steps ran in and their rows, including rows of other graphs,
+because batchers belong to models. An edge counts the bytes from its producer to its consumer:
 
-* handed on: the consumer read them where they lay.
-* copied: they were gathered into one piece first, because the batch's parts were no neighbours. Of these, `regathered`
-  had come out of one batch of the producer's: a gap that a failed member left, answers that were not laid side by side
-  when they were taken, a block that the consumer's process cannot see.
+* passed on ("handed on" in names of counters): the consumer read them in place.
+* copied: they were gathered into one array first, because the batch's parts were not neighbours. Of these,
+  `regathered` came from one batch of the producer: a gap left by a failed member, outputs that were not placed
+  contiguously, a block that the consumer's process cannot see.
 
-A node also counts, for each output, the bytes *placed*: a Python model's answers, one for each request, laid side by
-side once when they are taken. That is counted for the tensor and not for its edges, of which there may be several.
+A node also counts, for each output, the bytes *placed*: outputs of a Python model, one per request, that are written
+contiguously once on receipt. They are counted per tensor and not per edge, of which there may be several.
 
-A batch of which nothing was copied costs a few additions: what its edges carried follows from its rows. Written from
-the loop's thread only, and every figure only ever grows, also for a reader on another thread. Rows that are answered to
-a caller are sent from where they lie, so the edges that end in the answer have nothing to count and are left out.
+A batch without a copy costs a few additions: the traffic of its edges follows from its rows. Written only on the event
+loop's thread; every figure only grows, also for a reader on another thread. Output rows are sent to the caller from
+where they are, so edges to the graph's outputs have no counters. Callers: `runtime` (writes), `statistics`,
+`deployment_metrics`, `rates` (read).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.values import TensorSpec
 
-REQUEST = ""  # the producer of what came with the request
-_REFERENCE_BYTES = 8  # a BYTES element in host memory is a reference; what it refers to is never copied by a gather
+REQUEST = ""  # as a producer: the request itself
+_REFERENCE_BYTES = 8  # a BYTES element in host memory is a reference; gather never copies the bytes themselves
 
 
 class EdgeTraffic:
-    """One tensor on its way from `producer` to one consumer's `input` (an index into the model's inputs).
+    """One tensor from `producer` to one consumer's `input` (an index into the model's inputs).
 
-    `row_bytes` is what one row weighs, 0 where that differs from batch to batch. `is_joined`: the consumer waits for
-    other producers too. `handed_on` leaves out what follows from the node's `whole_rows`.
+    `row_bytes` is the size of one row, 0 if it differs between batches. `is_joined`: the consumer waits for other
+    producers too. `handed_on` excludes the bytes that follow from the node's `whole_rows`.
     """
 
     __slots__ = ("copied", "handed_on", "input", "is_joined", "producer", "regathered", "row_bytes", "tensor")
@@ -52,7 +52,7 @@ class EdgeTraffic:
         self.regathered = 0
 
     def carried(self, nbytes: int, copied: int, *, out_of_one: bool) -> None:
-        """A batch took `nbytes` over this edge, `copied` of them gathered; `out_of_one`: although out of one batch."""
+        """Count `nbytes` of a batch, `copied` of them gathered; `out_of_one`: they came from one batch."""
         self.handed_on += max(0, nbytes - copied)
         self.copied += copied
         if out_of_one:
@@ -60,10 +60,10 @@ class EdgeTraffic:
 
 
 class NodeTraffic:
-    """One node of one graph. `rows` are those of its batches, other nodes' among them; `whole_rows` those of batches
-    that were all its own and of which nothing was copied. `tensors[j]` names what the model's j-th output becomes, ""
-    where nobody reads it. `most_inflight`: the most steps that were under way at once, of a request or of all that
-    share a limit, where there is one.
+    """One node of one graph. `rows` are the rows of its batches, including those of other nodes; `whole_rows` those of
+    batches that belonged to it alone and needed no copy. `tensors[j]` is the tensor name of the model's j-th output, ""
+    without a reader. `most_inflight`: the maximum number of concurrent steps, per request or over all that share a
+    limit, if there is a limit.
     """
 
     __slots__ = ("batches", "edges", "is_fixed", "most_inflight", "name", "placed", "rows", "tensors", "whole_rows")
@@ -78,11 +78,11 @@ class NodeTraffic:
         made = {edge.output: edge.tensor for edge in graph.edges if edge.producer == node.index}
         self.tensors = tuple(made.get(j, "") for j in range(len(node.outputs)))
         self.placed = [0] * len(node.outputs)
-        # Whether its rows alone tell what every edge carried.
+        # Whether the traffic of every edge follows from the rows alone.
         self.is_fixed = all(edge.row_bytes for edge in self.edges)
 
     def ran(self, rows: int, placed: Sequence[int]) -> None:
-        """A batch of `rows` rows ran, and `placed[j]` bytes of its j-th output were laid side by side."""
+        """Count a batch of `rows` rows; `placed[j]` bytes of its j-th output were placed contiguously."""
         self.batches += 1
         self.rows += rows
         if placed:
@@ -92,9 +92,9 @@ class NodeTraffic:
     def took_in(
         self, rows: int, sizes: Sequence[int] | None, copied: Sequence[int], *, out_of_one: bool = False
     ) -> None:
-        """A batch that was all its own, of one request or out of one batch, brought so many `rows`, of which so many
-        bytes of each input were `copied`. `sizes`: the bytes of each input; None where its rows tell (`is_fixed`).
-        `out_of_one`: it came out of one batch.
+        """Count the inputs of a batch that belonged to this node alone, from one request or one batch: its `rows`, and
+        the bytes of each input that were `copied`. `sizes`: the bytes of each input; None if they follow from the rows
+        (`is_fixed`). `out_of_one`: it came from one batch.
         """
         if self.is_fixed and not any(copied):
             self.whole_rows += rows
@@ -104,7 +104,7 @@ class NodeTraffic:
             edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=out_of_one)
 
     def handed_on(self, edge: EdgeTraffic) -> int:
-        """Bytes that went over one of this node's edges as they lay."""
+        """Bytes passed on over one of this node's edges without a copy."""
         return edge.handed_on + self.whole_rows * edge.row_bytes
 
     def as_json(self) -> dict[str, Any]:
@@ -131,17 +131,17 @@ class NodeTraffic:
 
 
 def node_traffics(graph: Graph) -> tuple[NodeTraffic, ...]:
-    """What to count for a graph, by node index."""
+    """The counters of a graph, by node index."""
     return tuple(NodeTraffic(graph, node) for node in graph.nodes)
 
 
 def share(nbytes: Sequence[int], own: int, rows: int) -> list[int]:
-    """What falls to `own` of a batch's `rows` rows."""
+    """The part of `nbytes` for `own` of a batch's `rows` rows."""
     return [number * own // rows if rows else 0 for number in nbytes]
 
 
 def _bytes_of(graph: Graph, edge: Edge) -> int:
-    """What a row weighs that goes over an edge: what its consumer leaves open its producer may say. 0: neither does."""
+    """The size of a row on an edge, by the consumer's dims, else the producer's; 0 if both vary."""
     reader = graph.nodes[edge.consumer]
     spec = reader.inputs[edge.input]
     if spec.optional:

@@ -1,7 +1,8 @@
-"""Why a step waited, in reasons that follow each other without a gap.
+"""Wait reasons of steps, as adjacent intervals without gaps.
 
-Decided here: the words for the reasons, and how the time in a queue is divided among them: while no instance was free
-that was the reason, and otherwise whatever the queue was waiting for. Pure: moments are nanoseconds that callers bring.
+Decides the texts of the reasons, and how the time in a queue is divided among them: periods without a free instance
+have that reason, the rest has the queue's own reason. Pure: times are nanoseconds from the caller. Callers:
+`runtime/tracing`, trace formats.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ DELAYED: Final = "its batch was forming until max_queue_delay_microseconds was o
 LIMITER: Final = "the rate limiter kept its resources for others"
 SEQUENCE: Final = "its sequence's turn had not come"
 INFLIGHT: Final = "max_inflight_requests was reached"
-GATE: Final = "the deployment was full"
-SAME_ANSWER: Final = "the same request was being answered"
+ADMISSION: Final = "the deployment was full"
+SAME_REQUEST: Final = "the same request was being answered"
 AGAIN: Final = "its batch had failed and it was tried again in a smaller one"
 TURN: Final = "its turn of the event loop had not come"
 ORDER: Final = "the answers before it were not there"
 SEND: Final = "there was no room for another answer"
 HANDOVER: Final = "its batch was on the way to the instance"
 
-_SPELLS_MAX: Final = 4096  # who waited through more than these has waited for an instance
+_PERIODS_MAX: Final = 4096  # a wait that is longer than the kept periods counts as waiting for an instance
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One reason, and from when until when it held."""
+    """One reason, and the interval in which it held."""
 
     reason: str
     from_ns: int
@@ -43,32 +44,32 @@ class Wait:
         return self.to_ns - self.from_ns
 
 
-class Spells:
-    """When no instance of a queue was free, each spell from its beginning to its end."""
+class BusyPeriods:
+    """The periods in which no instance of a queue was free."""
 
-    __slots__ = ("_since_ns", "_spells")
+    __slots__ = ("_periods", "_since_ns")
 
     def __init__(self) -> None:
-        self._spells: deque[tuple[int, int]] = deque(maxlen=_SPELLS_MAX)
+        self._periods: deque[tuple[int, int]] = deque(maxlen=_PERIODS_MAX)
         self._since_ns: int | None = None
 
     def begin(self, now_ns: int) -> None:
-        """The last free instance is free no more. Harmless where none was."""
+        """The last free instance became busy. No effect if none was free."""
         if self._since_ns is None:
             self._since_ns = now_ns
 
     def end(self, now_ns: int) -> None:
-        """An instance is free. Harmless where one was."""
+        """An instance became free. No effect if one was free."""
         if self._since_ns is not None:
-            self._spells.append((self._since_ns, now_ns))
+            self._periods.append((self._since_ns, now_ns))
             self._since_ns = None
 
     def after(self, moment_ns: int) -> list[tuple[int, int]]:
-        """The spells that are over and were not at that moment."""
-        if len(self._spells) == _SPELLS_MAX and self._spells[0][0] > moment_ns:
-            return [(moment_ns, self._spells[0][1]), *self._spells]
+        """The periods that ended after that time."""
+        if len(self._periods) == _PERIODS_MAX and self._periods[0][0] > moment_ns:
+            return [(moment_ns, self._periods[0][1]), *self._periods]
         found: list[tuple[int, int]] = []
-        for spell in reversed(self._spells):
+        for spell in reversed(self._periods):
             if spell[1] <= moment_ns:
                 break
             found.append(spell)
@@ -76,7 +77,7 @@ class Spells:
 
 
 def divided(from_ns: int, to_ns: int, busy: Sequence[tuple[int, int]], otherwise: str) -> list[Wait]:
-    """The time between two moments: `busy` in these spells, in order, and `otherwise` between them."""
+    """The interval divided into BUSY, in these periods in order, and `otherwise` between them."""
     waits: list[Wait] = []
     at = from_ns
     for begun, ended in busy:
@@ -90,13 +91,13 @@ def divided(from_ns: int, to_ns: int, busy: Sequence[tuple[int, int]], otherwise
 
 
 def add(waits: list[Wait], reason: str, from_ns: int, to_ns: int) -> None:
-    """One more, where it is any time at all."""
+    """Append a wait unless it is empty."""
     if to_ns > from_ns:
         waits.append(Wait(reason, from_ns, to_ns))
 
 
 def by_reason(waits: Sequence[Wait]) -> dict[str, int]:
-    """Nanoseconds by reason, the longest first."""
+    """Nanoseconds by reason, longest first."""
     sums: dict[str, int] = {}
     for wait in waits:
         sums[wait.reason] = sums.get(wait.reason, 0) + wait.ns

@@ -1,8 +1,7 @@
-"""A thread that does, one after the other, what must not be waited for.
+"""Background writer: a thread that runs jobs one after the other.
 
-Decided here: that it is begun with the first thing to do, that what fails is logged and the next is done all the same,
-that what may be lost is, where too much waits already, and that it ends after what it was given before. What is done,
-others know.
+Decides: the thread starts with the first job; a failed job is logged and the next one runs; optional jobs are dropped
+if too many wait; `close` runs all jobs given before. Does not know the jobs. Callers: `trace_file`, `otel`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ log = logging.getLogger("flowserve.observe")
 
 
 class Writer:
-    """`name` is the thread's; `failed` is told of what the system refused, and says so in its own words."""
+    """`name` is the thread's; `failed` is called with an OSError of a job, to report it."""
 
     def __init__(self, name: str, failed: Callable[[OSError], None]) -> None:
         self._name = name
@@ -34,19 +33,19 @@ class Writer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits to be done; for what is being done, to know whether there is more to come."""
+        """Whether no job waits; a running job uses it to decide whether to write now."""
         return self._work.empty()
 
     def do(self, what: Callable[[], None]) -> None:
-        """Do this soon. Returns at once."""
+        """Add a job. Returns at once."""
         if self._thread is None:
-            # Daemon: a disk or a network that hangs must not keep the process alive past its exit timeout.
+            # Daemon: a hanging disk or network must not keep the process alive beyond its exit timeout.
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         self._work.put(what)
 
     def offer(self, what: Callable[[], None]) -> None:
-        """Do this soon, unless too much waits to be done. Returns at once."""
+        """Add a job unless too many wait. Returns at once."""
         waiting = self._work.qsize()
         if waiting >= WAITING_MAX:
             if not self._is_losing:
@@ -58,7 +57,7 @@ class Writer:
         self.do(what)
 
     def close(self) -> None:
-        """End after what there is to do. Blocks."""
+        """Run the remaining jobs and end the thread. Blocks."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._work.put(None)

@@ -1,0 +1,10 @@
+"""Pictures of a compiled graph: text, DOT, Mermaid, SVG, PNG, HTML, JSON. No network is needed.
+
+Decides: the formats (`formats`; `diagrams` has DOT and Mermaid, each other format has its module), the layout of
+drawings (`layout`, `scopes`), and the texts and facts that pictures show (`labels`, `facts`).
+
+Does not know: how graphs are compiled (`graph`), files and deployments, requests. The live page adds current figures to
+a picture itself.
+
+Callers: `runtime`, `http`, `cli`, `authoring`.
+"""

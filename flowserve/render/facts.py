@@ -1,7 +1,7 @@
-"""What a picture says about a model beyond its graph: who computes it, on what, how it batches, what it is limited to.
+"""Facts about a model that a picture shows besides its graph: backend, devices, batching, limits.
 
-Decided here: which fields of a configuration a picture shows, and their words for programs (labels.py has those for
-people).
+Decides which fields of a configuration a picture shows, and their form for programs (`labels` has the texts). Callers:
+`runtime` (gathers them), all formats.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Literal
 from flowserve.config.types import ModelConfig
 from flowserve.graph.transfers import ON_HOST, MemoryPlaces, memory_places
 
-Batcher = Literal["none", "dynamic", "sequence"]
+BatcherKind = Literal["none", "dynamic", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
 class Instances:
-    """`count` copies on each of `gpus`, or on `device` where no GPU is named: "CPU", "GPU" or "MODEL"."""
+    """`count` instances on each of `gpus`, or on `device` if no GPU is named: "CPU", "GPU" or "MODEL"."""
 
     count: int
     device: str
@@ -27,12 +27,12 @@ class Instances:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One deployment's. Limits are 0 where there is none; `resources` is what a batch holds while it runs, by name.
-    `places`: where the tensors of its instances lie.
+    """The facts of one deployment. Limits are 0 if there is none; `resources` are those of a running batch, by name.
+    `places`: the memories of its instances' tensors.
     """
 
     backend: str = ""
-    batcher: Batcher = "none"
+    batcher: BatcherKind = "none"
     max_queue_delay_us: int = 0
     instances: tuple[Instances, ...] = ()
     is_stateful: bool = False
@@ -53,7 +53,7 @@ def gather_facts(configs: Iterable[ModelConfig]) -> Facts:
 
 
 def _facts(config: ModelConfig) -> ModelFacts:
-    # The message as clients read it: it has every field, those included that no record of ours needs.
+    # The message in JSON form has every field, including those without a configuration record.
     message = config.json
     dynamic: Mapping[str, Any] = message.get("dynamic_batching", {})
     is_stateful = "sequence_batching" in message

@@ -1,4 +1,4 @@
-"""Which pictures there are: formats by name, and the names of files that ask for them."""
+"""The formats of pictures by name, and the file suffixes for each. Callers: `cli/graph`, `authoring`, `http`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Final
 
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
-from flowserve.render.dot import render_dot
+from flowserve.render.diagrams import render_dot, render_mermaid
 from flowserve.render.facts import Facts
 from flowserve.render.html import render_html
 from flowserve.render.jsontext import render_json
-from flowserve.render.mermaid import render_mermaid
 from flowserve.render.png import render_png
 from flowserve.render.svg import render_svg
 from flowserve.render.text import render_text
@@ -39,7 +38,7 @@ SUFFIXES: Final[Mapping[str, str]] = {
 
 
 def format_of(file: Path) -> str:
-    """The format that a file's name asks for. Raises Invalid where it asks for none that there is."""
+    """The format of a file name's suffix. Raises Invalid for an unknown one."""
     if file.suffix in SUFFIXES:
         return SUFFIXES[file.suffix]
     raise Invalid(

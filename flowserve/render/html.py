@@ -1,7 +1,7 @@
-"""A compiled graph as one HTML page: nested ensembles fold and unfold, everything known about each step below.
+"""A compiled graph as one HTML page: nested ensembles fold and unfold; a table below lists each step.
 
-Decided here: the page, which needs nothing from outside and works with the keyboard. It holds one picture per state
-that a reader can ask for, all drawn by svg.py beforehand; its few lines of script only choose which of them shows.
+Decides the page, which is self-contained and works with the keyboard. It has one picture for each state of folding, all
+drawn by `svg` in advance; the script only selects the visible one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flowserve.render.labels import kind, model_lines, title
 from flowserve.render.scopes import scopes_of
 from flowserve.render.svg import STYLE, render_svg
 
-# A picture for each nested ensemble, beyond so many only the two with all of them open and all of them folded.
+# Up to this number there is a picture for each nested ensemble; beyond it only all open and all folded.
 PICTURES_MAX: Final = 40
 
 PAGE_STYLE: Final = (
@@ -75,7 +75,7 @@ def render_html(graph: Graph, facts: Facts) -> str:
 
 
 def _pictures(graph: Graph, facts: Facts) -> Iterator[str]:
-    """The whole first, so that a reader without scripts sees everything."""
+    """The pictures; the completely unfolded one is first, so that a reader without scripts sees everything."""
     paths = [scope.path for scope in scopes_of(graph).walk()]
     yield '<p class="bar" hidden>'
     if paths:

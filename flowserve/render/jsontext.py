@@ -1,7 +1,7 @@
-"""A compiled graph as JSON, for programs: pages, editors, tests. docs/pictures.md describes it field by field.
+"""A compiled graph as JSON, for programs: pages, editors, tests. docs/pictures.md describes each field.
 
-Decided here: the shape of that document, which is a promise. Fields may be added; what is there keeps its name and
-meaning as long as `schema` says the same.
+Decides the format of the document, which is stable: fields may be added, but existing ones keep their name and meaning
+while `schema` is the same. Callers: `formats`, the live page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a tensor, a node and a graph are called, in every picture alike."""
+"""Texts for tensors, nodes and graphs, common to all formats. Callers: all formats."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flowserve.values import TensorSpec
 
 
 def kind(spec: TensorSpec) -> str:
-    """Data type and dims as a configuration writes them, without the batch dimension, and what is special about it:
-    "FP32 [3,-1]", "INT64 [-1] ragged", "FP32 [4] optional".
+    """Data type and dims as in a configuration, without the batch dimension, and special properties: "FP32 [3,-1]",
+    "INT64 [-1] ragged", "FP32 [4] optional".
     """
     marks = [word for word, is_so in (("ragged", spec.ragged), ("optional", spec.optional)) if is_so]
     return " ".join([str(spec.dtype), f"[{','.join(map(str, spec.dims))}]", *marks])
 
 
 def batching(max_batch_size: int) -> str:
-    """What a request, or a batch, may hold."""
+    """The maximum size of a request or batch."""
     return f"batches up to {max_batch_size}" if max_batch_size else "no batching"
 
 
@@ -30,23 +30,23 @@ def title(graph: Graph, facts: Facts) -> str:
 
 
 def ensemble_title(name: str, ensemble: str, facts: Facts) -> str:
-    """`name` is the nested ensemble's in its outer one: "find", or "find#2" for the second."""
+    """`name` is the nested ensemble's name in its outer one: "find", or "find#2" for the second."""
     return ", ".join([f"ensemble {name}", *_inflight(facts.get(ensemble, UNKNOWN))])
 
 
 def written(graph: Graph, edge: Edge) -> TensorSpec:
-    """What the producer of an edge says about its tensor."""
+    """The producer's declaration of an edge's tensor."""
     specs = graph.inputs if edge.producer == GRAPH else graph.nodes[edge.producer].outputs
     return specs[edge.output]
 
 
 def transfers_of(graph: Graph, facts: Facts) -> tuple[Transfer, ...]:
-    """How each edge's tensor comes to where its consumer reads it."""
+    """The transfer of each edge's tensor to its consumer."""
     return transfers(graph, [facts.get(node.model.name, UNKNOWN).places for node in graph.nodes])
 
 
 def cost(transfer: Transfer) -> str:
-    """ "copy host to gpu0, 602112 bytes a row": what it takes to get a tensor to its reader."""
+    """ "copy host to gpu0, 602112 bytes a row": the transfer of a tensor to its reader."""
     if transfer.kind == "view":
         return "view"
     source, to = (" or ".join(map(str, places)) for places in (transfer.source, transfer.to))
@@ -56,7 +56,7 @@ def cost(transfer: Transfer) -> str:
 
 
 def short_name(name: str) -> str:
-    """Without the ensembles around it, for pictures that draw those."""
+    """A node's name without the ensembles around it, for pictures that draw those."""
     return name.rpartition("/")[2]
 
 

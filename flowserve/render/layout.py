@@ -1,24 +1,32 @@
-"""Where everything stands in a drawn graph: layers from left to right, nested ensembles as frames or as folded boxes.
+"""A drawing of a graph with coordinates: layers of boxes from left to right, wires, nested ensembles.
 
-Decided here: all coordinates of a drawing (drawing.py). A box stands one layer right of the last box it waits for. A
-wire that passes a layer gets a lane there of its own, so none runs through a box; a tensor is labelled where it leaves
-a box, in a gap wide enough for it. An open ensemble is laid out by itself first and is then one box of the layout
-around it, so nothing foreign can lie inside its frame.
+Decides all coordinates, in px, and the width of text. A box is one layer to the right of its last producer. A wire that
+passes a layer gets its own lane there, so that no wire crosses a box; a tensor is labelled where it leaves a box, in a
+gap that is wide enough. A nested ensemble is a frame or a folded box. A frame is laid out first and then is one box of
+the surrounding layout, so that no other box can be inside it. Does not decide colours, fonts and notation (`svg` and
+`png`, its callers).
 """
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Literal
 
 from flowserve.graph.types import Graph
-from flowserve.render.drawing import BEND, LINE, MARGIN, PAD, TITLE_CHAR, Box, Drawing, Wire, text_width
 from flowserve.render.facts import Facts
 from flowserve.render.labels import ensemble_title, kind, node_lines, written
-from flowserve.render.scopes import End, Joint, Scope, scopes_of
+from flowserve.render.scopes import BoxId, Joint, Scope, scopes_of
 
+CHAR: Final = 6.7  # width of a character of the label font, in px: generous, because the viewer's font is unknown
+TITLE_CHAR: Final = 8.2
+LINE: Final = 16  # height of a line of text
+PAD: Final = 12
+BEND: Final = 56  # room for edges to change height between two layers
+MARGIN: Final = 24
+HEAD: Final = 44  # the graph's title
 ROW: Final = 34  # height of one port
 LANE: Final = 12
 GAP: Final = 26  # between two boxes of a layer
@@ -26,10 +34,117 @@ FRAME_HEAD: Final = 34  # an open ensemble's title
 SWEEPS: Final = 4
 
 
+@dataclass(slots=True, eq=False)
+class Box:
+    """One rectangle of one layer.
+
+    "end" is an input or output of the graph, "folded" an ensemble drawn as one box, "frame" one drawn open, "port" the
+    point where a tensor crosses a frame, and "lane" the path of a wire past a layer, as wide as the layer. `node` and
+    `scope` identify what it represents. Ports are heights below `top`.
+    """
+
+    kind: Literal["end", "node", "folded", "frame", "port", "lane"]
+    lines: tuple[str, ...] = ()
+    width: float = 0.0
+    height: float = 0.0
+    inputs: tuple[float, ...] = ()
+    outputs: tuple[float, ...] = ()
+    node: int = -1
+    scope: str = ""
+    layer: int = 0
+    left: float = 0.0
+    top: float = 0.0
+    layer_left: float = 0.0
+    inside: Drawing | None = None
+
+    @property
+    def is_drawn(self) -> bool:
+        return self.kind not in ("port", "lane")
+
+
+@dataclass(slots=True, eq=False)
+class Wire:
+    """One piece of an edge, from a port to a port of the next layer.
+
+    `label` is at its left end, on the first wire of a tensor that leaves a box. `edges` are the edges it is part of.
+    """
+
+    source: Box
+    output: int
+    target: Box
+    input: int
+    edges: tuple[int, ...] = ()
+    label: tuple[str, ...] = ()
+
+    @property
+    def start(self) -> tuple[float, float]:
+        return self.source.left + self.source.width, self.source.top + self.source.outputs[self.output]
+
+    @property
+    def end(self) -> tuple[float, float]:
+        right = self.target.width if self.target.kind == "lane" else 0.0
+        return self.target.left + right, self.target.top + self.target.inputs[self.input]
+
+    @property
+    def has_arrow(self) -> bool:
+        """Whether it ends here, and does not continue past a layer or inside a frame."""
+        return self.target.kind in ("end", "node", "folded")
+
+    @property
+    def bent(self) -> float:
+        """The x coordinate where the bend ends; it begins at `turn`, and no box is between them."""
+        return self.target.layer_left
+
+    @property
+    def turn(self) -> float:
+        return self.bent - BEND
+
+
+@dataclass(slots=True, eq=False)
+class Drawing:
+    """Boxes by layer, top to bottom, and the wires between neighbouring layers. The inside of a frame is a drawing too.
+
+    `entering` and `leaving` are the first and last boxes by number, independent of their order in the layers.
+    """
+
+    layers: list[list[Box]]
+    entering: list[Box]
+    leaving: list[Box]
+    wires: list[Wire] = field(default_factory=list)
+    width: float = 0.0
+    height: float = 0.0
+
+    def boxes(self) -> list[Box]:
+        """Every visible box, a frame before its contents."""
+        own = [box for layer in self.layers for box in layer if box.is_drawn]
+        return own + [box for frame in own if frame.inside for box in frame.inside.boxes()]
+
+    def all_wires(self) -> list[Wire]:
+        inner = [box.inside for layer in self.layers for box in layer if box.inside]
+        return self.wires + [wire for drawing in inner for wire in drawing.all_wires()]
+
+    def shift(self, right: float, down: float) -> None:
+        for box in (box for layer in self.layers for box in layer):
+            box.left += right
+            box.layer_left += right
+            box.top += down
+            if box.inside:
+                box.inside.shift(right, down)
+
+
+def text_width(lines: Sequence[str], first: float = CHAR) -> float:
+    """The width of the widest line. `first` is the character width of the first line, which may be a title."""
+    return max((_cells(line) * (CHAR if number else first) for number, line in enumerate(lines)), default=0.0)
+
+
+def _cells(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """Room for what a page writes into a picture later: lines below those of each node's box, and characters behind the
-    type of each tensor, those of the graph's inputs too. What stands here is as wide as what comes may be.
+    """Space reserved for text that a page writes into a picture later: lines below those of each node's box, and
+    characters after the type of each tensor, including the graph's inputs. The given texts have the maximum width.
     """
 
     lines: tuple[str, ...] = ()
@@ -39,15 +154,19 @@ class Spare:
 NO_SPARE: Final = Spare()
 
 
-def lay_out(graph: Graph, facts: Facts, folded: Container[str] = (), spare: Spare = NO_SPARE) -> Drawing:
-    """Place everything. `folded` has the paths of the ensembles that are drawn as one box each.
+def lay_out(
+    graph: Graph, facts: Facts, folded: Container[str] = (), spare: Spare = NO_SPARE, *, heading: str = ""
+) -> Drawing:
+    """Lay out a graph. `folded` has the paths of the ensembles that are drawn as one box each. With a `heading`, there
+    is space for it above the drawing.
 
-    Boxes never overlap but for frames and what is in them, and no wire runs through a box that it does not enter.
+    Boxes do not overlap, except frames and their contents, and no wire crosses a box that it does not enter.
     """
     drawing = _Layout(graph, facts, folded, spare).scope(scopes_of(graph))
-    drawing.shift(MARGIN, MARGIN)
-    drawing.width += 2 * MARGIN
-    drawing.height += 2 * MARGIN
+    above = HEAD if heading else 0
+    drawing.shift(MARGIN, MARGIN + above)
+    drawing.width = max(drawing.width, text_width((heading,), TITLE_CHAR)) + 2 * MARGIN
+    drawing.height += 2 * MARGIN + above
     return drawing
 
 
@@ -69,8 +188,8 @@ class _Layout:
         _place(drawing)
         return drawing
 
-    def _boxes(self, scope: Scope) -> dict[End, Box]:
-        boxes: dict[End, Box] = {}
+    def _boxes(self, scope: Scope) -> dict[BoxId, Box]:
+        boxes: dict[BoxId, Box] = {}
         if scope.path:
             boxes |= {("in", i): _port() for i in range(len(scope.entering))}
             boxes |= {("out", i): _port() for i in range(len(scope.leaving))}
@@ -87,7 +206,7 @@ class _Layout:
         return boxes
 
     def _label(self, scope: Scope, joint: Joint) -> tuple[str, ...]:
-        """The box of an input has said what it holds, and at a frame's border the label stands outside."""
+        """The label of a joint; none for an input, whose box shows its type, and inside a frame's border."""
         if joint.source[0] == "in":
             return ("", self.spare.tensor) if self.spare.tensor and not scope.path else ()
         return joint.tensor, kind(written(self.graph, self.graph.edges[joint.edges[0]])) + self.spare.tensor
@@ -106,19 +225,19 @@ class _Layout:
         box.width = max(inside.width, text_width((title,)) + 2 * PAD)
         box.height = FRAME_HEAD + inside.height + PAD
         inside.shift(0.0, FRAME_HEAD)
-        for port in inside.leaving:  # the frame may be wider than what is in it
+        for port in inside.leaving:  # the frame may be wider than its contents
             port.left = box.width
         box.inputs = tuple(port.top + port.inputs[0] for port in inside.entering)
         box.outputs = tuple(port.top + port.outputs[0] for port in inside.leaving)
         return box
 
-    def _with_lanes(self, boxes: dict[End, Box], scope: Scope) -> Drawing:
+    def _with_lanes(self, boxes: dict[BoxId, Box], scope: Scope) -> Drawing:
         layers: list[list[Box]] = [[] for _ in range(1 + max(box.layer for box in boxes.values()))]
         entering, leaving = ([box for end, box in boxes.items() if end[0] == side] for side in ("in", "out"))
         drawing = Drawing(layers, entering, leaving)
         for box in boxes.values():
             drawing.layers[box.layer].append(box)
-        labelled: set[tuple[End, int]] = set()
+        labelled: set[tuple[BoxId, int]] = set()
         for joint in scope.joints.values():
             at, port = boxes[joint.source], joint.output
             label: tuple[str, ...] = ()
@@ -153,11 +272,11 @@ def _spread(count: int, height: float) -> tuple[float, ...]:
     return tuple(height * (number + 0.5) / count for number in range(count))
 
 
-def _choose_layers(boxes: dict[End, Box], joints: Iterable[Joint]) -> None:
-    """Inputs first, outputs last, and between them each box right of all that it waits for."""
-    import networkx as nx  # not before something is drawn: a server that nobody looks at does without
+def _choose_layers(boxes: dict[BoxId, Box], joints: Iterable[Joint]) -> None:
+    """Inputs first, outputs last, and between them each box to the right of all its producers."""
+    import networkx as nx  # imported late: a server that draws nothing does not need it
 
-    joined: nx.DiGraph[End] = nx.DiGraph()
+    joined: nx.DiGraph[BoxId] = nx.DiGraph()
     joined.add_nodes_from(end for end in boxes if end[0] not in ("in", "out"))
     joined.add_edges_from((j.source, j.target) for j in joints if j.source[0] != "in" and j.target[0] != "out")
     last = 1
@@ -171,7 +290,7 @@ def _choose_layers(boxes: dict[End, Box], joints: Iterable[Joint]) -> None:
 
 
 def _order_layers(drawing: Drawing) -> None:
-    """Sort each layer by where its wires come from, then by where they go, a few times: fewer crossings."""
+    """Sort each layer by the sources of its wires, then by their targets, a few times, to reduce crossings."""
     rank = {id(box): float(i) for layer in drawing.layers for i, box in enumerate(layer)}
     before: dict[int, list[tuple[Box, float]]] = {}
     after: dict[int, list[tuple[Box, float]]] = {}
@@ -198,7 +317,7 @@ def _place(drawing: Drawing) -> None:
         labels[wire.source.layer] = max(labels[wire.source.layer], text_width(wire.label))
     left = 0.0
     for number, layer in enumerate(drawing.layers):
-        width = max((box.width for box in layer), default=0.0)  # a lane has none yet
+        width = max((box.width for box in layer), default=0.0)  # lanes have no width yet
         for box in layer:
             box.layer_left = left
             if box.kind == "lane":
@@ -212,7 +331,7 @@ def _place(drawing: Drawing) -> None:
 
 
 def _choose_heights(drawing: Drawing) -> None:
-    """Each box as near to the height of its neighbours as its layer's order and gaps allow, so that wires run level."""
+    """Move each box as close to the height of its neighbours as order and gaps allow, so that wires are straight."""
     before: dict[int, list[Wire]] = {}
     after: dict[int, list[Wire]] = {}
     for wire in drawing.wires:
@@ -231,7 +350,7 @@ def _choose_heights(drawing: Drawing) -> None:
 
 
 def _level(wires: Sequence[Wire], box: Box, *, forward: bool) -> float:
-    """The `top` at which the wires on one side of a box would, in the mean, run straight; its own where it has none."""
+    """The `top` at which the wires on one side of a box would be straight on average; its own without wires."""
     if not wires:
         return box.top
     if forward:
@@ -242,12 +361,12 @@ def _level(wires: Sequence[Wire], box: Box, *, forward: bool) -> float:
 
 
 def _settle(layer: Sequence[Box], wanted: Sequence[float]) -> None:
-    """Set tops nearest to those wanted, in order and without overlap: what collides moves as one, by its mean."""
+    """Set the tops closest to the wanted ones, in order and without overlap: colliding boxes move together."""
     offsets = [0.0]
     for upper, lower in pairwise(layer):
         is_tight = upper.kind == "lane" or lower.kind == "lane"
         offsets.append(offsets[-1] + upper.height + (LANE if is_tight else GAP))
-    blocks: list[tuple[float, int]] = []  # the sum of what its boxes want, and how many they are
+    blocks: list[tuple[float, int]] = []  # the sum of its boxes' wanted positions, and their number
     for top, offset in zip(wanted, offsets, strict=False):
         blocks.append((top - offset, 1))
         while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:

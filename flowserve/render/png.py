@@ -1,6 +1,6 @@
 """A compiled graph as a PNG, for chats, slides and terminals that show pictures.
 
-Decided here: strokes and type, twice as fine as the SVG. Pillow draws; it is needed here only, and may be missing.
+Decides strokes and fonts, at twice the resolution of the SVG. Pillow, which draws, is optional and imported only here.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Final
 
 from flowserve.errors import Unsupported
 from flowserve.graph.types import Graph
-from flowserve.render.drawing import LINE, MARGIN, PAD, TITLE_CHAR, Box, Drawing, Wire, text_width
 from flowserve.render.facts import Facts
 from flowserve.render.labels import title
-from flowserve.render.layout import lay_out
-from flowserve.render.svg import ARROW, HEAD
+from flowserve.render.layout import LINE, MARGIN, PAD, Box, Drawing, Wire, lay_out
+from flowserve.render.svg import ARROW
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw, ImageFont
 
 SCALE: Final = 2.0
-PIXELS_MAX: Final = 80_000_000  # some 240 MB while it is drawn; a larger drawing becomes coarser instead
+PIXELS_MAX: Final = 80_000_000  # about 240 MB while drawing; a larger drawing gets a lower resolution
 PAPER, INK, PALE, LABEL = "#ffffff", "#24292f", "#57606a", 11
 BOXES: Final = {  # fill, outline, corner
     "end": ("#f6f8fa", "#6e7781", 14),
@@ -31,12 +30,10 @@ BOXES: Final = {  # fill, outline, corner
 
 
 def render_png(graph: Graph, facts: Facts) -> bytes:
-    """The bytes of a PNG file. Raises Unsupported where Pillow is not installed."""
-    drawing = lay_out(graph, facts)
-    drawing.shift(0, HEAD)
+    """The bytes of a PNG file. Raises Unsupported if Pillow is not installed."""
     head = title(graph, facts)
-    width = max(drawing.width, text_width((head,), TITLE_CHAR) + 2 * MARGIN)
-    height = drawing.height + HEAD
+    drawing = lay_out(graph, facts, heading=head)
+    width, height = drawing.width, drawing.height
     scale = min(SCALE, (PIXELS_MAX / (width * height)) ** 0.5)
     buffer = io.BytesIO()
     _Canvas(width, height, scale).draw(head, drawing).save(buffer, "PNG")

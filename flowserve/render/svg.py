@@ -1,7 +1,7 @@
-"""A compiled graph as one self-contained SVG: no scripts, fonts or network; it follows the viewer's dark or light.
+"""A compiled graph as a self-contained SVG: no scripts, fonts or network; it follows the viewer's dark or light mode.
 
-Decided here: colours and strokes. Where everything stands is layout.py's. Boxes and wires carry what they stand for
-(`data-node`, `data-scope`, `data-edges`), so that a page around the picture can speak of them.
+Decides colours and strokes. Does not decide positions (`layout`). Boxes and wires have attributes that identify them
+(`data-node`, `data-scope`, `data-edges`), for scripts of a surrounding page. Callers: `formats`, `html`, the live page.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
 from flowserve.graph.types import Graph
-from flowserve.render.drawing import LINE, MARGIN, PAD, TITLE_CHAR, Box, Wire, text_width
 from flowserve.render.facts import Facts
 from flowserve.render.labels import title
-from flowserve.render.layout import NO_SPARE, Spare, lay_out
+from flowserve.render.layout import LINE, MARGIN, NO_SPARE, PAD, Box, Spare, Wire, lay_out
 
-HEAD: Final = 44  # the graph's title
 ARROW: Final = 7
 
-# Plain values and then others for dark: viewers that know no media queries still draw the light picture.
+# Light colours first, then dark ones in a media query: viewers without media queries draw the light picture.
 STYLE: Final = (
     ".flowserve text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#24292f}"
     ".flowserve text.t{font-size:13px;font-weight:bold}.flowserve text.s{fill:#57606a}"
@@ -39,14 +37,12 @@ CLASSES: Final = {"end": ("g", 14), "node": ("n", 6), "folded": ("o", 6), "frame
 def render_svg(
     graph: Graph, facts: Facts, folded: Container[str] = (), *, style: str = STYLE, spare: Spare = NO_SPARE
 ) -> str:
-    """The text of an SVG file. `folded` has the paths of nested ensembles to draw as one box. `spare` is for a page to
-    write over: the last lines of each node's box, and the lower line of each label, by its `data-edges`.
+    """The text of an SVG file. `folded` has the paths of nested ensembles to draw as one box. `spare` reserves space
+    that a page fills later: the last lines of each node's box, and the lower line of each label, by its `data-edges`.
     """
-    drawing = lay_out(graph, facts, folded, spare)
-    drawing.shift(0, HEAD)
     head = title(graph, facts)
-    width = max(drawing.width, text_width((head,), TITLE_CHAR) + 2 * MARGIN)
-    height = drawing.height + HEAD
+    drawing = lay_out(graph, facts, folded, spare, heading=head)
+    width, height = drawing.width, drawing.height
     boxes, wires = drawing.boxes(), drawing.all_wires()
     frames = [box for box in boxes if box.kind == "frame"]
     body = [
@@ -68,12 +64,12 @@ def render_svg(
 
 
 def _text(text: str) -> str:
-    """Escaped, and without what XML cannot say at all."""
+    """Escaped, with characters that XML does not allow replaced."""
     return escape("".join(char if char >= " " or char in "\t\n" else "\N{REPLACEMENT CHARACTER}" for char in text))
 
 
 def _wire_svg(wire: Wire) -> str:
-    """Straight under its label, one bend in the gap before the next layer, then straight to its box or past a layer."""
+    """Straight below its label, one bend in the gap before the next layer, then straight to its box or past a layer."""
     (start, y), (end, end_y), middle = wire.start, wire.end, (wire.turn + wire.bent) / 2
     path = (
         f'<path class="e" data-edges="{_numbers(wire)}" d="M{start:.1f} {y:.1f}H{wire.turn:.1f}C{middle:.1f} {y:.1f}'

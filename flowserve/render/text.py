@@ -1,7 +1,7 @@
-"""A compiled graph as text: for the terminal, for logs, and for tests that compare whole graphs.
+"""A compiled graph as text: for terminals, logs, and tests that compare whole graphs.
 
-Decided here: the layout. Nodes stand in running order; each input says where its tensor comes from, each output who
-reads it, and, where part of the graph is on a device, what it costs to get it there.
+Decides the layout. Nodes are in topological order; each input shows its source, each output its readers, and, if part
+of the graph is on a device, the transfer. Callers: `formats`, `cli`, tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Costs = Mapping[Edge, str]
 
 
 def render_text(graph: Graph, facts: Facts) -> str:
-    """Several lines, each ended. Equal graphs give equal texts."""
+    """Several lines, each with a newline. Equal graphs give equal texts."""
     costs = _costs(graph, facts)
     blocks = [("inputs", list(_graph_inputs(graph)))]
     blocks += [(_node_title(node, facts), list(_node_rows(graph, node, costs))) for node in graph.nodes]
@@ -58,7 +58,7 @@ def _node_rows(graph: Graph, node: Node, costs: Costs) -> Iterator[Row]:
 
 
 def _source(graph: Graph, edge: Edge) -> str:
-    """Where a tensor comes from; the tensor's own name only where the port does not say it already."""
+    """The source of a tensor; the tensor's own name only if it differs from the port's."""
     port = written(graph, edge).name
     if edge.producer == GRAPH:
         return f"input {port}"
@@ -79,7 +79,7 @@ def _reader(graph: Graph, edge: Edge) -> str:
 
 
 def _costs(graph: Graph, facts: Facts) -> Costs:
-    """Nothing where all of the graph is on the host, where every edge is a view."""
+    """The transfer of each edge; {} if all of the graph is on the host, where every edge is a view."""
     found = transfers_of(graph, facts)
     if not any(place.is_gpu for transfer in found for place in (*transfer.source, *transfer.to)):
         return {}

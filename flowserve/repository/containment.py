@@ -1,8 +1,8 @@
-"""What is made of what, kept as it changes. Pure: names in, names out.
+"""Containment of ensembles and models, maintained as it changes. Pure: names in, names out.
 
-Decided here: who is affected by whom, who goes with an ensemble that is unloaded, and what can be put in force
-independently of the rest. Both directions are kept, so that a question costs what its answer is large: among a thousand
-models each change asks several. It does not know how any of it is carried out.
+Decides which deployments a change affects, which are unloaded together with an ensemble, and which changes can take
+effect independently. Both directions are indexed, so that the cost of a query is proportional to its result: each
+change makes several queries, possibly among a thousand models. Does not load or unload. Caller: `runtime/loading`.
 """
 
 from __future__ import annotations
@@ -11,51 +11,49 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from flowserve.config.types import ModelConfig
 
-# Name -> the names of its steps; none for a plain model.
+# Name -> the names of its steps; empty for a plain model.
 Steps = Mapping[str, Collection[str]]
 
 
 def steps_of(config: ModelConfig) -> frozenset[str]:
-    """The names an ensemble is made of; none for a plain model."""
+    """The names of an ensemble's steps; empty for a plain model."""
     return frozenset(step.model for step in config.steps)
 
 
 class Containment:
-    """What every known name is made of. A name may be contained that is not known itself."""
+    """The steps of every known name. A step may be an unknown name."""
 
     def __init__(self, steps: Steps | None = None) -> None:
         self._inside: dict[str, frozenset[str]] = {}
-        self._around: dict[str, set[str]] = {}  # exactly the names that some `_inside` has, and whose those are
+        self._around: dict[str, set[str]] = {}  # the inverse of `_inside`
         for name, inside in (steps or {}).items():
             self.put(name, inside)
 
     def put(self, name: str, inside: Collection[str]) -> None:
-        """From now on `name` is known, and made of these."""
+        """Make `name` known, with these steps."""
         self.drop(name)
         self._inside[name] = frozenset(inside)
         for step in self._inside[name]:
             self._around.setdefault(step, set()).add(name)
 
     def drop(self, name: str) -> None:
-        """From now on `name` is not known; what is made of it still is."""
+        """Make `name` unknown; ensembles that contain it stay known."""
         for step in self._inside.pop(name, ()):
             self._around[step].discard(name)
             if not self._around[step]:
                 del self._around[step]
 
     def above(self, names: Iterable[str]) -> frozenset[str]:
-        """Every ensemble that contains one of `names`, at any depth; of `names` themselves, those that contain
-        another.
-        """
+        """Every ensemble that contains one of `names`, at any depth, including members of `names`."""
         return _reached(names, lambda name: self._around.get(name, ()))
 
     def below(self, names: Iterable[str], changed: Steps) -> frozenset[str]:
-        """Everything that `names` are made of, at any depth, where `changed` are made of what it says."""
+        """Everything that `names` contain, at any depth; `changed` overrides the known steps."""
         return _reached(names, lambda name: changed.get(name, self._inside.get(name, ())))
 
     def goes_with(self, name: str, stays: Callable[[str], bool]) -> frozenset[str]:
-        """What an unload of `name` with its dependents takes along: steps, at any depth, that need not stay and that
-        nothing else is made of.
+        """The names unloaded together with `name` and its dependents: steps, at any depth, that need not stay and that
+        no other ensemble contains.
         """
         gone = {name}
         while True:
@@ -70,8 +68,8 @@ class Containment:
             gone |= more
 
     def groups(self, changed: Steps) -> list[frozenset[str]]:
-        """The names of `changed`, which are made of what it says, in groups, by name: two that are joined by
-        containment, also through others, are in one.
+        """The names of `changed` in groups: two names that are connected by containment, also indirectly, are in one
+        group. `changed` overrides the known steps.
         """
         around = Containment(changed)._around
 
@@ -91,7 +89,7 @@ class Containment:
 
 
 def _reached(names: Iterable[str], onward: Callable[[str], Iterable[str]]) -> frozenset[str]:
-    """Everything that can be come to from one of `names`."""
+    """Everything reachable from `names`."""
     reached: set[str] = set()
     waiting = list(names)
     while waiting:

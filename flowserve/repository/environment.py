@@ -1,7 +1,7 @@
-"""Which Python environment a model brings along, and whether there is one.
+"""The Python environment that a model specifies, and its checks.
 
-Decided here: how the parameter EXECUTION_ENV_PATH is read, and what can be said of what it leads to without running any
-of it. What is made of it is runtime/environments.py's.
+Decides how the parameter EXECUTION_ENV_PATH is interpreted, and the errors that can be found without running code of
+the environment. Does not unpack or start it (`runtime/processes`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Final
 
-from flowserve.config.environments import ENVIRONMENT, MODEL_FOLDER
+from flowserve.config.parameters import ENVIRONMENT, MODEL_FOLDER
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, Problem, Problems
 
@@ -22,8 +22,8 @@ RULE: Final = "R14"
 
 
 def environment_of(config: ModelConfig, folder: Path) -> Path | None:
-    """The real path of the folder or archive that a Python model in `folder` wants to run in; None for the server's own
-    environment. Blocks. Raises Problems where there is nothing, or something else.
+    """The real path of the folder or archive of a Python model's environment; None for the server's own environment.
+    Blocks. Raises Problems if it does not exist or is no environment.
     """
     written = config.parameters.get(ENVIRONMENT, "")
     if config.backend != "python" or not written:
@@ -45,7 +45,7 @@ def environment_of(config: ModelConfig, folder: Path) -> Path | None:
 
 
 def python_in(folder: Path) -> Path:
-    """The Python of an environment. Raises Invalid where it has none."""
+    """The Python executable of an environment. Raises Invalid if it has none."""
     found = [folder / name for name in PYTHONS]
     for python in found:
         if python.is_file():
@@ -62,19 +62,19 @@ def python_in(folder: Path) -> Path:
 def _is_archive(path: Path) -> bool:
     try:
         return tarfile.is_tarfile(path)
-    except (EOFError, zlib.error, lzma.LZMAError):  # it begins like one
+    except (EOFError, zlib.error, lzma.LZMAError):  # it only begins like an archive
         return False
 
 
 def unusable(config: ModelConfig, why: str, hint: str = "") -> Problems:
-    """Why a model cannot run in its environment, and where that is written."""
+    """The error of a model that cannot run in its environment, with the place of the parameter."""
     place = config.source.place(f"parameters[{ENVIRONMENT}]")
     text = f"model '{config.name}' cannot run in its environment '{config.parameters[ENVIRONMENT]}': {why}"
     return Problems([Problem(text, place, RULE, hint)])
 
 
 def _where_it_may_be(written: str, folder: Path) -> str:
-    """A path that begins with neither is relative to wherever the server was started, as on Triton."""
+    """The hint for a relative path, which is relative to the server's working directory, as on Triton."""
     if os.path.isabs(written) or MODEL_FOLDER in written:
         return ""
     if (folder / written).exists():

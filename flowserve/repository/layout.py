@@ -1,7 +1,7 @@
-"""Where deployments come from: which folders of a repository are models, which of their folders are versions.
+"""Directory layout of a repository: model folders and version folders.
 
-Decided here: Triton's directory layout, what is skipped in silence and what with a warning, and which of the versions
-on disk a version policy serves. Nothing here opens a file.
+Decides Triton's layout, which entries are skipped silently and which with a warning, and which versions on disk a
+version policy selects. Does not open files. Callers: `read`, `runtime/loading`, `authoring`, `cli`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Final
 
 from flowserve.config.backends import is_version
-from flowserve.config.environments import MARKS
 from flowserve.config.load import CONFIG_FILE
+from flowserve.config.parameters import MARKS
 from flowserve.config.suggest import meant
 from flowserve.config.types import VersionPolicy
 from flowserve.errors import FlowserveError, NotFound, Place, Problem, Problems
 
-# Folders of a model that are no versions: Triton's own, and what Python leaves behind.
+# Folders of a model that are not versions: Triton's own, and Python's cache.
 SET_ASIDE: Final = frozenset({"warmup", "initial_state", "configs", "labels", "__pycache__"})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """One model's folder. `versions` are those on disk, ascending; `warnings` name what looked like one and is none."""
+    """One model's folder. `versions` are those on disk, ascending; `warnings` are about entries that were ignored."""
 
     name: str
     path: Path
@@ -35,17 +35,17 @@ class ModelFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """All models of all repositories, by name. A name that two repositories have is in `duplicates` only."""
+class FoundModels:
+    """All models of all repositories, by name. A name in two repositories is in `duplicates` only."""
 
     folders: tuple[ModelFolder, ...]
     duplicates: Mapping[str, Problems]
     warnings: tuple[Problem, ...]
 
 
-def find_models(repositories: Sequence[Path], only: Collection[str] | None = None) -> Found:
-    """Scan every repository, for everything or `only` for these names. Raises NotFound or Problems where one of them
-    cannot be read, or is none: one model's own folder.
+def find_models(repositories: Sequence[Path], only: Collection[str] | None = None) -> FoundModels:
+    """Scan every repository, for everything or `only` for these names. Raises NotFound or Problems if one of them
+    cannot be read or is a single model's folder.
     """
     by_name: dict[str, list[ModelFolder]] = {}
     warnings: list[Problem] = []
@@ -56,7 +56,7 @@ def find_models(repositories: Sequence[Path], only: Collection[str] | None = Non
         warnings += skipped
         for folder in folders:
             by_name.setdefault(folder.name, []).append(folder)
-    return Found(
+    return FoundModels(
         folders=tuple(same[0] for _, same in sorted(by_name.items()) if len(same) == 1),
         duplicates={name: _duplicate(name, same) for name, same in sorted(by_name.items()) if len(same) > 1},
         warnings=tuple(warnings),
@@ -64,12 +64,12 @@ def find_models(repositories: Sequence[Path], only: Collection[str] | None = Non
 
 
 def scan(repository: Path) -> list[ModelFolder]:
-    """The models of one repository, by name. Raises NotFound or Problems where it cannot be read."""
+    """The models of one repository, by name. Raises NotFound or Problems if it cannot be read."""
     return _scan(repository)[0]
 
 
 def why_missing(repositories: Sequence[Path], name: str) -> str:
-    """Why `find_models` knows no model of that name, and which one was probably meant."""
+    """The reason why `find_models` finds no model of that name, with a suggestion."""
     names: set[str] = set()
     for repository in repositories:
         try:
@@ -86,23 +86,23 @@ def why_missing(repositories: Sequence[Path], name: str) -> str:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether a folder is one model's rather than a repository of them."""
-    # Not of pathlib, which raises where a folder may not be looked into.
+    """Whether a folder is a model's folder rather than a repository."""
+    # Not with pathlib, which raises for a folder without permission.
     return os.path.exists(path / CONFIG_FILE) or bool(os.path.isdir(path) and model_folder_at(path).versions)
 
 
 def model_folder_at(path: Path) -> ModelFolder:
-    """The model in a folder; what is around the folder is its repository."""
+    """The model in a folder; the parent folder is its repository."""
     return _model_folder(path.parent, path)
 
 
 def look_again(folder: ModelFolder) -> ModelFolder:
-    """The same folder with what is in it now; without versions where it is not there any more."""
+    """The folder with its current contents; without versions if it was removed."""
     return _model_folder(folder.repository, folder.path)
 
 
 def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool = False) -> tuple[int, ...]:
-    """The versions that the policy picks, ascending. Raises Problems where it picks none."""
+    """The versions that the policy selects, ascending. Raises Problems if it selects none."""
     if policy.specific:
         chosen = tuple(version for version in folder.versions if version in policy.specific)
     elif policy.all:
@@ -116,7 +116,7 @@ def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: b
 
 
 def missing_versions(folder: ModelFolder, policy: VersionPolicy) -> tuple[int, ...]:
-    """Those of a `specific` policy that are not on disk: served without them, as Triton does."""
+    """The versions of a `specific` policy that are not on disk; the model is served without them, as on Triton."""
     return tuple(version for version in policy.specific if version not in folder.versions)
 
 
@@ -150,7 +150,7 @@ def _no_repository(repository: Path) -> Problem:
 
 
 def _entries(repository: Path, only: Collection[str] | None) -> list[os.DirEntry[str]]:
-    """What lies in the repository, by name."""
+    """The entries of the repository, by name."""
     try:
         with os.scandir(repository) as entries:
             found = [entry for entry in entries if only is None or entry.name in only]
@@ -190,12 +190,12 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
 
 
 def _unread(folder: ModelFolder) -> list[str]:
-    """What keeps a folder from being read, where anything does."""
+    """The reasons why a folder cannot be read, if any."""
     return [warning.message for warning in folder.warnings if warning.rule == "R6"]
 
 
 def _misplaced(path: Path, folders: Mapping[str, bool]) -> Iterator[Problem]:
-    """What was meant as the configuration of a model that has none. `folders`: what is in it, and what of it is one."""
+    """Files that were probably meant as the model's configuration. `folders`: entry name -> whether it is a folder."""
     files = [name for name, is_folder in folders.items() if not is_folder]
     found = [name for name in files if name.lower().startswith(("config.pb", "config.pr")) or name.endswith(".pbtxt")]
     inside = (f"{name}/{CONFIG_FILE}" for name in folders if is_version(name))
@@ -208,12 +208,12 @@ def _misplaced(path: Path, folders: Mapping[str, bool]) -> Iterator[Problem]:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads in a circle
+    except OSError:  # a circular link
         return False
 
 
 def _is_text(name: str) -> bool:
-    """Names of files are bytes, which Python spells in halves of surrogate pairs where they are no UTF-8."""
+    """Whether a file name is valid UTF-8; Python represents other names with surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:

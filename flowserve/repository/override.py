@@ -1,7 +1,7 @@
-"""A model as somebody sent it with a load call: a configuration, and files, that are in no repository.
+"""A model sent with a load call: a configuration and files that are in no repository.
 
-Decided here: what a name and a path in such a call may be, and that the files live in a private folder that
-disappears with the last who holds it. Whether the configuration makes sense is config/'s.
+Decides the valid names and paths in such a call, and that the files are in a private folder, which is removed with its
+last reference. Does not check the configuration (`config`). Callers: `runtime/loading`, `authoring`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Final
 from flowserve.errors import Invalid
 from flowserve.temporary import MODELS, claim, give_up
 
-COMPONENT_BYTES_MAX: Final = 255  # what file systems take
+COMPONENT_BYTES_MAX: Final = 255  # the limit of file systems
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """`config` is JSON, "" for the folder's own. `files`: path in the model's folder -> contents; none: its own."""
+    """`config` is JSON, "" for the folder's own. `files`: path -> contents; {}: the folder's."""
 
     config: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class PrivateFolder:
-    """A folder that only this process's user can enter. It is removed with the last reference to this object, or when
-    the interpreter ends.
+    """A folder accessible only to this process's user. It is removed with the last reference to this object, or when
+    the interpreter exits.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class PrivateFolder:
 
 
 def check_name(name: str) -> str:
-    """`name`, which is one component of a path and nothing else. Raises `Invalid`."""
+    """`name`, checked to be a single path component. Raises `Invalid`."""
     reason = _why_no_component(name) if name else "it is empty"
     if "/" in name or "\\" in name:
         reason = "it contains a slash"
@@ -48,9 +48,9 @@ def check_name(name: str) -> str:
 
 
 def write_files(name: str, files: Mapping[str, bytes]) -> PrivateFolder:
-    """A private repository that holds the model `name`, made of these files. Blocks.
+    """A private repository with the model `name` consisting of these files. Blocks.
 
-    Raises `Invalid` for a path that leads, or could lead, anywhere else; nothing is written then.
+    Raises `Invalid` for a path that leads, or could lead, out of the folder, before anything is written.
     """
     paths = {_checked(path): content for path, content in files.items()}
     try:
@@ -63,7 +63,7 @@ def write_files(name: str, files: Mapping[str, bytes]) -> PrivateFolder:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        except OSError as error:  # a file where another path needs a folder; too long a path; a full disk
+        except OSError as error:  # a file where another path needs a folder, a path that is too long, a full disk
             raise Invalid(f"file override '{path}' cannot be written: {error.strerror}") from None
     return private
 

@@ -1,57 +1,59 @@
-"""One model folder, read whole: configuration, the model's own word, versions.
+"""Reads one model folder: configuration, completion from the model's own file, versions, label files.
 
-Decided here: that all three are asked before anything is refused, so that a user sees every mistake of a folder at
-once; and which file a backend means that does not say. What the backends say comes through a function that is handed
-in: this room and theirs do not know each other.
+Decides: all of these are read before anything is refused, so that every mistake of a folder is reported at once; the
+place of a backend's error that has none; the format of label files (UTF-8, one label per line, the first for index 0),
+and that an ensemble's output without a label file has the labels of its producer's output. Does not import backends:
+the caller passes a function that asks them. Callers: `runtime/loading`, `authoring`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
-from flowserve.config.doubt import may_go_on
-from flowserve.config.ignored import (
+from flowserve.config.complete import forget_defaults
+from flowserve.config.error_cascade import can_check_others
+from flowserve.config.instances import NO_GPUS, Gpus
+from flowserve.config.load import Draft, draft_of, read_draft, validate
+from flowserve.config.parse import parse
+from flowserve.config.types import Completion, ModelConfig
+from flowserve.config.unsupported import (
     BATCH_STRATEGY_FILE,
+    OTHER_BACKENDS,
     misspelt_parameters,
     unused_batching,
     unused_environment,
 )
-from flowserve.config.instances import NO_GPUS, Gpus
-from flowserve.config.load import Draft, draft_of, judge, read_draft
-from flowserve.config.normalise import forget_defaults
-from flowserve.config.parse import parse
-from flowserve.config.types import Completion, ModelConfig
-from flowserve.config.unsupported import OTHER_BACKENDS
 from flowserve.errors import FlowserveError, Invalid, Place, Problem, Problems
+from flowserve.graph.types import GRAPH, Graph
 from flowserve.repository.containment import steps_of
-from flowserve.repository.labels import Labels, read_labels
 from flowserve.repository.layout import ModelFolder, missing_versions, versions_to_serve
 
-# Asks the backend of a configuration about one version of it. May block; raises FlowserveError.
+# Gets a completion from the backend for one version of a model. May block; raises FlowserveError.
 Complete = Callable[[ModelConfig, ModelFolder, int], Completion]
 REFUSED: Final = "M92"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadModel:
-    """A folder, read as far as can be seen from itself.
+    """The result of reading one folder by itself.
 
-    `versions` are those to serve, ascending, at least one where nothing is wrong. `labels` are those of its outputs.
+    `versions` are those to serve, ascending, at least one if there is no problem. `labels` are those of its outputs.
     """
 
     folder: ModelFolder
     config: ModelConfig
     versions: tuple[int, ...]
     warnings: tuple[Problem, ...] = ()
-    labels: Labels = field(default_factory=dict)
+    labels: OutputLabels = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What is wrong with a folder, and what it says: None where whoever judges that would speak of the same mistakes
-    again. Without any problem it is there. `broken` are the configuration's own fields with mistakes in them.
+    """The problems of a folder, and its contents; `read` is None if further checks would report the same mistakes
+    again, and present if there is no problem. `broken` are the top-level fields with mistakes.
     """
 
     problems: tuple[Problem, ...]
@@ -69,7 +71,7 @@ def read_model(
     config_name: str = "",
     served: ModelConfig | None = None,
 ) -> ReadModel:
-    """As `examine`, for whoever wants all of it. Raises Problems with every mistake of the folder."""
+    """As `examine`, but raises Problems with every mistake of the folder."""
     found = examine(
         folder, default_files, complete, gpus=gpus, config_json=config_json, config_name=config_name, served=served
     )
@@ -88,12 +90,12 @@ def examine(
     config_name: str = "",
     served: ModelConfig | None = None,
 ) -> Examined:
-    """Read one folder; its files are opened once, so that a change meanwhile gives the old or the new state, never a
+    """Read one folder. Its files are opened once, so that a concurrent change gives the old or the new state, never a
     mixture.
 
-    `default_files`: what a version folder holds, by backend. `gpus`: those that instances may be on.
-    `config_json`: a configuration in the place of the folder's own, perhaps that of `served` (what this name is, or was
-    last) with changes; `config_name`: which of those that it has by name counts. Blocks.
+    `default_files`: the model file of each backend. `gpus`: those available to instances. `config_json`: a
+    configuration that replaces the folder's own, possibly that of `served` (the current, or last, configuration of this
+    name) with changes; `config_name`: the named configuration to use. Blocks.
     """
     try:
         draft = _draft(folder, default_files, config_json, config_name, served)
@@ -104,35 +106,33 @@ def examine(
     versions, problems = _versions(folder, draft)
     completion: Completion | None = None
     was_refused = False
-    if versions and may_go_on(draft.parsed.broken) and _can_be_asked(draft):
+    if versions and can_check_others(draft.parsed.broken) and _can_be_asked(draft):
         try:
             completion = _ask(draft, folder, versions[-1], default_files, complete)
         except Problems as refused:
             was_refused = True
             problems += refused.problems
-    judged = judge(draft, completion, gpus)
-    # Whoever could not be asked might have filled in what is not written, so only what is written counts against it.
+    validated = validate(draft, completion, gpus)
+    # Without a completion, missing fields may be in the model's file, so only problems of written fields are reported.
     was_asked = completion is not None or not problems
-    written = [one for one in judged.problems if was_asked or (one.place and one.place.line)]
-    problems = [*problems, *written] or judged.problems
-    if was_refused or not may_go_on(judged.broken):
+    written = [one for one in validated.problems if was_asked or (one.place and one.place.line)]
+    problems = [*problems, *written] or validated.problems
+    if was_refused or not can_check_others(validated.broken):
         return Examined(tuple(problems))
-    labels: Labels = {}
+    labels: OutputLabels = {}
     try:
-        labels = read_labels(folder.path, judged.config)
+        labels = read_labels(folder.path, validated.config)
     except Problems as unlabelled:
         problems += unlabelled.problems
-    config = replace(judged.config, name=folder.name)  # which is not what it says where that is a mistake
-    warnings = (*folder.warnings, *judged.ignored, *_warnings(folder, config, versions))
-    return Examined(tuple(problems), ReadModel(folder, config, versions, warnings, labels), judged.broken)
+    config = replace(validated.config, name=folder.name)  # the name in the file may be a mistake
+    warnings = (*folder.warnings, *validated.ignored, *_warnings(folder, config, versions))
+    return Examined(tuple(problems), ReadModel(folder, config, versions, warnings, labels), validated.broken)
 
 
 def read_steps(
     folder: ModelFolder, default_files: Mapping[str, str], *, config_json: str = "", config_name: str = ""
 ) -> frozenset[str]:
-    """What a folder's configuration says that it is made of, as quickly as a file is read: no model is asked, and what
-    is wrong with it is for `read_model` to say.
-    """
+    """The steps in a folder's configuration, read without asking a backend; mistakes are left to `read_model`."""
     try:
         draft = _draft(folder, default_files, config_json, config_name)
     except (OSError, Problems):
@@ -159,7 +159,7 @@ def _draft(
 
 
 def _of_an_override(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """With Triton's words before the first."""
+    """The problems with Triton's prefix on the first."""
     first = tuple(replace(one, message=f"Invalid config override: {one.message}") for one in problems[:1])
     return (*first, *problems[1:])
 
@@ -173,20 +173,20 @@ def _versions(folder: ModelFolder, draft: Draft) -> tuple[tuple[int, ...], list[
 
 
 def _can_be_asked(draft: Draft) -> bool:
-    """Also a backend that nobody knows, which says so; a rule speaks of those that are known to be somebody else's."""
+    """Whether to ask the backend. An unknown backend is asked too, which reports it; a rule refuses Triton's others."""
     return bool(draft.backend) and (draft.backend in draft.backends or draft.backend not in OTHER_BACKENDS)
 
 
 def _ask(
     draft: Draft, folder: ModelFolder, version: int, default_files: Mapping[str, str], complete: Complete
 ) -> Completion:
-    """What the model's own files say, every failure as Problems."""
+    """The completion from the model's own files; every failure is raised as Problems."""
     failure: FlowserveError
     try:
         return complete(draft.preliminary, folder, version)
     except FlowserveError as error:
         failure = error
-    except Exception as error:  # backends run other people's code: plug-ins, and model.py files through them
+    except Exception as error:  # backends run third-party code: plug-ins and model.py files
         text = f"model '{draft.name}': backend '{draft.backend}' failed to read it: {type(error).__name__}: {error}"
         failure = Invalid(text)
     raise Problems(refusals(failure, folder, version, draft.preliminary, default_files)) from failure
@@ -195,7 +195,7 @@ def _ask(
 def refusals(
     error: FlowserveError, folder: ModelFolder, version: int, config: ModelConfig, default_files: Mapping[str, str]
 ) -> list[Problem]:
-    """What a backend says of a version. Where it does not say what it means, that is the model's file."""
+    """A backend's errors about a version. Without a place they refer to the model's file."""
     file = config.default_model_filename or default_files.get(config.backend, "")
     place = error.place or Place("/".join(filter(None, (folder.name, str(version), file))))
     problems = error.problems if isinstance(error, Problems) else (Problem(str(error)),)
@@ -207,9 +207,9 @@ def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int
     missing = [
         Problem(f"version {version} of its version policy is not there; served without it", place, "R8")
         for version in missing_versions(folder, config.version_policy)
-        if versions  # without any it is not served, which is said
+        if versions  # a model without versions is not served, which is reported elsewhere
     ]
-    own = config.parameters.get("execution", "process")  # what the operator says is told by whoever knows it
+    own = config.parameters.get("execution", "process")  # the operator's override is checked where it is known
     libraries = [
         Place("/".join((folder.name, *where, BATCH_STRATEGY_FILE)))
         for where in ((), *((str(version),) for version in versions))
@@ -221,3 +221,38 @@ def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int
         *unused_batching(config, libraries),
         *misspelt_parameters(config),
     ]
+
+
+OutputLabels = Mapping[str, tuple[str, ...]]
+
+
+def read_labels(folder: Path, config: ModelConfig) -> OutputLabels:
+    """The labels of each output that names a file. Blocks. Raises Problems if one cannot be read."""
+    labels: dict[str, tuple[str, ...]] = {}
+    problems: list[Problem] = []
+    for index, spec in enumerate(config.outputs):
+        if not spec.labels:
+            continue
+        try:
+            text = (folder / spec.labels).read_text("utf-8")
+            # Not splitlines, which also splits at characters that a label may contain and shifts all later labels.
+            labels[spec.name] = tuple(text.removesuffix("\n").split("\n")) if text else ()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            place = config.source.place(f"output[{index}].label_filename")
+            problems.append(Problem(f"label file '{spec.labels}' of output '{spec.name}' cannot be read: {why}", place))
+    if problems:
+        raise Problems(problems)
+    return labels
+
+
+def output_labels(graph: Graph, labels_of: Callable[[str], OutputLabels]) -> OutputLabels:
+    """The labels of a graph's outputs. `labels_of` returns the labels of a model or ensemble, as from `read_labels`."""
+    labels = dict(labels_of(graph.name))
+    for edge in graph.edges:
+        if edge.consumer == GRAPH and edge.producer != GRAPH:
+            node = graph.nodes[edge.producer]
+            found = labels_of(node.model.name).get(node.outputs[edge.output].name)
+            if found:
+                labels.setdefault(graph.outputs[edge.input].name, found)
+    return labels

@@ -1,8 +1,8 @@
-"""Which deployments can be served together, and in which order they come up.
+"""Determines which deployments can be served together, and their load order.
 
-Decided here: what one failure means for the rest. Pure: configurations go in, graphs and reasons come out, and asking
-again with one more failure gives the whole answer anew. It does not know where configurations come from nor how
-models are loaded.
+Decides the consequences of one failure for the others. Pure: configurations in, graphs and errors out; another call
+with one more failure gives the complete new result. Does not know where configurations come from, or how models are
+loaded. Callers: `runtime/loading`, `authoring`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Problems
-from flowserve.graph.plain import compile_model
-from flowserve.graph.types import Graph
+from flowserve.graph.types import Graph, compile_model
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What can be served. `models` and `ensembles` hold exactly the names of `graphs`, which has one graph per version.
+    """The deployments that can be served. `models` and `ensembles` are together the names of `graphs`, which has one
+    graph per version.
 
-    `models` are the plain ones, by name: load them in any order. `ensembles` come after everything they contain.
-    `failed` is everything else and why, the failures that were given included.
+    `models` are the plain ones, by name; they can be loaded in any order. Each of `ensembles` is after everything it
+    contains. `failed` has the error of every other deployment, including the given failures.
     """
 
     models: tuple[str, ...]
@@ -36,9 +36,9 @@ def resolve(
     failed: Mapping[str, FlowserveError],
     only: Collection[str] | None = None,
 ) -> Resolution:
-    """Compile everything that can be. `versions[name]` are the versions to serve of `configs[name]`.
+    """Compile all deployments that can be. `versions[name]` are the versions to serve of `configs[name]`.
 
-    `only`: what to compile; the rest is taken to be right, and the answer is silent about it, except for `failed`.
+    `only`: the names to compile; the others are assumed to be valid and, except for `failed`, are not in the result.
     """
     asked = configs.keys() if only is None else only
     failures = dict(failed)
@@ -50,7 +50,7 @@ def resolve(
     graphs = {name: {version: compile_model(configs[name], version) for version in versions[name]} for name in models}
     ensembles: list[str] = []
     for name in _ensembles({name: configs[name] for name in available}, asked):
-        # Not before there is one: the library of graphs takes longer to import than all of this room.
+        # Imported only for ensembles: networkx takes longer to import than this whole package.
         from flowserve.graph.compile import compile_ensemble
 
         try:
@@ -65,7 +65,7 @@ def resolve(
 
 
 def _ensembles(configs: Mapping[str, ModelConfig], asked: Collection[str]) -> list[str]:
-    """Those that are asked for, each after those it contains."""
+    """The requested ensembles, each after those it contains."""
     if not any(configs[name].is_ensemble for name in asked if name in configs):
         return []
     from flowserve.graph.wiring import containment_order
@@ -74,9 +74,9 @@ def _ensembles(configs: Mapping[str, ModelConfig], asked: Collection[str]) -> li
 
 
 def _reason(error: FlowserveError) -> str:
-    """One line that stands for an error in the message of those who depend on it. What failed only because something
-    in it did hands on that one's line ("Model 'decode' failed with error: ..."), or the lines of ensembles in ensembles
-    would hold all those below.
+    """One line for an error, for the messages of dependent ensembles. An ensemble that failed only because of a step
+    passes on the step's line ("Model 'decode' failed with error: ..."); otherwise the lines of nested ensembles would
+    contain all those below.
     """
     first, *others = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, Problems) and error.problems[0].rule == "G3":

@@ -1,39 +1,42 @@
-"""Whether a model's folder changed: a stamp that is cheap, and a digest of its contents that is certain.
+"""Detection of changed model folders: a cheap stamp, a digest of the contents, and the polling state.
 
-Decided here: which files count (all that are not hidden, links followed), and that contents decide, never times: a
-copy with its old times, or a file touched for nothing, is what it is. Nothing here knows what the files mean.
+Decides which files count (all that are not hidden, links followed); that contents decide and not times, so that neither
+a copy with old times nor a touched file is misjudged; and when a changing folder has settled. The polling state is
+pure: stamps and integer nanoseconds in, names out. Does not know the meaning of files, or what follows from a change.
+Callers: `runtime/loading`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 _PIECE: Final = 1 << 20
 
-# What `stat` says of everything in a folder: equal stamps taken while nothing was written mean equal contents.
+# The `stat` of everything in a folder: equal stamps taken while nothing was written mean equal contents.
 Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 def stamp(folder: Path) -> Stamp:
-    """The stamp of everything below `folder`; () where there is nothing. Blocks; opens no file."""
+    """The stamp of everything below `folder`; () if it does not exist. Blocks; opens no file."""
     return tuple(
         (name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino) for name, _, found in _files(folder)
     )
 
 
 def digest(folder: Path) -> str:
-    """A digest over the names of everything below `folder` and the contents of files. Blocks while all of it is read.
+    """A digest of all names below `folder` and the contents of files. Blocks while all of it is read.
 
-    Raises OSError where a file cannot be read, or disappears meanwhile.
+    Raises OSError if a file cannot be read or disappears.
     """
     whole = hashlib.blake2b(digest_size=20)
     for name, path, _ in _files(folder):
         one = hashlib.blake2b(digest_size=20)
-        if os.path.isfile(path):  # and not a pipe or a device, which whoever opens may wait for for ever
+        if os.path.isfile(path):  # not a pipe or a device, which could block forever
             with open(path, "rb") as stream:
                 while piece := stream.read(_PIECE):
                     one.update(piece)
@@ -42,7 +45,7 @@ def digest(folder: Path) -> str:
 
 
 def _files(folder: str | Path) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Every file and folder, by name, with its name relative to the top. Links that lead in circles are not entered."""
+    """Every file and folder, by name, with its path relative to the top. Circular links are not entered."""
     try:
         top = _identity(os.stat(folder))
     except OSError:
@@ -53,7 +56,7 @@ def _files(folder: str | Path) -> Iterator[tuple[str, str, os.stat_result]]:
 def _below(
     folder: str | Path, prefix: str, above: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[str, str, os.stat_result]]:
-    """`above`: which folders `folder` and those around it are."""
+    """`above`: the identities of `folder` and its parents."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -64,12 +67,12 @@ def _below(
         name = prefix + entry.name
         try:
             found = entry.stat()
-        except OSError:  # a link that leads nowhere, or gone since
+        except OSError:  # a broken link, or deleted meanwhile
             continue
         if not entry.is_dir():
             yield name, entry.path, found
             continue
-        # A folder's own times and size tell of hidden files too, so only its being there counts.
+        # A folder's own times and size change with hidden files too, so only its existence counts.
         yield f"{name}/", entry.path, os.stat_result((found.st_mode, *(0,) * 9))
         here = _identity(found)
         if here not in above:
@@ -78,3 +81,60 @@ def _below(
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+# How long a folder must be unchanged before it is loaded: a running copy changes it continuously.
+QUIET_NS: Final = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Folders that changed and have settled. `gone` are the names of removed folders."""
+
+    changed: Mapping[str, Stamp]
+    gone: frozenset[str]
+
+
+class FolderWatch:
+    """Keeps each folder's stamp of the last processed state, and reports folders whose stamp differs and has been
+    stable for `quiet_ns`.
+    """
+
+    def __init__(self, quiet_ns: int = QUIET_NS) -> None:
+        self._quiet_ns = quiet_ns
+        self._known: dict[str, Stamp] = {}
+        self._unsettled: dict[str, tuple[Stamp | None, int]] = {}  # the current stamp, and since when
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether a folder changed and has not settled yet; the caller should poll again soon."""
+        return bool(self._unsettled)
+
+    def mark_seen(self, stamps: Mapping[str, Stamp]) -> None:
+        """Record these stamps as processed."""
+        self._known.update(stamps)
+
+    def was_seen(self, name: str) -> bool:
+        """Whether a folder of that name existed in the last processed state."""
+        return name in self._known
+
+    def update(self, stamps: Mapping[str, Stamp], now_ns: int) -> Settled:
+        """Compare with the current stamps. Returned folders count as processed."""
+        changed: dict[str, Stamp] = {}
+        gone: set[str] = set()
+        for name in {*stamps, *self._known, *self._unsettled}:
+            seen = stamps.get(name)
+            if seen == self._known.get(name):
+                self._unsettled.pop(name, None)
+                continue
+            before, since_ns = self._unsettled.get(name, (None, None))
+            if since_ns is None or before != seen:
+                self._unsettled[name] = seen, now_ns
+            elif now_ns - since_ns >= self._quiet_ns:
+                del self._unsettled[name]
+                if seen is None:
+                    gone.add(name)
+                    del self._known[name]
+                else:
+                    changed[name] = self._known[name] = seen
+        return Settled(changed, frozenset(gone))

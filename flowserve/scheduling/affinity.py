@@ -1,19 +1,18 @@
-"""A model with instances on several devices: a request stays on the device its tensors lie on, unless waiting for that
-device costs more than taking them to another.
+"""Device affinity for a model with instances on several devices: a request runs on the device that holds its tensors,
+unless waiting for that device costs more than copying the tensors.
 
-Decided here: who waits for which device, and for how long. Tickets wait in a line for each device, and in one more if
-their tensors lie on none; each line forms batches as the model's queue would. An instance takes what is at home with it
-or nowhere, whoever waits longest unless others are free too. It takes from another device's line only when no instance
-of that device is free, and the first batch of the line has waited as long as its copy would take: whoever waits so long
-and is then copied after all has lost at most as much again as by being copied at once, and nobody had to guess how long
-the others would run.
+Decides which device's queue a ticket joins, and when a batch may move to another device. There is one queue per device,
+and one for tickets whose tensors are on none; each forms batches as the model's queue would. An instance takes from the
+queue of its device and from the one without a device, oldest first unless other instances are free. It takes from
+another device's queue only if no instance of that device is free and the queue's first batch has waited as long as its
+copy would take. A batch that waits so long and is then copied costs at most twice as much as copying it immediately; no
+estimate of the other batches' run times is needed.
 
-What a copy takes is worked out from the bytes that would have to be copied (`Moves`), not measured. This file does not
-know what devices or tensors are.
+The duration of a copy is computed from the bytes to copy (`CopyCost`), not measured. Does not know devices or tensors.
 
-Always true after every call (see `check`): the tickets of a line leave in the order they came. And of whoever asks for
-each free instance, until none gets anything: no batch is left beside a free instance of its device, nor longer than its
-copy takes beside any other.
+Always true after every call (see `check`): the tickets of a queue leave in the order of arrival. After `take_for` was
+called for each free instance until none returns a batch, no batch waits while an instance of its device is free, and
+none waits longer than its copy takes while another instance is free.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from typing import Any, Final
 
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import NO_SLOT
-from flowserve.scheduling.batcher import Batcher
-from flowserve.scheduling.router import Facts, Flow, Ticket
+from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.queue import Batcher
 
-NOWHERE: Final = -1  # what tensors on the host are on: they must be copied whoever reads them
+NO_DEVICE: Final = -1  # the device of tensors on the host: any instance must copy them
 
-# What a tensor lies on, and how many bytes it has.
+# Returns the device that holds a tensor, and the tensor's size in bytes.
 Residence = Callable[[Facts], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """What it costs to take a tensor to another device: so much for any, and so many bytes in a nanosecond. As it
-    stands, what a bus of PCIe 4 with 16 lanes does where devices reach each other: an assumption, not a measurement.
+class CopyCost:
+    """The cost of copying a tensor to another device: a fixed time per copy, and a bandwidth. The defaults are those of
+    PCIe 4 x16 with peer access: an assumption, not a measurement.
     """
 
     each_ns: int = 20_000
@@ -47,8 +46,8 @@ class Moves:
         return self.each_ns + nbytes // self.bytes_per_ns if nbytes else 0
 
 
-class _Line:
-    """What waits for one device. `costs` are those of the tickets in `batcher`, in the same order."""
+class _DeviceQueue:
+    """The tickets that wait for one device. `costs` are their copy costs, in the order of `batcher`."""
 
     __slots__ = ("batcher", "costs")
 
@@ -60,8 +59,8 @@ class _Line:
     def oldest_ns(self) -> int:
         return self.costs[0][0].queued_ns
 
-    def patience_ns(self, rows_max: int) -> int:
-        """Until when the first batch rather waits than moves."""
+    def move_at_ns(self, rows_max: int) -> int:
+        """The time at which the first batch may move to another device."""
         rows = total = 0
         for ticket, cost in self.costs:
             rows += ticket.rows or 1
@@ -77,13 +76,15 @@ class _Line:
         return taken
 
 
-class Affine:
-    """The queue of such a model. `make` makes the queue of one line, first in, first out; `rows_max` is the most rows
-    that it puts into a batch. `device_of` tells an instance's device.
+class AffinityBatcher:
+    """The batcher of such a model. `make` creates the FIFO queue of one device; `rows_max` is the largest batch of it.
+    `device_of` returns an instance's device.
     """
 
     may_wait = True
     may_expire = False
+    joins_max = 0
+    is_shared = True
 
     def __init__(
         self,
@@ -91,48 +92,48 @@ class Affine:
         rows_max: int,
         device_of: Callable[[Any], int],
         residence: Residence,
-        moves: Moves | None = None,
+        copy_cost: CopyCost | None = None,
     ) -> None:
         self._make = make
         self._rows_max = max(rows_max, 1)
         self._device_of = device_of
         self._residence = residence
-        self._moves = moves or Moves()
-        self._lines: dict[int, _Line] = {NOWHERE: _Line(make())}
+        self._copy_cost = copy_cost or CopyCost()
+        self._queues: dict[int, _DeviceQueue] = {NO_DEVICE: _DeviceQueue(make())}
         self._free: Collection[Any] = ()
-        self._there: Counter[int] = Counter()  # instances that are not away, by device
-        self._again: dict[int, deque[list[Ticket]]] = {}  # parts of batches that raised, by the device they raised on
-        self._now_ns = 0  # the latest moment that was heard of
+        self._available: Counter[int] = Counter()  # the number of available instances, by device
+        self._retries: dict[int, deque[list[Ticket]]] = {}  # parts of failed batches, by the device they failed on
+        self._now_ns = 0  # the time of the last call
 
     def serve(self, instances: Sequence[Any], free: Collection[Any]) -> None:
-        """These run what is taken; `free` always holds those of them that run nothing. Called once, before anything."""
+        """Set the instances; `free` is a live view of those without a batch. Called once, before any other method."""
         self._free = free
-        self._there = Counter(map(self._device_of, instances))
-        for device in self._there:
-            self._lines[device] = _Line(self._make())
-            self._again[device] = deque()
+        self._available = Counter(map(self._device_of, instances))
+        for device in self._available:
+            self._queues[device] = _DeviceQueue(self._make())
+            self._retries[device] = deque()
 
     def put(self, ticket: Ticket) -> None:
         """Queue a ticket; its `queued_ns` is set."""
         self._now_ns = ticket.queued_ns
-        home, cost = self._home(ticket)
-        line = self._lines[home]
-        line.batcher.put(ticket)
-        line.costs.append((ticket, cost))
+        home, cost = self._home_of(ticket)
+        queue = self._queues[home]
+        queue.batcher.put(ticket)
+        queue.costs.append((ticket, cost))
 
-    def _home(self, ticket: Ticket) -> tuple[int, int]:
-        """The device on which most of its tensors lie, and what it would cost to take them to another."""
+    def _home_of(self, ticket: Ticket) -> tuple[int, int]:
+        """The device with most of the ticket's bytes, and the cost of copying them to another."""
         sizes: Counter[int] = Counter()
         for slot in {*ticket.node.inputs} - {NO_SLOT}:
             handle = ticket.flow.tensors[slot]
             if handle is not None:
                 device, nbytes = self._residence(handle)
                 sizes[device] += nbytes
-        del sizes[NOWHERE]
+        del sizes[NO_DEVICE]
         if not sizes:
-            return NOWHERE, 0
+            return NO_DEVICE, 0
         home, nbytes = max(sizes.items(), key=lambda pair: (pair[1], -pair[0]))
-        return (home, self._moves.cost_ns(nbytes)) if self._there[home] else (NOWHERE, 0)
+        return (home, self._copy_cost.cost_ns(nbytes)) if self._available[home] else (NO_DEVICE, 0)
 
     def take_for(self, instance: Any, now_ns: int) -> list[Ticket] | None:
         """The next batch for an instance that is free, or None."""
@@ -141,34 +142,34 @@ class Affine:
         part = self._next_part(device)
         if part is not None:
             return part
-        for line in self._open_to(device, now_ns):
-            taken = line.take(now_ns)
+        for queue in self._open_to(device, now_ns):
+            taken = queue.take(now_ns)
             if taken is not None:
                 return taken
         return None
 
-    def _open_to(self, device: int, now_ns: int) -> list[_Line]:
-        """The lines that an instance of a device may take from, in the order in which it does."""
-        own = [line for home in (device, NOWHERE) if (line := self._lines[home]).costs]
-        if len(self._free) == 1:  # else others are free to take what is at home nowhere
+    def _open_to(self, device: int, now_ns: int) -> list[_DeviceQueue]:
+        """The queues that an instance of a device may take from, in order."""
+        own = [queue for home in (device, NO_DEVICE) if (queue := self._queues[home]).costs]
+        if len(self._free) == 1:  # else others are free to take tickets without a device
             own.sort(key=_by_age)
         others = [
-            line
-            for home, line in self._lines.items()
-            if line.costs and home not in (device, NOWHERE) and self._may_leave(home, line, now_ns)
+            queue
+            for home, queue in self._queues.items()
+            if queue.costs and home not in (device, NO_DEVICE) and self._may_leave(home, queue, now_ns)
         ]
         return own + sorted(others, key=_by_age)
 
-    def _may_leave(self, home: int, line: _Line, now_ns: int) -> bool:
+    def _may_leave(self, home: int, queue: _DeviceQueue, now_ns: int) -> bool:
         if self._is_free(home):
             return False
-        return not self._there[home] or line.patience_ns(self._rows_max) <= now_ns
+        return not self._available[home] or queue.move_at_ns(self._rows_max) <= now_ns
 
     def _is_free(self, device: int) -> bool:
         return any(self._device_of(instance) == device for instance in self._free)
 
     def _next_part(self, device: int) -> list[Ticket] | None:
-        for home, parts in sorted(self._again.items(), key=lambda pair: pair[0] != device):
+        for home, parts in sorted(self._retries.items(), key=lambda pair: pair[0] != device):
             while parts and (home == device or not self._is_free(home)):
                 tickets = [ticket for ticket in parts.popleft() if not ticket.flow.done]
                 if tickets:
@@ -176,43 +177,45 @@ class Affine:
         return None
 
     def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
-        """A batch raised; these parts of it are to run, each by itself, where it did if there is a free instance."""
-        self._again[self._device_of(instance)].extend(part for part in parts if part)
+        """A batch failed; run these parts of it, each as a batch, on its device if an instance of that is free."""
+        self._retries[self._device_of(instance)].extend(part for part in parts if part)
 
     def take(self, now_ns: int) -> list[Ticket] | None:
-        """All that waits, for whoever refuses it. None: nobody waits."""
-        everything = [ticket for parts in self._again.values() for part in parts for ticket in part]
-        for parts in self._again.values():
+        """Remove and return all waiting tickets, to be refused. None: no ticket waits."""
+        everything = [ticket for parts in self._retries.values() for part in parts for ticket in part]
+        for parts in self._retries.values():
             parts.clear()
-        for line in self._lines.values():
-            everything += [ticket for ticket, _ in line.costs]
-            line.batcher = self._make()
-            line.costs.clear()
+        for queue in self._queues.values():
+            everything += [ticket for ticket, _ in queue.costs]
+            queue.batcher = self._make()
+            queue.costs.clear()
         return everything or None
 
     def orphans(self) -> Sequence[tuple[Ticket, FlowserveError]]:
-        """Nothing that waits here belongs to one instance."""
+        """Always empty: no ticket depends on one instance."""
         return ()
 
     def lost(self, instance: Any) -> None:
-        """An instance that runs nothing is not there any more."""
-        self._there[self._device_of(instance)] -= 1
+        """An instance without a batch became unavailable."""
+        self._available[self._device_of(instance)] -= 1
 
     def found(self, instance: Any) -> None:
-        """It is there again."""
-        self._there[self._device_of(instance)] += 1
+        """The instance is available again."""
+        self._available[self._device_of(instance)] += 1
 
     def deadline(self) -> int | None:
-        moments = [at for home, line in self._lines.items() if line.costs and (at := self._due(home, line)) is not None]
+        moments = [
+            at for home, queue in self._queues.items() if queue.costs and (at := self._due(home, queue)) is not None
+        ]
         return min(moments, default=None)
 
-    def _due(self, home: int, line: _Line) -> int | None:
-        """When time alone may give a line's first batch to an instance that is free now."""
-        if home != NOWHERE and self._there[home] and not self._is_free(home):
-            patience_ns = line.patience_ns(self._rows_max)
-            if patience_ns > self._now_ns:
-                return patience_ns
-        return line.batcher.deadline()
+    def _due(self, home: int, queue: _DeviceQueue) -> int | None:
+        """When time alone lets an instance that is free now take a queue's first batch."""
+        if home != NO_DEVICE and self._available[home] and not self._is_free(home):
+            move_at_ns = queue.move_at_ns(self._rows_max)
+            if move_at_ns > self._now_ns:
+                return move_at_ns
+        return queue.batcher.deadline()
 
     def expiry(self) -> int | None:
         return None
@@ -222,11 +225,11 @@ class Affine:
 
     def withdraw(self, flow: Flow) -> int:
         gone = 0
-        for line in self._lines.values():
-            here = line.batcher.withdraw(flow)
+        for queue in self._queues.values():
+            here = queue.batcher.withdraw(flow)
             if here:
                 gone += here
-                line.costs = deque(one for one in line.costs if one[0].flow is not flow and not one[0].flow.done)
+                queue.costs = deque(one for one in queue.costs if one[0].flow is not flow and not one[0].flow.done)
         for part in self._parts():
             kept = [ticket for ticket in part if not ticket.flow.done]
             gone += len(part) - len(kept)
@@ -234,20 +237,20 @@ class Affine:
         return gone
 
     def __len__(self) -> int:
-        return sum(len(line.costs) for line in self._lines.values()) + sum(map(len, self._parts()))
+        return sum(len(queue.costs) for queue in self._queues.values()) + sum(map(len, self._parts()))
 
     def _parts(self) -> Iterator[list[Ticket]]:
-        for parts in self._again.values():
+        for parts in self._retries.values():
             yield from parts
 
     def check(self) -> None:
-        for line in self._lines.values():
-            line.batcher.check()
-            assert len(line.costs) == len(line.batcher), "a ticket is lost, or counted twice"
-            times = [ticket.queued_ns for ticket, _ in line.costs]
-            assert times == sorted(times), "a line is not in order of arrival"
-            assert not any(ticket.flow.done for ticket, _ in line.costs), "a ticket of an answered flow still waits"
+        for queue in self._queues.values():
+            queue.batcher.check()
+            assert len(queue.costs) == len(queue.batcher), "a ticket is lost or doubled"
+            times = [ticket.queued_ns for ticket, _ in queue.costs]
+            assert times == sorted(times), "a queue is not in order of arrival"
+            assert not any(ticket.flow.done for ticket, _ in queue.costs), "a ticket of a finished flow still waits"
 
 
-def _by_age(line: _Line) -> int:
-    return line.oldest_ns
+def _by_age(queue: _DeviceQueue) -> int:
+    return queue.oldest_ns

@@ -1,7 +1,7 @@
-"""When something that ended by itself is started again: soon, and later each time it ends soon again.
+"""Exponential back-off for the restarts of a process that ended unexpectedly.
 
-Decided here: the delays. Whatever crashes at once each time is started at most once in `longest_ns`, so that it costs
-next to nothing; whatever lived for `calm_ns` has proved that it can, and begins anew. Pure: durations come in.
+Decides the delays. A process that crashes immediately each time is started at most once per `longest_ns`, which bounds
+the cost; the delay is reset after a process that ran for `calm_ns`. Pure: callers pass durations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SECOND_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """The first delay doubles up to the longest, until something lives for `calm_ns`."""
+    """The first delay doubles up to the longest, until a process runs for `calm_ns`."""
 
     first_ns: int = _SECOND_NS // 10
     longest_ns: int = 30 * _SECOND_NS
@@ -25,16 +25,16 @@ DELAYS: Final = Delays()
 
 
 class BackOff:
-    """Counts the ends of one thing. `ends`: how often in a row it did not live for long."""
+    """The restarts of one process. `ends`: the number of consecutive ends after less than `calm_ns`."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
         self.ends = 0
 
     def ended(self, lived_ns: int) -> int:
-        """It ended after that long (0: it did not come to life). Returns after how long to start it again."""
+        """The process ended after `lived_ns` (0: it did not start). Returns the delay until its restart."""
         if lived_ns >= self._delays.calm_ns:
             self.ends = 0
         self.ends += 1
-        # Bounded before the shift: nobody needs a number of a thousand digits.
+        # Bounded before the shift, which would otherwise create very large integers.
         return min(self._delays.first_ns << min(self.ends - 1, 60), self._delays.longest_ns)

@@ -1,7 +1,6 @@
-"""One model's queue with the instances it is for, and what runs on them.
+"""Records of the scheduler: a model's queue with its instances, a batch, and the route of a batch.
 
-Decided here: nothing but what such a queue and such a batch hold; both are records that the machines of this room fill
-in and the runtime reads. Who changes them, and when, is the dispatcher's.
+The scheduler writes them, the runtime reads them.
 """
 
 from __future__ import annotations
@@ -10,35 +9,32 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from flowserve.graph.plan import PlanNode
 from flowserve.graph.types import ModelKey
-from flowserve.scheduling.affinity import Affine
-from flowserve.scheduling.batcher import Batcher
-from flowserve.scheduling.limiter import Needs
+from flowserve.scheduling.flow import Ticket
 from flowserve.scheduling.ordering import Order
-from flowserve.scheduling.router import Ticket
-from flowserve.scheduling.sequences import Sequences
+from flowserve.scheduling.queue import Batcher, BoundBatcher
+from flowserve.scheduling.rate_limit.limiter import Needs
 
 
 class ModelQueue:
-    """One model version's waiting tickets and the instances that may take them. `key` is what plans name it by."""
+    """The waiting tickets of one model version, and its instances. `key` is its name in plans."""
 
     __slots__ = (
         "away",
         "batcher",
         "bound",
-        "carrier",
         "closed",
         "free",
         "instances",
         "is_dirty",
         "is_pure",
         "key",
+        "leaving",
         "needs",
         "observer",
         "order",
-        "passes_on",
-        "receives",
-        "relayed_min",
+        "route_group",
         "running",
     )
 
@@ -52,42 +48,98 @@ class ModelQueue:
         observer: Any = None,
         needs: Sequence[Needs] = (),
         keeps_order: bool = False,
+        route_group: object = None,
     ) -> None:
         self.key = key
         self.batcher = batcher
         self.instances = tuple(instances)
-        # Idle longest first, so that work spreads over instances evenly. Free, running and away are all instances.
+        # Longest idle first, so that batches spread over instances evenly. Each instance is free, running or away.
         self.free: deque[Any] = deque(instances)
         self.running = 0
         self.away: list[Any] = []
-        self.bound: Sequences | Affine | None = None  # its batcher, where not every instance may take every ticket
-        if isinstance(batcher, Sequences | Affine):
+        self.leaving: list[Any] = []  # instances that will be away when their batch is complete
+        self.bound: BoundBatcher | None = None  # its batcher, if tickets may be bound to one instance
+        if isinstance(batcher, BoundBatcher):
             self.bound = batcher
             batcher.serve(self.instances, self.free)
-        self.closed: Batcher | None = None  # its batcher, while one that takes nothing stands in for it
+        self.closed: Batcher | None = None  # its batcher, while a `ClosedQueue` replaces it
         self.is_pure = is_pure
-        self.observer = observer  # the runtime's statistics of this model; nothing here reads it
-        self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: they need nothing
+        self.observer = observer  # the runtime's statistics of this model; scheduling does not read it
+        self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: no resources
         self.order = Order() if keeps_order else None
-        # For relays (relays.py): whether its instances can hand a batch on to others, how many requests they may be
-        # handed at once, and who hands on: only those of one carrier to each other. That is the runtime's; nothing here
-        # reads of it but `private_only`, whether it takes private ways only.
-        self.passes_on = False
-        self.receives = 0
-        self.carrier: Any = None
-        self.relayed_min = 1  # requests of a batch that is handed on
-        self.is_dirty = False  # whether it stands in the dispatcher's list of queues to look at
+        # Models whose workers pass batches to each other have the same group; None: no routes.
+        self.route_group = None if keeps_order or self.bound is not None else route_group
+        self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
 
     @property
     def is_served(self) -> bool:
-        """Whether any instance is there to take its tickets, now or when it has finished what it runs."""
-        return len(self.away) < len(self.instances)
+        """Whether an instance can take its tickets, now or after its current batch."""
+        return len(self.away) + len(self.leaving) < len(self.instances)
+
+
+class Route:
+    """The stages that a batch passes before it returns (route.py): `nodes` and their `queues`, the batch's own first.
+
+    `rows_max` and `requests_max`: the largest batch that every further stage accepts. `reads[i]`: for each input of
+    stage i + 1 the output that feeds it, as (stage, output); `last_reads[i]`: for each of these whether no later stage
+    reads it. `checks[i]`: the inputs of stage i + 1 whose dims are known only at run time, as (input, dims). `inner`:
+    the argument of `Flow.skip_to`. `worker_data` belongs to the workers.
+    """
+
+    __slots__ = (
+        "checks",
+        "inner",
+        "last_reads",
+        "nodes",
+        "queues",
+        "reads",
+        "requests_max",
+        "rows_max",
+        "worker_data",
+    )
+
+    def __init__(self, nodes: Sequence[PlanNode], queues: Sequence[ModelQueue]) -> None:
+        self.nodes = tuple(nodes)
+        self.queues = tuple(queues)
+        self.rows_max = min(node.max_batch_size for node in nodes[1:])
+        self.requests_max = min(queue.batcher.joins_max for queue in queues[1:])
+        slots = [slot for node in nodes[:-1] for _, slot, _ in node.writes]
+        self.inner = [(slot, int(slot in nodes[-1].distinct_inputs)) for slot in slots]
+        made = {slot: (i, j) for i, node in enumerate(nodes) for j, slot in enumerate(node.outputs) if slot >= 0}
+        self.reads = [[made[slot] for slot in node.inputs] for node in nodes[1:]]
+        last = {read: i for i, reads in enumerate(self.reads) for read in reads}
+        self.last_reads = [[last[read] == i for read in reads] for i, reads in enumerate(self.reads)]
+        self.checks = [node.checks for node in nodes[1:]]
+        self.worker_data: Any = None
+
+    def __len__(self) -> int:
+        return len(self.nodes)
 
 
 class Batch:
-    """Tickets that run together on one instance, until it `is_back`. `rows` is their sum."""
+    """Tickets that run together on one instance. `rows` is their sum; `is_back` is set when it is complete.
 
-    __slots__ = ("instance", "is_back", "queue", "rows", "started_ns", "tickets")
+    A batch may have a `route`: then it holds an instance of every stage, `instances`, and `stage(i)` is the batch of
+    stage i. `released` are the stages whose instance it has freed. `contexts` and `wants_outputs` are the runtime's:
+    the trace contexts of its members at each stage, empty if none is traced, and whether an observer reads the outputs
+    of every stage.
+    """
+
+    __slots__ = (
+        "_stages",
+        "contexts",
+        "instance",
+        "instances",
+        "is_back",
+        "is_recalled",
+        "queue",
+        "released",
+        "route",
+        "rows",
+        "started_ns",
+        "tickets",
+        "wants_outputs",
+    )
 
     def __init__(self, queue: ModelQueue, instance: Any, tickets: list[Ticket], started_ns: int) -> None:
         self.queue = queue
@@ -95,10 +147,38 @@ class Batch:
         self.tickets = tickets
         self.started_ns = started_ns
         self.is_back = False
+        self.route: Route | None = None
+        self.contexts: Sequence[Sequence[str]] = ()
+        self.wants_outputs = False
         rows = 0
         for ticket in tickets:
             rows += ticket.rows
         self.rows = rows
+
+    def take(self, route: Route, instances: Sequence[Any]) -> None:
+        """Set its route, and an instance for each stage, its own first."""
+        self.route = route
+        self.instances = tuple(instances)
+        self.released: set[int] = set()
+        self.is_recalled = False
+        self._stages: dict[int, Batch] = {}
+
+    def stage(self, i: int) -> Batch:
+        """The batch of stage i, always the same object."""
+        if self.route is None or not i:
+            return self
+        batch = self._stages.get(i)
+        if batch is None:
+            node, since_ns = self.route.nodes[i], self.started_ns
+            tickets = [Ticket(ticket.flow, node, ticket.rows, None, since_ns) for ticket in self.tickets]
+            batch = self._stages[i] = Batch(self.route.queues[i], self.instances[i], tickets, since_ns)
+        return batch
+
+    def begin_at(self, since_ns: int) -> None:
+        """Set the time at which a stage of a route was queued and started, as its worker reported it."""
+        self.started_ns = since_ns
+        for ticket in self.tickets:
+            ticket.queued_ns = since_ns
 
     def __repr__(self) -> str:
         return f"Batch({self.queue.key}, {len(self.tickets)} tickets, rows={self.rows})"

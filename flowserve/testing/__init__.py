@@ -1,4 +1,4 @@
-"""Tools for testing one's own graphs: re-exports only. docs/testing-graphs.md tells how to use them."""
+"""Tools for testing graphs: re-exports only. docs/testing-graphs.md describes their use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flowserve.testing.serve import Served, serving
     from flowserve.testing.simulation import simulate
 
-# Imported when asked for: a test that simulates needs no server.
+# Imported on first use: a test that simulates needs no server.
 _WHERE = {
     "Arrival": "flowserve.testing.history",
     "FakeModel": "flowserve.testing.fakes",

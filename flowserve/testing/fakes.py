@@ -1,7 +1,7 @@
-"""Models that are not there: a graph under test with some of its models replaced by functions.
+"""Fake models: a graph under test with some of its models replaced by functions.
 
-Decided here: that a fake keeps everything its model's configuration says (tensors, batching, queues, how many
-instances) and replaces only who computes. So a pipeline can be tested where its large models cannot be loaded.
+Decides that a fake keeps its model's configuration (tensors, batching, queues, number of instances) and replaces only
+the computation, so that a pipeline can be tested on a machine that cannot load its models.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends import registry
-from flowserve.backends.callable import CallableBackend, offer
+from flowserve.backends.functions.backend import CallableBackend, offer
+from flowserve.cli.target import PythonGraph, is_graph
 from flowserve.config.load import CONFIG_FILE, draft_of, finish
-from flowserve.config.parse import Parsed
+from flowserve.config.parse import Parsed, config_fields, config_message, config_text
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import ModelConfig, SourceMap
-from flowserve.config.write import fields_of, message_of, text_of
 from flowserve.errors import Invalid, NotFound, Place
 from flowserve.graph.functions import BACKEND, FunctionModel
 from flowserve.repository.layout import ModelFolder, find_models
 from flowserve.repository.override import PrivateFolder
 from flowserve.repository.read import read_model
-from flowserve.runtime.completion import complete
-from flowserve.testing.sources import Source, folder_of
+from flowserve.runtime.loading.completion import complete
+from flowserve.runtime.loading.reading import Reading, read_repositories
 from flowserve.values import Array, TensorSpec
 
-# What belongs to the files that a fake does without.
+Source = PythonGraph | str | Path  # a graph in Python, or a repository's folder
+
+# Configuration fields that refer to model files, which a fake does not have.
 _OF_THE_FILES: Final = ("platform", "default_model_filename", "cc_model_filenames", "optimization", "model_warmup")
 
 
 class FakeModel:
-    """Stands for a model. `calls` keeps the input arrays of every batch, in order.
+    """The replacement of a model. `calls` contains the input arrays of every batch, in order.
 
-    `answer`: a function as `flowserve.model` takes one; an exception, which is raised; or None for zeros (what varies
-    in a shape is 1). For a model with many answers it is a generator, and zeros are one answer. That of a model whose
-    state the server keeps gets controls and state as further arrays, and returns the state behind the outputs.
+    `answer`: a function as for `flowserve.model`; an exception, which is raised; or None for zeros (variable dims are
+    1). For a decoupled model it is a generator function, and None sends one response. The function of a sequence model
+    gets controls and states as further arrays, and returns the states after the outputs.
     """
 
     def __init__(self, answer: Callable[..., Any] | Exception | None = None) -> None:
@@ -49,11 +51,11 @@ class FakeModel:
 
     @property
     def rows(self) -> list[int]:
-        """How many rows each batch had."""
+        """The number of rows of each batch."""
         return [_rows(arrays) for arrays in self.calls]
 
     def function(self, config: ModelConfig) -> Callable[..., Any]:
-        """What runs in the place of the model of that configuration."""
+        """The function that replaces the model of that configuration."""
 
         def run(*arrays: Any) -> Any:
             self.calls.append(arrays)
@@ -68,7 +70,7 @@ class FakeModel:
 
 
 class Faked:
-    """`source` with the models that `fakes` names replaced: good wherever a graph is, for `Engine` and `simulate`."""
+    """`source` with the models in `fakes` replaced. `Engine` and `simulate` accept it like a graph."""
 
     def __init__(self, source: Source, fakes: Mapping[str, FakeModel]) -> None:
         for name, fake in fakes.items():
@@ -76,10 +78,14 @@ class Faked:
                 raise Invalid(f"a fake for '{name}' is a FakeModel, as in FakeModel(function), not {fake!r}")
         self._folder, self.name, self._kept = folder_of(source)
         self._fakes = fakes
-        self._offered: list[FunctionModel] = []  # functions live as long as somebody holds them
+        self._offered: list[FunctionModel] = []  # references that keep the functions alive
+
+    def reading(self) -> Reading:
+        """The repository with its fakes, read without serving it. Blocks. Raises as `write_private`."""
+        return read_repositories([self.write_private().path])
 
     def write_private(self) -> PrivateFolder:
-        """The repository with its fakes. Blocks. Raises NotFound for a fake of nothing, Problems."""
+        """The repository with its fakes. Blocks. Raises NotFound for a fake of an unknown model, Problems."""
         folders = find_models([self._folder]).folders
         names = sorted(folder.name for folder in folders)
         for name in self._fakes:
@@ -100,7 +106,7 @@ class Faked:
             fields.pop(name, None)
         count = sum(int(group.get("count", 1)) for group in fields.get("instance_group", [])) or 1
         fields |= {"name": folder.name, "backend": BACKEND, "instance_group": [{"count": count, "kind": "KIND_CPU"}]}
-        message = message_of({**fields, "parameters": {}}, folder.name)
+        message = config_message({**fields, "parameters": {}}, folder.name)
         parsed = Parsed(message, SourceMap(folder.name))
         config = finish(draft_of(parsed, folder.path, registry.default_files()), None)
         model = FunctionModel(
@@ -121,21 +127,33 @@ class Faked:
         for version in folder.versions or (1,):
             (home / str(version)).mkdir(parents=True)
             (home / str(version) / CallableBackend.default_filename).write_text(offer(model), encoding="utf-8")
-        (home / CONFIG_FILE).write_text(text_of(fields, folder.name), encoding="utf-8")
+        (home / CONFIG_FILE).write_text(config_text(fields, folder.name), encoding="utf-8")
+
+
+def folder_of(source: Source) -> tuple[Path, str, object]:
+    """The repository, the name of its graph ("" if `source` is a folder), and the owner of a private folder, which the
+    caller keeps. Blocks. Raises Problems.
+    """
+    if isinstance(source, str | Path):
+        return Path(source), "", None
+    if not is_graph(source):
+        raise Invalid(f"models are in a repository's folder or in a graph, not in {source!r}")
+    private = source.write_private()
+    return private.path, source.name, private
 
 
 def _fields(folder: ModelFolder) -> dict[str, Any]:
-    """What the configuration says; the model's file is asked only where the tensors are not written down."""
+    """The fields of the configuration; the model's file is read only if the configuration has no tensors."""
     path = folder.path / CONFIG_FILE
     if path.is_file():
-        fields, _ = fields_of(path.read_text(encoding="utf-8"), f"{folder.name}/{CONFIG_FILE}")
+        fields, _ = config_fields(path.read_text(encoding="utf-8"), f"{folder.name}/{CONFIG_FILE}")
         if fields.get("input") and fields.get("output"):
             return fields
     return dict(read_model(folder, registry.default_files(), complete).config.json)
 
 
 def _rows(arrays: Sequence[Any]) -> int:
-    """Of a batch: an optional input may be missing, a ragged one is a list."""
+    """The number of rows of a batch. An optional input may be missing, a ragged one is a list."""
     first = next((array for array in arrays if array is not None), ())
     return sum(map(len, first)) if isinstance(first, list) else len(first)
 

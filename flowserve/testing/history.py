@@ -1,7 +1,7 @@
-"""What simulated requests are, and what became of them: which batches formed when, and who was refused.
+"""Records of a simulation: its requests, and the batches and outcomes that resulted.
 
-Decided here: the records that `simulate` takes and gives, and how they read as a timeline. Times are milliseconds. How
-they come about is simulated.py's.
+Decides the records that `simulate` takes and returns, and their text as a timeline. Times are milliseconds.
+simulation.py computes them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from flowserve.errors import Unavailable
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request. `priority` and `timeout_ms` are what it says itself, 0 for nothing; `sequence_id` is that of the
-    sequence it belongs to, with its flags.
+    """A request. `priority` and `timeout_ms` are its own parameters, 0 for none; `sequence_id` is the correlation id of
+    its sequence, with the flags START and END.
     """
 
     at_ms: float
@@ -29,8 +29,8 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class FormedBatch:
-    """What ran together. `requests` are numbers of arrivals, in the order they stand in the batch; a request whose
-    steps run several times may stand there several times. `end_ms` is when the instance was free again.
+    """A batch. `requests` are numbers of arrivals, in the order of the batch; a request may be in it several times if
+    several of its steps run the model. `end_ms` is when the instance was free again.
     """
 
     model: str
@@ -43,8 +43,8 @@ class FormedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended, and when. `error` None: it was answered. `answers_ms`: when each of its answers was there,
-    one of each for most deployments.
+    """The end of a request. `error` None: it was answered. `answers_ms`: the time of each response; one, unless a model
+    is decoupled.
     """
 
     request: int
@@ -56,16 +56,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """`batches` in the order they started, `outcomes` in the order requests ended. `str()` of it is a timeline."""
+    """`batches` in the order of starting, `outcomes` in the order in which requests ended. `str()` is a timeline."""
 
     batches: tuple[FormedBatch, ...]
     outcomes: tuple[Outcome, ...]
 
     @property
     def refused(self) -> tuple[int, ...]:
-        """The requests that found no room (in a queue, or at the limit of the whole deployment), or whose time was
-        over while they waited.
-        """
+        """The requests refused by a full queue or by admission control, and those whose timeout passed in a queue."""
         return tuple(sorted(one.request for one in self.outcomes if isinstance(one.error, Unavailable)))
 
     def batches_of(self, model: str) -> tuple[FormedBatch, ...]:
@@ -76,23 +74,23 @@ class Simulation:
             (one.start_ms, 0, f"{one.instance} runs {_listed(one.requests)} until {one.end_ms:g} ms")
             for one in self.batches
         ]
-        lines += [(at_ms, 1, text) for one in self.outcomes for at_ms, text in _told(one)]
+        lines += [(at_ms, 1, text) for one in self.outcomes for at_ms, text in _entries(one)]
         lines.sort(key=lambda line: line[:2])
         return "\n".join(f"{at:8.3f} ms  {text}" for at, _, text in lines)
 
 
-def _told(outcome: Outcome) -> Iterator[tuple[float, str]]:
-    who, after = f"request {outcome.request}", f"after {outcome.latency_ms:g} ms"
+def _entries(outcome: Outcome) -> Iterator[tuple[float, str]]:
+    name, after = f"request {outcome.request}", f"after {outcome.latency_ms:g} ms"
     if outcome.error is None and outcome.answers_ms == (outcome.at_ms,):
-        yield outcome.at_ms, f"{who} is answered, {after}"
+        yield outcome.at_ms, f"{name} is answered, {after}"
         return
     arrived_ms = outcome.at_ms - outcome.latency_ms
     for number, at_ms in enumerate(outcome.answers_ms, 1):
-        yield at_ms, f"{who} gets answer {number}, after {at_ms - arrived_ms:g} ms"
+        yield at_ms, f"{name} gets answer {number}, after {at_ms - arrived_ms:g} ms"
     if outcome.error is not None:
-        yield outcome.at_ms, f"{who} is refused: {outcome.error}, {after}"
+        yield outcome.at_ms, f"{name} is refused: {outcome.error}, {after}"
     else:
-        yield outcome.at_ms, f"{who} is over, {after}, with {len(outcome.answers_ms)} answers"
+        yield outcome.at_ms, f"{name} is over, {after}, with {len(outcome.answers_ms)} answers"
 
 
 def _listed(numbers: Sequence[int]) -> str:

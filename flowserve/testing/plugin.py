@@ -1,6 +1,7 @@
-"""Fixtures for pytest: `pytest_plugins = ["flowserve.testing.plugin"]` in a conftest.py brings them in.
+"""Fixtures for pytest, enabled by `pytest_plugins = ["flowserve.testing.plugin"]` in a conftest.py.
 
-Decided here: that what a test opened ends with the test. Opting in by name keeps everybody else's pytest as it was.
+Decides that engines and servers which a test started are closed with the test. The plugin is not registered as an entry
+point, so that installing flowserve does not change other projects' pytest runs.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from flowserve.authoring.engine import Engine, Source
-from flowserve.runtime.blocking import BlockingEngine
+from flowserve.authoring.engine import Engine, EngineSource
+from flowserve.runtime.embedding.blocking import BlockingEngine
 from flowserve.testing.serve import Served, serving
 
 
@@ -22,7 +23,7 @@ def flowserve_engine() -> Iterator[Callable[..., BlockingEngine]]:
     """`flowserve_engine(source, ...)`: an open engine in this process; arguments as those of `flowserve.Engine`."""
     with ExitStack() as stack:
 
-        def start(*sources: Source, **options: Any) -> BlockingEngine:
+        def start(*sources: EngineSource, **options: Any) -> BlockingEngine:
             return stack.enter_context(Engine(*sources, **options))
 
         yield start

@@ -1,7 +1,7 @@
-"""A real server in a process of its own, for tests and measurements that must see what a stranger sees.
+"""A server in its own process, for end-to-end tests and measurements.
 
-Decided here: how one is started (on a free port of this machine), when it counts as started (it says so), and that it
-is gone when the block ends. It does not know what is served.
+Decides how it is started (on a free port of this machine), when it counts as started (it prints its address), and that
+it is stopped at the end of the block. Does not know the served models.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ STOP_S_MAX = 60.0
 
 @dataclass(slots=True)
 class Served:
-    """A running server. `lines` is what it printed up to and including the line that says where it listens.
+    """A running server. `lines` is its output up to and including the line with its address.
 
-    `log_path` is where its standard error goes, and lives as long as the server.
+    `log_path` is the file of its standard error, which exists as long as the server runs.
     """
 
     base_url: str
@@ -39,7 +39,7 @@ class Served:
 
     @property
     def address(self) -> str:
-        """`127.0.0.1:PORT`, as tritonclient wants it."""
+        """`127.0.0.1:PORT`, in tritonclient's format."""
         return self.base_url.removeprefix("http://")
 
     @property
@@ -48,13 +48,13 @@ class Served:
 
     @property
     def grpc_address(self) -> str:
-        """`127.0.0.1:PORT` of gRPC, where it is served."""
+        """`127.0.0.1:PORT` of gRPC, if it is enabled."""
         (line,) = [line for line in self.lines if line.startswith("gRPC on ")]
         return line.removeprefix("gRPC on ")
 
     @property
     def log(self) -> str:
-        """What it wrote to standard error so far."""
+        """Its standard error so far."""
         return self.log_path.read_text()
 
     def stop(self, number: signal.Signals = signal.SIGTERM, within_s: float = STOP_S_MAX) -> int:
@@ -64,7 +64,7 @@ class Served:
 
 
 class DidNotServe(Exception):
-    """The process ended before it listened. `status` is its exit status, `lines` and `log` what it printed."""
+    """The process ended before it listened. `status` is its exit status, `lines` and `log` its output."""
 
     def __init__(self, status: int, lines: Sequence[str], log: str) -> None:
         super().__init__(f"flowserve run ended with status {status}:\n{log}")

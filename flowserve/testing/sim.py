@@ -1,52 +1,84 @@
-"""A whole server without a loop, a clock or a tensor: the real scheduling machines, simulated instances, a `time`.
+"""A simulated server without event loop, clock or tensors: the real scheduler, simulated instances, simulated time.
 
-Decided here: what happens in which order in a world of `strategies.py`. `step` jumps to the next instant at which
-anything can happen, applies what happens then, pumps once (a turn of the loop), and checks every promise that can be
-seen from outside (sim_laws.py). What becomes of relays is decided in sim_relays.py. One seed gives one history: `log`
-holds it.
+`Sim` runs one random world of strategies.py. `step` advances to the next instant with an event, applies the events of
+that instant, runs one step of the engine, and checks every property that is visible from outside the scheduler. One
+seed always gives the same history, which is in `log`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from random import Random
+from typing import Self
 
-from flowserve.errors import FlowserveError, ModelFailed, Unavailable
-from flowserve.graph.plan import NO_SLOT
-from flowserve.scheduling.affinity import NOWHERE
+from flowserve.errors import FlowserveError, InstanceDied, ModelFailed, Unavailable
+from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
+from flowserve.graph.types import ModelKey
+from flowserve.scheduling.affinity import NO_DEVICE
 from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.batcher import DynamicBatcher
-from flowserve.scheduling.crowd import Crowd
-from flowserve.scheduling.dispatcher import Dispatcher
-from flowserve.scheduling.limited import LimitedDispatcher
-from flowserve.scheduling.limiter import Limiter
-from flowserve.scheduling.relays import RelayingDispatcher
-from flowserve.scheduling.router import Flow, Ticket
-from flowserve.testing.sim_laws import Line, number_of, step_of
-from flowserve.testing.sim_relays import Relays
-from flowserve.testing.sim_world import FIXED, NOTHING, Handle, SimModel, SimRequest, World, is_omitted
-from flowserve.testing.strategies import draw_world
+from flowserve.scheduling.decisions import Recall, Refused
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.queue import BatchPolicy, Queue
+from flowserve.scheduling.rate_limit.limiter import Limiter, Resource
+from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
+from flowserve.scheduling.route import RECALL_NS
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import (
+    COPY_COST,
+    FIXED,
+    NOTHING,
+    Handle,
+    SimModel,
+    SimRequest,
+    World,
+    draw_world,
+    is_omitted,
+    residence,
+)
 
-STEPS_MAX = 100_000  # a history longer than this has stopped getting anywhere
+STEPS_MAX = 100_000  # a longer history is a livelock
+Step = tuple[int, int]  # the number of a request, and the index of a node of its plan
 
 
-class Sim(Relays):
-    """`Sim(seed).run()` lives through one world to its end. The first broken promise raises AssertionError."""
+class Sim:
+    """`Sim(seed).run()` runs one world to its end. The first violated property raises AssertionError."""
 
     def __init__(self, seed: int, world: World | None = None) -> None:
         random = Random(seed)
-        super().__init__(random, world or draw_world(random))
-        self.dispatcher: Dispatcher
-        if self.world.overtaken_max is None:
-            self.dispatcher = RelayingDispatcher(self._run, self._answered, self._refused, relay=self._relay)
-        else:
-            self.dispatcher = LimitedDispatcher(
-                self._run, self._answered, Limiter(), self.world.overtaken_max, self._refused
-            )
+        self._random = random
+        self.world = world or draw_world(random)
+        self.time = 0
+        self.log: list[tuple[object, ...]] = []
+        self.queues: dict[ModelKey, ModelQueue] = {}
+        self.flows: dict[int, Flow] = {}  # submitted and not over
+        self.over: set[int] = set()  # answered or cancelled
+        self.batch_rows: dict[ModelKey, list[int]] = {}  # the batches of each model, in order
+        self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self.stayed = self.moved = 0  # steps run on the device of their tensors (or with none), and on another
+        self._busy: set[tuple[ModelKey, int]] = set()
+        self._away: set[tuple[ModelKey, int]] = set()
+        self._finished: dict[int, set[int]] = {}  # request -> nodes whose step is done
+        self._excused: set[int] = set()  # refused, or in a batch that an impure model failed as a whole
+        self._begun: set[Step] = set()  # started steps
+        self._running: set[Step] = set()
+        self._again: dict[Step, int] = {}  # steps that wait for a retry, and since when
+        self._has_ended = False  # the server stops: no new batches
+        self._ordered: dict[ModelKey, OrderedModel] = {}  # of models that keep order
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._tie = count()
+        overtaken_max = self.world.overtaken_max
+        limiter = None if overtaken_max is None else Limiter()
+        self.scheduler = Scheduler(limiter, OVERTAKEN_MAX if overtaken_max is None else overtaken_max)
+        self.routed: list[int] = []  # the number of requests of each batch on a route
         self._runs = count()
+        self._runs_of: dict[Batch, RouteRun] = {}
+        self._inline: list[Callable[[], None]] = []  # batches of duration 0 complete after all batches were started
         for model in self.world.models:
             self._add_model(model)
         self._routes = [tuple(self.queues[node.model] for node in graph.nodes) for graph in self.world.graphs]
@@ -56,10 +88,10 @@ class Sim(Relays):
         if self.world.ends_ns is not None:
             self._at(self.world.ends_ns, self._end)
 
-    # ------------------------------------------------------------------------------------------------- what happens
+    # ------------------------------------------------------------------------------------------------- events
 
-    def run(self) -> Sim:
-        """Until nothing can happen any more; then everything must be home."""
+    def run(self) -> Self:
+        """Run until no event is left, then check the final state."""
         for _ in range(STEPS_MAX):
             if not self.step():
                 self.check_end()
@@ -67,11 +99,11 @@ class Sim(Relays):
         raise AssertionError(f"no end after {STEPS_MAX} steps, at {self.time} ns")
 
     def step(self) -> bool:
-        """Jump to the next instant at which something can happen and let it. False: nothing ever will."""
-        deadline = self.dispatcher.next_deadline()
+        """Advance the time to the next event or deadline and apply its events. False: there is none."""
+        deadline = self.scheduler.next_deadline()
         instants = [self._agenda[0][0]] if self._agenda else []
         if deadline is not None:
-            assert deadline > self.time, "a deadline that is over was slept through"
+            assert deadline > self.time, "a deadline passed unnoticed"
             instants.append(deadline)
         if not instants:
             return False
@@ -82,9 +114,20 @@ class Sim(Relays):
         return True
 
     def turn(self) -> None:
-        """One turn of the loop: what happened is looked at together. Then every promise is."""
-        self.dispatcher.wake(self.time)
-        self.dispatcher.pump(self.time)
+        """One step of the engine, for all events of this instant. Then all properties are checked."""
+        while (decisions := self.scheduler.schedule(self.time)) is not None:
+            for notice in decisions.notices:
+                if isinstance(notice, Refused):
+                    self._refused(notice)
+                elif isinstance(notice, Recall):
+                    self._recall(notice.batch)
+            for flow in decisions.finished:
+                self._answered(flow)
+            for batch in decisions.batches:
+                self._run(batch)
+            inline, self._inline = self._inline, []
+            for complete in inline:
+                complete()
         self.check()
 
     def _add_model(self, model: SimModel) -> None:
@@ -95,15 +138,13 @@ class Sim(Relays):
             is_pure=model.is_pure,
             needs=model.needs,
             keeps_order=model.keeps_order,
+            route_group="workers" if model.is_routed and self.world.overtaken_max is None else None,
         )
-        queue.passes_on, queue.receives = model.passes_on, model.receives
-        if model.least and isinstance(queue.batcher, DynamicBatcher) and queue.batcher.takes_all:
-            queue.batcher.crowd = Crowd(lambda: self.dispatcher.begun, lambda: True, model.least)
         if model.keeps_order:
-            self._lines[model.key] = Line()
+            self._ordered[model.key] = OrderedModel()
         self.queues[model.key] = queue
         self.batch_rows[model.key] = []
-        self.dispatcher.add(queue)
+        self.scheduler.add(queue)
 
     def _arrive(self, request: SimRequest) -> None:
         if self._has_ended:
@@ -118,31 +159,32 @@ class Sim(Relays):
             for i, width in enumerate(request.widths)
         ]
         route = self._routes[request.graph]
-        patience = request.priority, request.timeout_ns
-        flow = Flow(plan, route, inputs, self.time, request.number, request, None, *patience)
+        own = request.priority, request.timeout_ns
+        flow = Flow(plan, route, inputs, self.time, request.number, request, None, *own)
         self.flows[request.number] = flow
         self._finished[request.number] = set()
         self._note("arrives", request.number)
-        if not self._goes_alone(flow):
-            self.dispatcher.submit(flow)
-        self._most = max(self._most, self.dispatcher.in_flight)
+        self.scheduler.submit(flow)
         if request.leaves_after_ns is not None:
             self._at(self.time + request.leaves_after_ns, partial(self._leave, request))
 
     def _end(self) -> None:
         self._note("the server ends")
         self._has_ended = True
-        self.dispatcher.fail_all("the server ends")
+        self.scheduler.fail_all("the server ends")
 
     def _leave(self, request: SimRequest) -> None:
         flow = self.flows.get(request.number)
-        if flow is not None:
+        if flow is not None and not flow.done:  # else its result is under way
             self._note("leaves", request.number)
-            self.dispatcher.cancel(flow)
-            self.dispatcher.cancel(flow)  # twice is harmless
+            self.scheduler.cancel(flow)
+            self.scheduler.cancel(flow)  # a repeated call has no effect
             self._over(request)
 
     def _run(self, batch: Batch) -> None:
+        if batch.route is not None:
+            self._run_route(batch)
+            return
         model = self.world.by_key[batch.queue.key]
         self._check_batch(batch, model)
         if model.devices:
@@ -152,49 +194,43 @@ class Sim(Relays):
         self.batch_rows[model.key].append(batch.rows)
         self._note("runs", model.key.name, batch.instance, *map(number_of, batch.tickets))
         self._begin(batch, model)
-        outcome = self._compute(batch, model)
+        outcome = self._make(batch, model, {})  # inputs are read now: they may be released when it returns
         ns = self._random.randint(model.shortest_ns, model.longest_ns)
         if ns:
             self._at(self.time + ns, partial(self._return, batch, model, outcome))
         else:
-            self._return(batch, model, outcome)
+            self._inline.append(partial(self._return, batch, model, outcome))
 
     def _begin(self, batch: Batch, model: SimModel) -> None:
-        """Whoever leaves its queue now had the patience to wait for it, and half of all with it at most where some
-        are left to the next batch. Halves of a batch that raised have left it.
-        """
+        """These tickets leave their queue before their timeout; retries of a failed batch left it before."""
         first = [ticket for ticket in batch.tickets if step_of(ticket) not in self._begun]
-        if first and model.least and model.takes_all and batch.tickets[0].flow.plan.is_apart:
-            assert len(first) <= max(model.least, -(-self._most // 2)), "nobody was left to the next batch"
         self._begun.update(map(step_of, first))
-        self._again.difference_update(map(step_of, batch.tickets))
+        for ticket in batch.tickets:
+            self._again.pop(step_of(ticket), None)
         if model.keeps_order:
-            self._lines[model.key].tickets += first
+            self._ordered[model.key].tickets += first
         for ticket in first:
-            patience_ns = model.patience_ns(ticket.flow.request)
-            assert patience_ns is None or self.time < ticket.queued_ns + patience_ns, "served after its deadline"
+            timeout_ns = model.effective_timeout_ns(ticket.flow.request)
+            assert timeout_ns is None or self.time < ticket.queued_ns + timeout_ns, "served after its deadline"
 
-    def _refused(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
+    def _refused(self, notice: Refused) -> None:
         if self._has_ended:
             return
+        queue, ticket = notice.queue, notice.ticket
         model, request = self.world.by_key[queue.key], ticket.flow.request
-        patience_ns = model.patience_ns(request)
-        if patience_ns is not None and self.time >= ticket.queued_ns + patience_ns:
+        timeout_ns = model.effective_timeout_ns(request)
+        if timeout_ns is not None and self.time >= ticket.queued_ns + timeout_ns:
             self._note("expires", request.number)
         else:
-            assert 0 < model.level_policy(request).max_size <= len(queue.batcher), "refused, and there is room"
+            assert model.level_policy(request).max_size > 0, "refused by a queue without a size limit"
             self._note("finds no room", request.number)
         self._excused.add(request.number)
-
-    def _compute(self, batch: Batch, model: SimModel) -> list[list[Handle | None]] | None:
-        """The outputs, or None where the batch raises. Reads the inputs now: they may be gone when it returns."""
-        return self._make(batch, model, {})
 
     def _make(
         self, batch: Batch, model: SimModel, made: Mapping[tuple[int, int], Handle | None]
     ) -> list[list[Handle | None]] | None:
         block = next(self._runs)
-        device = model.devices[batch.instance] if model.devices else NOWHERE
+        device = model.devices[batch.instance] if model.devices else NO_DEVICE
         outputs: list[list[Handle | None]] = [[] for _ in model.outputs]
         start = 0
         for m, ticket in enumerate(batch.tickets):
@@ -217,15 +253,15 @@ class Sim(Relays):
         self._running.difference_update(map(step_of, batch.tickets))
         numbers = [number_of(ticket) for ticket in batch.tickets]
         if outputs is None:
-            again = model.is_pure and len(numbers) > 1 and any(number in self.flows for number in numbers)
+            again = model.is_pure and len(numbers) > 1 and not all(ticket.flow.done for ticket in batch.tickets)
             self._note("raises", model.key.name, *numbers)
             if not again and len(numbers) > 1:
                 self._excused.update(numbers)
             if not again and model.keeps_order:
-                self._lines[model.key].back.update(dict.fromkeys(batch.tickets, False))
+                self._ordered[model.key].back.update(dict.fromkeys(batch.tickets, False))
             if again:
                 self._try_again(batch.tickets)
-            assert self.dispatcher.batch_failed(batch, ModelFailed("poison")) == again
+            assert self.scheduler.complete(batch, [], ModelFailed("poison"), self.time) == again
             return
         self._note("returns", model.key.name, *numbers)
         errors: dict[int, FlowserveError] = {}
@@ -235,8 +271,190 @@ class Sim(Relays):
             elif not ticket.flow.done and not model.keeps_order:
                 self._finished[number_of(ticket)].add(ticket.node.index)
         if model.keeps_order:
-            self._lines[model.key].back.update((ticket, m not in errors) for m, ticket in enumerate(batch.tickets))
-        self.dispatcher.batch_done(batch, outputs, errors, self.time)
+            self._ordered[model.key].back.update((ticket, m not in errors) for m, ticket in enumerate(batch.tickets))
+        self.scheduler.complete(batch, [BatchResults(outputs, errors)], None, self.time)
+
+    def _try_again(self, tickets: Iterable[Ticket]) -> None:
+        self._again.update((step_of(ticket), self.time) for ticket in tickets if not ticket.flow.done)
+
+    # -------------------------------------------------------------------------------------------------------- routes
+
+    def _run_route(self, batch: Batch) -> None:
+        """A batch takes its route: determine its last stage and the time of its return."""
+        route = batch.route
+        assert route is not None
+        self._check_route(batch)
+        self.routed.append(len(batch.tickets))
+        self._begin(batch, self.world.by_key[batch.queue.key])
+        for i in range(len(route)):
+            stage = batch.stage(i)
+            self._busy.add((stage.queue.key, stage.instance))
+            self._running.update(map(step_of, stage.tickets))
+        run = RouteRun(batch)
+        self._runs_of[batch] = run
+        self._pass(run)
+        for queue in route.queues[: run.reached]:
+            self.batch_rows[queue.key].append(batch.rows)
+        self._note("takes a route", *[queue.key.name for queue in route.queues], *map(number_of, batch.tickets))
+        models = [self.world.by_key[queue.key] for queue in route.queues]
+        ns = sum(self._random.randint(model.shortest_ns, model.longest_ns) for model in models[: run.reached])
+        if self._random.random() < 0.1:
+            i = self._random.randrange(len(models))
+            self._at(self.time + self._random.randint(0, ns), partial(self._worker_ends, run, i))
+        elif self._random.random() < 0.5:
+            ns += RECALL_NS + self._random.randint(0, 100)  # a slow stage: it may be recalled
+        if ns:
+            self._at(self.time + ns, partial(self._route_returns, run))
+        else:
+            self._inline.append(partial(self._route_returns, run))
+
+    def _check_route(self, batch: Batch) -> None:
+        route = batch.route
+        assert route is not None
+        assert len(route.nodes) == len(route.queues) == len(batch.instances) > 1
+        assert len({queue.key for queue in route.queues}) == len(route), "a route contains a model twice"
+        nodes, plan = {node.index for node in route.nodes}, batch.tickets[0].flow.plan
+        for node in route.nodes[:-1]:
+            for slot in node.outputs:
+                assert slot == NO_SLOT or nodes.issuperset(plan.consumers[slot]), (
+                    "a step outside the route reads an inner output"
+                )
+                assert slot == NO_SLOT or slot not in plan.output_slots, "an inner output is an output of the graph"
+        for i, queue in enumerate(route.queues):
+            model = self.world.by_key[queue.key]
+            self._check_batch(batch.stage(i), model)
+            waiting = queue.batcher.tickets() if isinstance(queue.batcher, Queue) else ()
+            late = all(ticket.queued_ns == self.time for ticket in waiting)  # queued after this was decided
+            assert late, f"a route overtakes a ticket that waits for {queue.key}"
+            own = {*map(step_of, batch.tickets)}
+            before = [step for step, at in self._again.items() if at < self.time and step not in own]
+            retried = [step for step in before if self._model_of(step) == queue.key]
+            assert not retried, f"a route overtakes a retry of {queue.key}"
+            assert not model.devices, f"{queue.key} has tickets bound to devices"
+            assert not model.keeps_order, f"{queue.key} keeps the order of requests"
+            takes_all = model.levels is None and model.policy == BatchPolicy.simple(model.max_batch_size)
+            assert i == 0 or takes_all or len(batch.tickets) == 1, f"{queue.key} would decide about each request"
+
+    def _model_of(self, step: Step) -> ModelKey | None:
+        number, index = step
+        flow = self.flows.get(number)
+        return None if flow is None else flow.plan.nodes[index].model
+
+    def _pass(self, run: RouteRun) -> None:
+        """Run the models of a route until a stage raises, a member fails, or the batch returns early."""
+        route = run.batch.route
+        assert route is not None
+        made: dict[tuple[int, int], Handle | None] = {}
+        turns = self._random.randrange(len(route)) if self._random.random() < 0.15 else -1
+        for i, node in enumerate(route.nodes):
+            stage = run.batch.stage(i)
+            model = self.world.by_key[stage.queue.key]
+            outputs = self._make(stage, model, made)
+            if outputs is None:
+                run.raises = True
+                return
+            errors: dict[int, FlowserveError] = {}
+            returns = i == turns
+            for m, ticket in enumerate(stage.tickets):
+                if model.key in ticket.flow.request.faults:
+                    errors[m] = ModelFailed("a fault of its own")
+                returns |= any(is_omitted(model, ticket.flow.request, j) for j in range(len(model.outputs)))
+                made.update({(m, slot): outputs[j][m] for j, slot in enumerate(node.outputs) if slot != NO_SLOT})
+            following = route.nodes[i + 1] if i + 1 < len(route) else None
+            if following is not None:  # outputs that do not form one tensor are not passed on
+                for slot, (_, dims) in zip(following.inputs, _dims_of(following, plan_of(stage)), strict=True):
+                    widths = {handle.width for m in range(len(stage.tickets)) if (handle := made.get((m, slot)))}
+                    returns |= len(widths) > 1 or (dims == (FIXED,) and widths != {FIXED})
+            run.made.append(BatchResults(outputs, errors))
+            if errors or returns:
+                return
+
+    def _recall(self, batch: Batch) -> None:
+        """Recall a batch from its route: it returns after its current stage."""
+        run = self._runs_of.get(batch)
+        assert batch.route is not None
+        if run is None or run.is_over:
+            return
+        self._note("is recalled", *map(number_of, batch.tickets))
+        last = self._random.randrange(run.reached)
+        if last < len(run.made) and last < run.reached - 1:
+            run.made, run.raises = run.made[: last + 1], False
+        for i in range(len(batch.route)):
+            if i != last and self._random.random() < 0.8:
+                self._at(self.time + self._random.randint(0, 40), partial(self._acknowledge, run, i))
+
+    def _acknowledge(self, run: RouteRun, i: int) -> None:
+        if not run.is_over and i not in run.batch.released:
+            self._release(run, [i])
+
+    def _worker_ends(self, run: RouteRun, i: int) -> None:
+        """The worker of a stage dies while it runs the batch, which fails."""
+        if run.is_over:
+            return
+        batch = run.batch
+        self._note("dies", batch.stage(i).queue.key.name, batch.instances[i])
+        self._over_with(run)
+        self._excused.update(map(number_of, batch.tickets))
+        instance, queue = batch.instances[i], batch.stage(i).queue
+        is_known_first = self._random.random() < 0.5
+        if is_known_first:  # before its batch completes
+            self.scheduler.take_away(queue, instance)
+        self._release(run, [one for one in range(len(batch.instances)) if one not in batch.released])
+        assert not self.scheduler.complete(batch, [], InstanceDied("died"), self.time)
+        if not is_known_first:
+            self.scheduler.take_away(queue, instance)
+        self._away.add((queue.key, instance))
+        self._at(self.time + self._random.randint(0, 100), partial(self._worker_is_back, queue.key, instance))
+
+    def _worker_is_back(self, key: ModelKey, instance: int) -> None:
+        self._note("is back", key.name, instance)
+        self._away.remove((key, instance))
+        self.scheduler.give_back(self.queues[key], instance)
+
+    def _route_returns(self, run: RouteRun) -> None:
+        if run.is_over:
+            return
+        batch = run.batch
+        route = batch.route
+        assert route is not None
+        numbers = [number_of(ticket) for ticket in batch.tickets]
+        self._release(run, [i for i in range(len(route)) if i not in batch.released])
+        self._over_with(run)
+        for node, results in zip(route.nodes, run.made, strict=False):
+            for m, ticket in enumerate(batch.tickets):
+                if m not in results.errors and not ticket.flow.done:
+                    self._finished[numbers[m]].add(node.index)
+        self._begun.update((number, node.index) for number in numbers for node in route.nodes[: run.reached])
+        if not run.raises:
+            is_whole = len(run.made) == len(route) and not run.made[-1].errors
+            self._note("passes its route" if is_whole else "returns early", *numbers)
+            assert not self.scheduler.complete(batch, run.made, None, self.time)
+            return
+        stage = batch.stage(len(run.made))
+        model = self.world.by_key[stage.queue.key]
+        self._note("raises on its route", model.key.name, *numbers)
+        may_again = model.is_pure and len(numbers) > 1
+        if not may_again and len(numbers) > 1:
+            self._excused.update(numbers)
+        again = self.scheduler.complete(batch, run.made, ModelFailed("poison"), self.time)
+        assert not again or may_again
+        if again:
+            self._try_again(stage.tickets)
+
+    def _release(self, run: RouteRun, stages: Sequence[int]) -> None:
+        for i in stages:
+            stage = run.batch.stage(i)
+            self._busy.remove((stage.queue.key, stage.instance))
+        if run.is_over or len(stages) == 1:
+            self.scheduler.release_stages(run.batch, stages)
+
+    def _over_with(self, run: RouteRun) -> None:
+        run.is_over = True
+        del self._runs_of[run.batch]
+        for i in range(len(run.batch.instances)):
+            self._running.difference_update(map(step_of, run.batch.stage(i).tickets))
+
+    # ------------------------------------------------------------------------------------------------------- results
 
     def _answered(self, flow: Flow) -> None:
         request: SimRequest = flow.request
@@ -244,17 +462,17 @@ class Sim(Relays):
         right = self.world.right_answer(request)
         was_ended = self._has_ended and isinstance(flow.error, Unavailable)
         if flow.error is None:
-            assert flow.open == 0, "answered while a step was still going"
+            assert flow.open == 0, "answered while a step was unfinished"
             held = [flow.tensors[slot] if slot != NO_SLOT else None for slot in flow.plan.output_slots]
             assert [None if handle is None else handle.content for handle in held] == right, (
-                f"request {request.number} got somebody else's answer, or none"
+                f"request {request.number} got a wrong answer, or none"
             )
         else:
             assert right is None or was_ended or request.number in self._excused, (
                 f"request {request.number} has no fault and failed: {flow.error}"
             )
-        for line in () if was_ended else self._lines.values():  # who is told that all ends waits for nobody
-            line.check_answered(flow)
+        for model in () if was_ended else self._ordered.values():  # the end of the server ignores the order
+            model.check_answered(flow)
         self._note("is answered", request.number, type(flow.error).__name__)
         self._over(request)
 
@@ -263,21 +481,245 @@ class Sim(Relays):
         self._follow(request)
 
     def _follow(self, request: SimRequest) -> None:
-        """It is over; whoever waited for that comes."""
+        """The request is over: the requests that follow it arrive."""
         self.over.add(request.number)
         for following in self.world.requests:
             if following.follows == request.number:
                 self._at(self.time, partial(self._arrive, following))
 
-    def _handle(self, content: int, width: int, start: int, stop: int, block: object, device: int = NOWHERE) -> Handle:
+    def _handle(
+        self, content: int, width: int, start: int, stop: int, block: object, device: int = NO_DEVICE
+    ) -> Handle:
         handle = Handle(content, width, start, stop, block, device)
         self.handles.add(handle)
         return handle
 
+    def _at(self, time: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time, next(self._tie), act))
+
+    def _note(self, *what: object) -> None:
+        self.log.append((self.time, *what))
+
+    # ------------------------------------------------------------------------------------------------ checks of a batch
+
+    def _check_batch(self, batch: Batch, model: SimModel) -> None:
+        tickets = batch.tickets
+        assert tickets, "an empty batch"
+        assert (model.key, batch.instance) not in self._busy | self._away, "an instance was given two batches"
+        assert batch.instance not in batch.queue.free, "an instance that runs is free"
+        assert all(ticket.node.model == model.key for ticket in tickets), "a ticket is in a batch of another model"
+        assert len({ticket.key for ticket in tickets}) == 1, "one key per batch"
+        assert len({id(ticket) for ticket in tickets}) == len(tickets), "a ticket is in its batch twice"
+        if model.policy is None:
+            assert len(tickets) == 1, "the default scheduler ran several requests in one batch"
+        else:
+            assert sum(ticket.rows or 1 for ticket in tickets) <= model.max_batch_size, "a batch above its limit"
+        for ticket in tickets:
+            is_decided = bool(ticket.flow.tensors)  # it ended after its batch was decided, in the same step
+            assert not ticket.flow.done or is_decided, "a step of a flow that is over was started"
+            assert ticket.node.index not in self._finished[number_of(ticket)], "a step ran twice"
+            assert step_of(ticket) not in self._running, "a step runs twice at a time"
+            assert not self._has_ended or step_of(ticket) in self._begun, "a step was started after the end"
+
+    def _check_device(self, batch: Batch, model: SimModel) -> None:
+        """A batch leaves the device of its tensors only if that device is busy, and after waiting as long as the copies
+        of its tensors take.
+        """
+        first = [ticket for ticket in batch.tickets if step_of(ticket) not in self._begun]
+        homes = [home_of(ticket, model.devices) for ticket in first]
+        if not homes or {home for home, _ in homes} <= {NO_DEVICE, model.devices[batch.instance]}:
+            self.stayed += len(homes)
+            return
+        self.moved += len(homes)
+        assert len({home for home, _ in homes}) == 1, "tickets of two devices in one batch"
+        free = {model.devices[instance] for instance in batch.queue.free}
+        assert homes[0][0] not in free, "a batch left its device although an instance of it was free"
+        waited_ns = self.time - first[0].queued_ns
+        assert waited_ns >= sum(COPY_COST.cost_ns(nbytes) for _, nbytes in homes), "moved too early"
+
+    # --------------------------------------------------------------------------------------------- checks after every
+    # step
+
+    def check(self) -> None:
+        """Check every invariant of scheduling after a step."""
+        self.scheduler.check()
+        assert self.scheduler.in_flight == len(self.flows)
+        for model in self._ordered.values():
+            for ticket in model.advance():
+                self._finished[number_of(ticket)].add(ticket.node.index)
+        for key, queue in self.queues.items():
+            self._check_queue(key, queue)
+        for flow in self.flows.values():
+            flow.check()
+            self._check_counts(flow)
+            self._check_tensors(flow)
+
+    def _check_queue(self, key: ModelKey, queue: ModelQueue) -> None:
+        busy = [instance for model, instance in self._busy if model == key]
+        away = [instance for model, instance in self._away if model == key]
+        assert sorted([*queue.free, *busy, *away]) == list(queue.instances), f"{key}: an instance is lost or doubled"
+        expiry = queue.batcher.expiry()
+        assert expiry is None or expiry > self.time, f"{key}: a ticket waits after its timeout"
+        if queue.free and len(queue.batcher) and not self._is_short(queue):
+            deadline = queue.batcher.deadline()
+            assert deadline is not None, f"{key}: a ticket waits without a deadline although an instance is free"
+            assert deadline > self.time, f"{key}: a ticket waits after its deadline although an instance is free"
+
+    def _is_short(self, queue: ModelQueue) -> bool:
+        """Whether the rate limiter may leave a free instance of this queue idle. Also checks the held resources."""
+        if self.scheduler.rate_limit is None:
+            return False
+        counts, held = self.most_needed(), Counter[Resource]()
+        for key, instance in self._busy:
+            held.update(self.world.by_key[key].needs[instance].amounts)
+        assert all(count <= counts[resource] for resource, count in held.items()), "a resource is over-granted"
+        needs = [self.world.by_key[queue.key].needs[instance].amounts for instance in queue.free]
+        lacks = [any(held[resource] + count > counts[resource] for resource, count in one.items()) for one in needs]
+        return all(lacks) or bool(self.scheduler.rate_limit.waited_for())
+
+    def most_needed(self) -> Counter[Resource]:
+        """The number of copies of each resource: the most that an instance needs."""
+        counts = Counter[Resource]()
+        for model in self.world.models:
+            for needs in model.needs:
+                counts |= Counter(needs.amounts)
+        return counts
+
+    def _check_counts(self, flow: Flow) -> None:
+        """The counts of a flow match its finished steps: missing inputs, remaining readers, open steps."""
+        plan, finished = flow.plan, self._finished[flow.request.number]
+        if not (flow.open or finished):
+            return  # it has not been scheduled yet
+        made_by = {slot: node.index for node in plan.nodes for slot in node.outputs if slot != NO_SLOT}
+        needed = [node for node in plan.nodes if node.writes]
+        for node in needed:
+            waits_for = [slot for slot in node.distinct_inputs if slot in made_by and made_by[slot] not in finished]
+            assert flow.missing[node.index] == len(waits_for), (
+                f"step {node.name} does not wait for its unfinished steps"
+            )
+        for slot, consumers in enumerate(plan.consumers):
+            left = sum(index not in finished for index in consumers) + plan.output_slots.count(slot)
+            assert flow.readers[slot] == left, f"slot {slot} does not count its unfinished readers"
+        open_ = sum(not flow.missing[node.index] and node.index not in finished for node in needed)
+        assert flow.open == open_, "the open steps are not those that are ready and unfinished"
+
+    def _check_tensors(self, flow: Flow) -> None:
+        """A tensor is held from when it is written until its last reader ends."""
+        plan, finished = flow.plan, self._finished[flow.request.number]
+        written = {slot for index in finished for slot in plan.nodes[index].outputs}
+        for slot, handle in enumerate(flow.tensors):
+            has_readers = slot in plan.output_slots or any(index not in finished for index in plan.consumers[slot])
+            is_there = slot < len(plan.graph.inputs) or slot in written
+            is_unread = plan.readers[slot] == 0  # an input that only unwanted steps read stays with its request
+            assert handle is None or has_readers or is_unread, f"slot {slot} is held without a reader"
+            if is_there and has_readers and handle is None:
+                self._check_left_out(flow, slot)
+
+    def _check_left_out(self, flow: Flow, slot: int) -> None:
+        request: SimRequest = flow.request
+        if slot < len(request.widths):
+            assert request.widths[slot] is None, f"input {slot} was released before its last reader was done"
+            return
+        node = next(node for node in flow.plan.nodes if slot in node.outputs)
+        model = self.world.by_key[node.model]
+        assert is_omitted(model, request, node.outputs.index(slot)), f"slot {slot} was released before its last reader"
+
+    # --------------------------------------------------------------------------------------------------- checks at the
+    # end
+
+    def check_end(self) -> None:
+        """Check the final state: every request is over, and no instance, resource, ticket or tensor is held."""
+        assert self.over == {request.number for request in self.world.requests}, "a request was never answered"
+        assert not self._busy, "an instance was never freed"
+        assert not self._running, "a step is never over"
+        if self.scheduler.rate_limit is not None:
+            limiter = self.scheduler.rate_limit.limiter
+            assert limiter.counts() == self.most_needed()
+            assert not limiter.held(), "a resource was never freed"
+        assert not any(self.scheduler.waiting().values()), "a ticket still waits"
+        assert not len(self.handles), f"{len(self.handles)} tensors are held after everything is over"
+
+
+class RouteRun:
+    """A batch on its route. `made[i]` are the results of its i-th stage; if `raises`, the stage after those raises."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.made: list[BatchResults] = []
+        self.raises = False
+        self.is_over = False
+
+    @property
+    def reached(self) -> int:
+        """The number of stages that ran the batch."""
+        return len(self.made) + self.raises
+
+
+def plan_of(batch: Batch) -> Plan:
+    return batch.tickets[0].flow.plan
+
+
+def _dims_of(node: PlanNode, plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    return [(spec.name, spec.dims) for spec in plan.graph.nodes[node.index].inputs]
+
 
 def _read(ticket: Ticket, m: int, slot: int, made: Mapping[tuple[int, int], Handle | None]) -> Handle | None:
-    """What the m-th member reads: of the relay that it is in, or of its flow."""
+    """The tensor that the m-th member reads: an output of an earlier stage, or one of its flow."""
     if (m, slot) in made:
         return made[m, slot]
     found: Handle | None = ticket.flow.tensors[slot] if slot != NO_SLOT else None
     return found
+
+
+class OrderedModel:
+    """The started tickets of a model that keeps order, until their outcome may leave. `back`: the tickets whose batch
+    is complete, and whether they succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self.back: dict[Ticket, bool] = {}
+
+    def advance(self) -> list[Ticket]:
+        """Remove the tickets that are next in order, and return those that succeeded."""
+        gone = []
+        while self.tickets and (self.tickets[0] in self.back or self.tickets[0].flow.done):
+            ticket = self.tickets.pop(0)
+            if self.back.pop(ticket, False) and not ticket.flow.done:
+                gone.append(ticket)
+        self.back = {ticket: went for ticket, went in self.back.items() if not ticket.flow.done}
+        return gone
+
+    def check_answered(self, flow: Flow) -> None:
+        """A request of a plain model is answered only after all earlier ones."""
+        if flow.plan.graph.is_ensemble:
+            return
+        for n, ticket in enumerate(self.tickets):
+            if ticket.flow is flow:
+                for earlier in self.tickets[:n]:
+                    is_ensemble = earlier.flow.plan.graph.is_ensemble
+                    assert earlier.flow.done or (is_ensemble and earlier in self.back), "answered out of order"
+
+
+def home_of(ticket: Ticket, devices: Sequence[int]) -> tuple[int, int]:
+    """The device with most bytes of a step's inputs, and their number. NO_DEVICE if it is none of `devices`: the step
+    must copy them.
+    """
+    sizes: dict[int, int] = {}
+    for slot in {slot for slot in ticket.node.inputs if slot != NO_SLOT}:
+        handle = ticket.flow.tensors[slot]
+        if handle is not None:
+            device, nbytes = residence(handle)
+            sizes[device] = sizes.get(device, 0) + nbytes
+    sizes.pop(NO_DEVICE, None)
+    home, nbytes = max(sizes.items(), key=lambda pair: (pair[1], -pair[0]), default=(NO_DEVICE, 0))
+    return (home, nbytes) if home in devices else (NO_DEVICE, 0)
+
+
+def number_of(ticket: Ticket) -> int:
+    request: SimRequest = ticket.flow.request
+    return request.number
+
+
+def step_of(ticket: Ticket) -> Step:
+    return number_of(ticket), ticket.node.index

@@ -1,27 +1,52 @@
-"""What would happen to these requests, without running anything: which batches form when, and who is refused.
+"""Simulation of a deployment without running its models: which batches form when, and which requests are refused.
 
-Decided here: which deployment of a graph or a repository is simulated, and how durations and counts may be given. How
-it lives in simulated time is simulated.py's, what is told of it history.py's.
+`simulate` chooses the deployment of a graph or a repository and checks the durations and counts it is given;
+`SimulatedDeployment` drives the server's scheduler and admission control in simulated time. As in a server, requests
+that arrive at one instant are scheduled together. A decoupled model sends its responses one after another, keeps its
+instance meanwhile, and waits in send() while the in-flight limit is reached; callers take each response at once. Times
+are integer nanoseconds. The records it takes and returns are in history.py.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from flowserve.config.instances import instances_of
+from flowserve.config.parameters import admission_options
 from flowserve.config.suggest import did_you_mean
-from flowserve.errors import Invalid, NotFound
-from flowserve.graph.types import Graph
-from flowserve.runtime.reading import Reading, read_repositories
-from flowserve.scheduling.limiter import Available
-from flowserve.testing.history import Arrival, Simulation
-from flowserve.testing.simulated import MS_NS, World
-from flowserve.testing.sources import Source, folder_of
+from flowserve.config.types import ModelConfig
+from flowserve.errors import FlowserveError, Invalid, NotFound, Unsupported
+from flowserve.graph.types import Graph, ModelKey
+from flowserve.observe.statistics import Statistics
+from flowserve.runtime.admission.controller import AdmissionController
+from flowserve.runtime.engine.deployment import Deployment
+from flowserve.runtime.loading.reading import Reading, read_repositories
+from flowserve.runtime.workers.queues import batcher_for, keeps_order
+from flowserve.runtime.workers.resources import needs_of
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.decisions import Grant, Notice, Responses, Stop
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.streaming.iterations import Source as StreamSource
+from flowserve.scheduling.streaming.iterations import StreamFlow
+from flowserve.testing.fakes import Source, folder_of
+from flowserve.testing.history import Arrival, FormedBatch, Outcome, Simulation
+from flowserve.values import Array, DType, Request, TensorSpec
 
-Duration = float | Callable[[int], float]  # milliseconds of a batch, or those of a batch of so many rows
-Count = int | Callable[[int], int]  # a number, or that of the request with this number
+Duration = float | Callable[[int], float]  # milliseconds of a batch, or a function of its rows
+Count = int | Callable[[int], int]  # a number, or a function of the request's number
+MS_NS: Final = 1_000_000
+TakesNs = Callable[[str, int], int]  # of a model's name and the rows of a batch
+Answers = Callable[[str, int], int]  # of a model's name and the number of a request
 
 
 def simulate(
@@ -36,14 +61,14 @@ def simulate(
     """Send requests to a deployment of `source` (a graph, or a repository's folder) in simulated time.
 
     `name` may be left out for a graph, and where there is only one deployment that nothing else contains. An arrival
-    that is a number is a request of one row at that millisecond. `takes_ms`: how long a batch takes, for all models or
-    by name (1 where nothing is said); of a decoupled model, how long each of its answers takes. `answers`: how often a
-    decoupled model answers a step, likewise; its instance is kept until the last. `rate_limit` as `flowserve run
-    --rate-limit`: the resources given, None for off. All tensors of one kind are taken to be of one shape, and whoever
-    asks takes each answer at once. Answers are not remembered (response_cache). Blocks while configurations are read.
+    that is a number is a request of one row at that millisecond. `takes_ms`: the duration of a batch, for all models or
+    by name (default 1); for a decoupled model the duration of each response. `answers`: the number of responses of a
+    decoupled model per step, likewise; its instance is busy until the last. `rate_limit` as `flowserve run
+    --rate-limit`: the resources, None for off. All tensors of one input or output have one shape, and callers read each
+    response immediately. The response cache is off. Blocks while configurations are read.
 
-    Raises Problems and NotFound for what cannot be served, Invalid for a number that means nothing or is for a model
-    that the graph does not have, Unsupported for models of iterative sequences.
+    Raises Problems and NotFound for a graph that cannot be served, Invalid for a number out of range or for an unknown
+    model, Unsupported for models of iterative sequences.
     """
     path, own_name, kept = folder_of(source)
     reading = read_repositories([path])
@@ -54,14 +79,14 @@ def simulate(
     requests = [one if isinstance(one, Arrival) else Arrival(one) for one in arrivals]
     for number, one in enumerate(requests):
         _refuse_arrival(number, one)
-    world = World(
+    world = SimulatedDeployment(
         graph,
         reading.configs,
         lambda model, rows: _ns(took(model, rows), f"takes_ms of '{model}'"),
         lambda model, number: _whole(count(model, number), 0, f"answers of '{model}'"),
         rate_limit,
     )
-    del kept  # nothing is read any more
+    del kept  # the configurations have been read
     return world.live(requests)
 
 
@@ -72,7 +97,7 @@ def _refuse_arrival(number: int, one: Arrival) -> None:
 
 
 def _refuse_answers(answers: Count | Mapping[str, Count], decoupled: Collection[str]) -> None:
-    """A count that would be left aside is a mistake in a test."""
+    """Raise Invalid for a count that has no effect, which is a mistake in a test."""
     named = [name for name in answers if name not in decoupled] if isinstance(answers, Mapping) else []
     if named:
         raise Invalid(f"answers names '{named[0]}', which is not decoupled: it answers each step once")
@@ -83,7 +108,7 @@ def _refuse_answers(answers: Count | Mapping[str, Count], decoupled: Collection[
 def _ns(milliseconds: Any, what: str) -> int:
     try:
         nanoseconds: int = round(milliseconds * MS_NS)
-    except (TypeError, ValueError, OverflowError):  # no number, or none that is finite
+    except (TypeError, ValueError, OverflowError):  # not a finite number
         nanoseconds = -1
     if nanoseconds < 0:
         raise Invalid(f"{what} is a number of milliseconds from 0 on, not {milliseconds!r}")
@@ -97,17 +122,17 @@ def _whole(number: Any, least: int, what: str) -> int:
 
 
 def _by_model(what: str, given: Any, models: Collection[str], default: Any) -> Callable[[str, int], Any]:
-    """What was given for a model, and for the rows or the request it is asked for."""
+    """The value for a model, and for a number of rows or the number of a request."""
     for name in given if isinstance(given, Mapping) else ():
         if name not in models:
             hint = did_you_mean(name, models) or f"its models are {', '.join(sorted(models))}"
             raise Invalid(f"{what} names '{name}', which the graph does not have ({hint})")
 
-    def said(model: str, number: int) -> Any:
+    def value(model: str, number: int) -> Any:
         one = given.get(model, default) if isinstance(given, Mapping) else given
         return one(number) if callable(one) else one
 
-    return said
+    return value
 
 
 def _graph(reading: Reading, name: str) -> Graph:
@@ -124,3 +149,285 @@ def _graph(reading: Reading, name: str) -> Graph:
         raise NotFound(f"no deployment '{name}' to simulate ({known})" if name else f"which deployment? {known}")
     versions = resolution.graphs[name]
     return versions[max(versions)]
+
+
+class SimulatedTensor:
+    """The facts of a tensor without its contents: rows and a shape. Variable dims are 1."""
+
+    __slots__ = ("shape", "start", "stop")
+
+    def __init__(self, spec: TensorSpec, rows: int) -> None:
+        """`rows` -1: without a batch dimension."""
+        self.start, self.stop = 0, rows
+        self.shape = _shape(spec, rows)
+
+    def converted(self, conversion: object) -> SimulatedTensor:
+        """Itself: conversions do not change the simulated rows."""
+        return self
+
+
+class BatchResults(NamedTuple):
+    """The results of a batch, as `Scheduler.complete` expects them."""
+
+    outputs: Sequence[Sequence[Any]]
+    errors: Mapping[int, FlowserveError] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    name: str
+
+
+class SimulatedDeployment:
+    """`SimulatedDeployment(...).live(requests)` runs until no event is left.
+
+    `takes_ns`: the duration of a batch, or of each response of a decoupled model. `answers`: the number of responses
+    that a decoupled model sends for a request. `rate_limit`: the resources, None for no rate limiter.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        configs: Mapping[str, ModelConfig],
+        takes_ns: TakesNs,
+        answers: Answers,
+        rate_limit: Sequence[Available] | None,
+    ) -> None:
+        self.takes_ns = takes_ns
+        self.answers = answers
+        self.now_ns = 0
+        self._graph = graph
+        self._configs = configs
+        self._tie = count()
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._batches: list[FormedBatch] = []
+        self._outcomes: list[Outcome] = []
+        self._answered_ns: dict[int, list[int]] = {}  # of each request
+        self.scheduler = Scheduler(None if rate_limit is None else Limiter(tuple(rate_limit)))
+        queues: dict[ModelKey, ModelQueue] = {}
+        for node in graph.nodes:
+            if node.model not in queues:
+                queues[node.model] = _queue(node.model, configs[node.model.name])
+                self.scheduler.add(queues[node.model])
+        self._deployment = self._serve(tuple(queues[node.model] for node in graph.nodes))
+
+    def live(self, requests: Sequence[Arrival]) -> Simulation:
+        for number, request in enumerate(requests):
+            self.at(round(request.at_ms * MS_NS), partial(self._arrive, number, request))
+        while self._step():
+            while (decisions := self.scheduler.schedule(self.now_ns)) is not None:
+                for notice in decisions.notices:
+                    self._carry_out(notice)
+                for flow in decisions.finished:
+                    self._over(flow)
+                for batch in decisions.batches:
+                    self._run(batch)
+        return Simulation(tuple(self._batches), tuple(self._outcomes))
+
+    def _carry_out(self, notice: Notice) -> None:
+        if isinstance(notice, Responses):
+            self._responses_ready(notice.stream)
+        elif isinstance(notice, Grant):
+            notice.sender.grant(notice.credits)
+        elif isinstance(notice, Stop):
+            notice.sender.withdraw()
+
+    def at(self, at_ns: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (at_ns, next(self._tie), act))
+
+    def _step(self) -> bool:
+        """Advance the time to the next event or deadline and run its events. False: there is none."""
+        instants = [self._agenda[0][0]] if self._agenda else []
+        deadline_ns = self.scheduler.next_deadline()
+        if deadline_ns is not None:
+            instants.append(deadline_ns)
+        if not instants:
+            return False
+        self.now_ns = max(self.now_ns, min(instants))
+        while self._agenda and self._agenda[0][0] <= self.now_ns:
+            heapq.heappop(self._agenda)[2]()
+        return True
+
+    # ------------------------------------------------------------------ requests
+
+    def _serve(self, queues: tuple[ModelQueue, ...]) -> Deployment:
+        graph, config = self._graph, self._configs[self._graph.name]
+        statistics = Statistics(graph.name, graph.version)
+        deployment = Deployment(config, graph, statistics, [graph.version], queues)
+        options = admission_options(config.parameters)
+        if not options.is_unlimited:
+            key, clock = ModelKey(graph.name, graph.version), lambda: self.now_ns
+            deployment.admission = AdmissionController(
+                options, None, key, deployment.output_slot, statistics, self.scheduler, clock
+            )
+        return deployment
+
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        deployment = self._deployment
+        rows = arrival.rows if self._graph.max_batch_size else -1
+        request = Request(
+            {spec.name: _input_array(spec, rows) for spec in self._graph.inputs},
+            sequence_id=arrival.sequence_id,
+            sequence_start=arrival.sequence_start,
+            sequence_end=arrival.sequence_end,
+        )
+        flow = deployment.make_stream(
+            deployment.plan,
+            deployment.queues,
+            [SimulatedTensor(spec, rows) for spec in self._graph.inputs],
+            self.now_ns,
+            number,
+            request,
+            deployment,
+            arrival.priority,
+            round(arrival.timeout_ms * MS_NS),
+        )
+        self._answered_ns[number] = []
+        if deployment.admission is None:
+            self.scheduler.submit(flow)
+            return
+        try:
+            deployment.admission.enter(flow)
+        except FlowserveError as error:
+            self._outcomes.append(Outcome(number, self.now_ns / MS_NS, 0.0, error))
+
+    def _responses_ready(self, stream: StreamFlow) -> None:
+        """A stream has responses to read, or is over."""
+        self.at(self.now_ns, partial(self._take, stream))
+
+    def _take(self, flow: Flow) -> None:
+        while isinstance(flow, StreamFlow) and flow.take() is not None:
+            self._answered_ns[flow.stamp].append(self.now_ns)
+
+    def _over(self, flow: Flow) -> None:
+        self._take(flow)
+        if self._deployment.admission is not None:
+            self._deployment.admission.leave(flow)
+        if flow.error is None and not isinstance(flow, StreamFlow):
+            self._answered_ns[flow.stamp].append(self.now_ns)
+        latency_ms = (self.now_ns - flow.arrived_ns) / MS_NS
+        answers_ms = tuple(at_ns / MS_NS for at_ns in self._answered_ns.pop(flow.stamp))
+        self._outcomes.append(Outcome(flow.stamp, self.now_ns / MS_NS, latency_ms, flow.error, answers_ms))
+
+    # ------------------------------------------------------------------ models
+
+    def _run(self, batch: Batch) -> None:
+        config = self._configs[batch.queue.key.name]
+        # The tickets without a sequence are fillers of strategy direct.
+        batch.tickets = [ticket for ticket in batch.tickets if getattr(ticket, "sequence", ticket) is not None]
+        rows = sum(ticket.rows for ticket in batch.tickets)
+        took_ns = self.takes_ns(config.name, rows)
+        numbers = tuple(ticket.flow.stamp for ticket in batch.tickets)
+        instance: Instance = batch.instance
+        self._batches.append(FormedBatch(config.name, instance.name, numbers, rows, self.now_ns / MS_NS, 0.0))
+        position = len(self._batches) - 1
+        if config.decoupled:
+            Execution(self, batch, config, took_ns, partial(self._ended, position))
+        else:
+            self.at(self.now_ns + took_ns, partial(self._return, batch, config, position))
+
+    def _return(self, batch: Batch, config: ModelConfig, position: int) -> None:
+        self._ended(position)
+        made = [outputs_of(config, ticket) for ticket in batch.tickets]
+        results = BatchResults([[*column] for column in zip(*made, strict=True)])
+        self.scheduler.complete(batch, [results], None, self.now_ns)
+
+    def _ended(self, position: int) -> None:
+        self._batches[position] = replace(self._batches[position], end_ms=self.now_ns / MS_NS)
+
+
+class Execution:
+    """A batch of a decoupled model, which responds to its requests one after the other."""
+
+    def __init__(
+        self, world: SimulatedDeployment, batch: Batch, config: ModelConfig, took_ns: int, ended: Callable[[], None]
+    ) -> None:
+        self.world = world
+        self.batch = batch
+        self.config = config
+        self.took_ns = took_ns
+        self._ended = ended
+        self._left = deque(Sending(self, source) for source in batch.tickets if isinstance(source, StreamSource))
+        self.go_on()
+
+    def go_on(self) -> None:
+        if self._left:
+            self._left.popleft().go_on()
+        else:
+            self._ended()
+            self.world.scheduler.execute_returned(self.batch)
+
+
+class Sending:
+    """One step of the batch: implements `Sender` (scheduling/streaming/iterations.py)."""
+
+    def __init__(self, execution: Execution, source: StreamSource) -> None:
+        self._execution = execution
+        self._world = execution.world
+        self._source = source
+        self._left = self._world.answers(execution.config.name, source.flow.stamp)
+        self._is_withdrawn = False
+        self._is_waiting = False
+        self._credits = self._world.scheduler.streams.start(source, self, self._world.now_ns)
+
+    def grant(self, count: int) -> None:
+        self._credits += count
+        self._wake()
+
+    def withdraw(self) -> None:
+        self._is_withdrawn = True
+        self._wake()
+
+    def go_on(self) -> None:
+        """Compute the next response, or end the step after the last."""
+        if self._is_withdrawn or not self._left:
+            self._world.scheduler.streams.last(self._source, self._world.now_ns)
+            self._execution.go_on()
+        else:
+            self._world.at(self._world.now_ns + self._execution.took_ns, self._send)
+
+    def _wake(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self._world.at(self._world.now_ns, self._send)
+
+    def _send(self) -> None:
+        streams = self._world.scheduler.streams
+        if self._is_withdrawn:
+            self.go_on()
+        elif not self._credits:
+            self._is_waiting = True
+            streams.wait(self._source, self._execution.batch)
+        else:
+            self._credits -= 1
+            self._left -= 1
+            streams.answer(self._source, outputs_of(self._execution.config, self._source), self._world.now_ns)
+            self.go_on()
+
+
+def outputs_of(config: ModelConfig, ticket: Ticket) -> list[SimulatedTensor]:
+    rows = ticket.rows if config.max_batch_size else -1
+    return [SimulatedTensor(spec, rows) for spec in config.outputs]
+
+
+def _shape(spec: TensorSpec, rows: int) -> tuple[int, ...]:
+    return (*(() if rows < 0 else (rows,)), *(max(dim, 1) for dim in spec.dims))
+
+
+def _input_array(spec: TensorSpec, rows: int) -> Array:
+    """An input with the right shape and size; its elements share one value, so it takes no memory."""
+    zero = np.array(b"" if spec.dtype is DType.BYTES else 0, spec.dtype.numpy)
+    return np.broadcast_to(zero, _shape(spec, rows))
+
+
+def _queue(key: ModelKey, config: ModelConfig) -> ModelQueue:
+    """Raises Unsupported."""
+    if config.sequence is not None and config.sequence.is_iterative:
+        raise Unsupported(f"model '{config.name}' says itself how often a request runs; that is not simulated")
+    instances: list[Instance] = []
+    needs: list[Needs] = []
+    for name, group in instances_of(config):
+        if not group.passive:
+            instances.append(Instance(name))
+            needs.append(needs_of(group))
+    return ModelQueue(key, batcher_for(config), instances, needs=needs, keeps_order=keeps_order(config))

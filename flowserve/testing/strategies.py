@@ -1,23 +1,199 @@
-"""Random models, graphs and requests for the scheduling machines.
+"""Random models, graphs and requests for the scheduler: records, and functions that draw them.
 
-Decided here: what a random world (sim_world.py) looks like. Everything is drawn from a `random.Random`, so that one
-description serves twice: a seeded one repeats for ever (the simulator's seeds), Hypothesis's own shrinks (`worlds`).
+`SimModel`, `SimRequest` and `World` are the records. A world also computes the correct answer of each request, by
+walking the graph without a scheduler, so that a wrong response is detected. All values are drawn from a
+`random.Random`: a seeded one repeats its world (`Sim(seed)`), Hypothesis's own shrinks (`worlds`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
 from flowserve.config.types import LimitedResource, RateLimiter
+from flowserve.graph.plan import NO_SLOT, Plan, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
-from flowserve.scheduling.batcher import BatchPolicy
-from flowserve.scheduling.limiter import Needs
-from flowserve.scheduling.queues import LevelPolicy, Levels
-from flowserve.testing.sim_world import FIXED, SimModel, SimRequest, World
+from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher, CopyCost
+from flowserve.scheduling.queue import PLAIN, Batcher, BatchPolicy, LevelPolicy, Levels, Queue
+from flowserve.scheduling.rate_limit.limiter import Needs
 from flowserve.values import DType, TensorSpec
+
+COPY_COST = CopyCost(each_ns=7, bytes_per_ns=2)  # comparable to the duration of a batch, up to 250 ns
+FIXED = 4  # the width of inputs of fixed shape
+NOTHING = -7  # the content of an input that is not given
+
+
+class Handle:
+    """A simulated tensor: its facts and its content. `block` is the run that computed it, `device` its device."""
+
+    __slots__ = ("__weakref__", "block", "content", "device", "start", "stop", "width")
+
+    def __init__(
+        self, content: int, width: int, start: int, stop: int, block: object = None, device: int = NO_DEVICE
+    ) -> None:
+        self.content = content
+        self.width = width
+        self.start = start
+        self.stop = stop
+        self.block = block
+        self.device = device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.width,) if self.stop < 0 else (self.stop - self.start, self.width)
+
+
+@dataclass(frozen=True)
+class SimModel:
+    """A model whose outputs are hashes of its inputs. `policy` None: the default scheduler. `levels` None: no levels.
+
+    `shortest_ns` to `longest_ns` is the duration of a batch; if both are 0 it runs inline. `is_routed`: its workers
+    pass batches to those of other such models, if its queue allows it.
+    """
+
+    number: int
+    key: ModelKey
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int
+    policy: BatchPolicy | None
+    instances: int
+    is_pure: bool
+    shortest_ns: int
+    longest_ns: int
+    needs: tuple[Needs, ...] = ()  # of each instance, if the world has a rate limiter
+    levels: Levels | None = None
+    keeps_order: bool = False
+    devices: tuple[int, ...] = ()  # of each instance, with device affinity
+    is_routed: bool = False
+
+    def batcher(self) -> Batcher:
+        if self.devices:
+            return AffinityBatcher(
+                self._fifo_queue, self.max_batch_size, self.devices.__getitem__, residence, COPY_COST
+            )
+        return Queue(self.policy, self.levels or PLAIN) if self.policy is not None else self._fifo_queue()
+
+    def _fifo_queue(self) -> Batcher:
+        return Queue(self.policy or BatchPolicy.single())
+
+    def level_policy(self, request: SimRequest) -> LevelPolicy:
+        """The queue policy of this request."""
+        if self.policy is None or self.levels is None:
+            return LevelPolicy()
+        exists = 1 <= request.priority <= self.levels.count
+        level = request.priority if exists else self.levels.default
+        return self.levels.policies.get(level, self.levels.policy)
+
+    def effective_timeout_ns(self, request: SimRequest) -> int | None:
+        """The time after which a waiting request is refused, or None."""
+        policy = self.level_policy(request)
+        if policy.is_delayed or not policy.timeout_ns:
+            return None
+        own_ns = request.timeout_ns if policy.may_override else 0
+        return min(own_ns, policy.timeout_ns) if own_ns else policy.timeout_ns
+
+    def content(self, output: int, inputs: tuple[int, ...]) -> int:
+        """The content of output number `output` for these inputs. Hashes of integers are equal in every process."""
+        return hash((self.number, output, *inputs))
+
+
+@dataclass(frozen=True)
+class SimRequest:
+    """One request. Its batch raises in the models of `poison`, it fails alone in those of `faults`, and those of
+    `omits` omit their last output for it. `widths[i]` is the width of input i, None if it is not given. `wanted`: the
+    requested outputs, None for all. `leaves_after_ns`: when its caller disconnects. `follows`: the request whose end
+    makes this one arrive. `priority` and `timeout_ns` are its parameters, 0 for none.
+    """
+
+    number: int
+    graph: int
+    arrives_ns: int
+    rows: int
+    widths: tuple[int | None, ...]
+    wanted: tuple[str, ...] | None = None
+    poison: frozenset[ModelKey] = frozenset()
+    faults: frozenset[ModelKey] = frozenset()
+    omits: frozenset[ModelKey] = frozenset()
+    leaves_after_ns: int | None = None
+    follows: int | None = None
+    priority: int = 0
+    timeout_ns: int = 0
+
+    def content(self, i: int) -> int:
+        return hash((self.number, i, 1 << 20))
+
+
+@dataclass(frozen=True)
+class World:
+    """Models, the graphs over them, and the requests. `overtaken_max`: of the rate limiter, None without one.
+    `ends_ns`: when the server stops, None if it does not.
+    """
+
+    models: tuple[SimModel, ...]
+    graphs: tuple[Graph, ...]
+    requests: tuple[SimRequest, ...]
+    overtaken_max: int | None = None
+    ends_ns: int | None = None
+    by_key: dict[ModelKey, SimModel] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_key", {model.key: model for model in self.models})
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each request."""
+        plans: list[Plan] = []
+        made: dict[tuple[int, frozenset[str] | None], Plan] = {}  # one per graph and requested outputs, as in a server
+        for request in self.requests:
+            kind = request.graph, None if request.wanted is None else frozenset(request.wanted)
+            if kind not in made:
+                made[kind] = make_plan(self.graphs[request.graph], request.wanted)
+            plans.append(made[kind])
+        return tuple(plans)
+
+    def right_answer(self, request: SimRequest) -> list[int | None] | None:
+        """The content of each output (None: omitted), or None if the request must fail."""
+        plan = self.plans[request.number]
+        held: dict[int, tuple[int, int]] = {}  # slot -> content, width
+        for i, width in enumerate(request.widths):
+            if width is not None:
+                held[i] = (request.content(i), width)
+        for node in plan.nodes:
+            if not node.writes:
+                continue  # no step and no output of the graph reads its outputs
+            model = self.by_key[node.model]
+            inputs = [held.get(slot) for slot in node.inputs]
+            for found, spec in zip(inputs, model.inputs, strict=True):
+                if found is None and not spec.optional:
+                    return None
+                if found is not None and spec.dims == (FIXED,) and found[1] != FIXED:
+                    return None
+            if model.key in request.poison or model.key in request.faults:
+                return None
+            contents = tuple(NOTHING if found is None else found[0] for found in inputs)
+            width = next((found[1] for found in inputs if found is not None), FIXED)
+            for j, slot in enumerate(node.outputs):
+                if slot != NO_SLOT and not is_omitted(model, request, j):
+                    fixed = model.outputs[j].dims == (FIXED,)
+                    held[slot] = (model.content(j, contents), FIXED if fixed else width)
+        return [held[slot][0] if slot in held else None for slot in plan.output_slots]
+
+
+def is_omitted(model: SimModel, request: SimRequest, output: int) -> bool:
+    return model.key in request.omits and output == len(model.outputs) - 1
+
+
+def residence(handle: Any) -> tuple[int, int]:
+    """The device of a simulated tensor, and its size in bytes."""
+    return handle.device, max(handle.stop - handle.start, 1) * handle.width
+
+
+# -------------------------------------------------------------------------------------------------- drawing
 
 
 def draw_policy(random: Random, max_batch_size: int) -> BatchPolicy:
@@ -52,7 +228,7 @@ def _draw_spec(random: Random, name: str, *, may_be_optional: bool = False) -> T
 
 
 def draw_model(random: Random, number: int, *, batching: bool, limit: int = 0) -> SimModel:
-    """`limit`: its `max_batch_size` where that is not to be drawn."""
+    """`limit`: its `max_batch_size`, 0 for a random one."""
     limit = limit or (random.choice([1, 2, 4, 8]) if batching else 0)
     inputs = [_draw_spec(random, f"I{i}", may_be_optional=i > 0) for i in range(random.randint(1, 3))]
     shortest = random.choice([0, 0, 1, 10, 50])
@@ -70,18 +246,17 @@ def draw_model(random: Random, number: int, *, batching: bool, limit: int = 0) -
         longest_ns=shortest * random.choice([1, 1, 5]),
         levels=draw_levels(random, keeps_order=keeps_order) if random.random() < 0.4 else None,
         keeps_order=keeps_order,
-        least=number % 3,
     )
 
 
-def draw_quick_model(random: Random, number: int) -> SimModel:
-    """One in processes, as models are between which batches are handed on."""
+def draw_routed_model(random: Random, number: int) -> SimModel:
+    """A model that is part of a route group, nearly always."""
     model = draw_model(random, number, batching=True, limit=random.choice([2, 8, 8]))
     policy = random.choice([None, model.policy, *[BatchPolicy.simple(model.max_batch_size)] * 4])
     plain = random.random() < 0.9
     return replace(
         model,
-        in_process=random.random() < 0.95,
+        is_routed=random.random() < 0.95,
         inputs=tuple(replace(spec, optional=False) for spec in model.inputs),
         outputs=tuple(replace(spec, dims=(FIXED,)) for spec in model.outputs) if plain else model.outputs,
         policy=policy,
@@ -91,7 +266,7 @@ def draw_quick_model(random: Random, number: int) -> SimModel:
 
 
 def draw_needs(random: Random, instances: int) -> tuple[Needs, ...]:
-    """What each instance of a model needs: of none to two resources on one of two devices, and of one for all."""
+    """The needs of each instance of a model: up to two resources of one of two devices, and a global one."""
     amounts = {name: random.randint(0, 4) for name in ("memory", "cores")}
     shared = random.randint(0, 2)
     priority = random.choice([1, 1, 2, 5])
@@ -106,7 +281,7 @@ def draw_needs(random: Random, instances: int) -> tuple[Needs, ...]:
 
 
 def draw_devices(random: Random, model: SimModel) -> tuple[int, ...]:
-    """The device of each instance of a model; () where its queue is one line, whatever its instances are on."""
+    """The device of each instance of a model; () if it has no device affinity."""
     if model.levels is not None or model.keeps_order:
         return ()
     return tuple(random.randrange(2) for _ in range(model.instances))
@@ -137,8 +312,8 @@ def chain_graph(name: str, models: list[SimModel]) -> Graph:
 def draw_graph(random: Random, name: str, models: list[SimModel], *, is_close: bool = False) -> Graph:
     """A random well-formed ensemble: fan-out, joins, one tensor read twice by a step, optional inputs unfed.
 
-    Every tensor that no step reads is an output, and some that are read are outputs too. `is_close`: nearly all models
-    stand in it once, and most steps read what the others made, as where batches are handed on.
+    Every tensor that no step reads is an output, and some that are read are outputs too. `is_close`: the graph contains
+    nearly all models once, and most steps read outputs of other steps, so that batches can take routes.
     """
     if is_close:
         order = random.sample(models, len(models)) + random.choices(models, k=random.random() < 0.15)
@@ -159,7 +334,7 @@ def draw_graph(random: Random, name: str, models: list[SimModel], *, is_close: b
             read.add((producer, output))
             edges.append(Edge(f"t{producer}_{output}", producer, output, index, i))
         sources += [(index, j) for j in range(len(model.outputs))]
-    # Graph inputs that nobody read are no inputs; the others are numbered again.
+    # Unread graph inputs are removed; the others are renumbered.
     used = [i for producer, i in sources if producer == GRAPH and (GRAPH, i) in read]
     edges = [
         Edge(e.tensor, e.producer, used.index(e.output) if e.producer == GRAPH else e.output, e.consumer, e.input)
@@ -212,7 +387,7 @@ def draw_request(random: Random, number: int, index: int, graph: Graph) -> SimRe
 def draw_world(random: Random) -> World:
     """Up to four models, each served alone, ensembles over them that share them, and up to forty requests."""
     if random.random() < 0.35:
-        return draw_quick_world(random)
+        return draw_routed_world(random)
     batching = random.random() < 0.85
     models = [draw_model(random, number, batching=batching) for number in range(random.randint(1, 4))]
     graphs = [plain_graph(model) for model in models[: random.randint(0, len(models))]]
@@ -226,11 +401,9 @@ def draw_world(random: Random) -> World:
     return World(tuple(models), tuple(graphs), requests, overtaken_max, draw_end(random, 0.1))
 
 
-def draw_quick_world(random: Random) -> World:
-    """Models in processes, of which some are not as they must be to hand batches on, and ensembles over them in which
-    that would be possible.
-    """
-    models = [draw_quick_model(random, number) for number in range(random.randint(2, 6))]
+def draw_routed_world(random: Random) -> World:
+    """Models that are mostly part of a route group, and ensembles over them in which batches can take routes."""
+    models = [draw_routed_model(random, number) for number in range(random.randint(2, 6))]
     if random.random() < 0.1:
         models = [replace(model, devices=draw_devices(random, model)) for model in models]
     graphs = [draw_graph(random, f"ensemble{i}", models, is_close=True) for i in range(random.choice([1, 1, 2]))]
@@ -238,7 +411,7 @@ def draw_quick_world(random: Random) -> World:
         graphs.append(plain_graph(random.choice(models)))
     requests = []
     for request in draw_requests(random, graphs, random.randint(1, 30)):
-        come = request.arrives_ns // 100 * 100  # many at once
+        come = request.arrives_ns // 100 * 100  # many at one instant
         poison = request.poison or frozenset([random.choice(models).key] if random.random() < 0.1 else [])
         wanted = None if random.random() < 0.8 else request.wanted
         requests.append(replace(request, arrives_ns=come, poison=poison, wanted=wanted))
@@ -255,13 +428,13 @@ def draw_end(random: Random, chance: float) -> int | None:
 
 
 def worlds() -> st.SearchStrategy[World]:
-    """Random worlds that shrink."""
+    """Random worlds that Hypothesis can shrink."""
     return st.randoms(use_true_random=False).map(draw_world)
 
 
-def quick_worlds() -> st.SearchStrategy[World]:
-    """Those of them in which batches are handed on."""
-    return st.randoms(use_true_random=False).map(draw_quick_world)
+def routed_worlds() -> st.SearchStrategy[World]:
+    """Random worlds in which batches take routes."""
+    return st.randoms(use_true_random=False).map(draw_routed_world)
 
 
 def policies() -> st.SearchStrategy[BatchPolicy]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from flowserve import errors
-from flowserve.http.errors import STATUS
+from flowserve.http.api.json_bodies import STATUS
 
 
 def test_the_table_has_every_kind_with_its_status(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a stranger meets first: the README's commands, the examples, the news, and nothing of anybody's machine."""
+"""Entry points for new users: the README's commands, the examples, the news; and no path of a developer's machine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_every_example_has_a_readme_with_its_request_answer_and_graph(root: Path
         assert "```" in text, f"{folder.name}/README.md shows no answer"
 
 
-def test_the_news_has_something_to_say_and_the_changelog_a_place_to_say_it(root: Path) -> None:
+def test_news_fragments_are_valid_and_the_changelog_has_a_place_for_them(root: Path) -> None:
     fragments = [path for path in (root / "docs/news").glob("*.md") if path.name != "README.md"]
     changelog = (root / "docs/changelog.md").read_text()
     assert fragments or f"## {__version__} " in changelog

@@ -1,4 +1,4 @@
-"""The engine in process: what a program may rely on, under trio and from blocking code."""
+"""The embedded engine, under trio and from blocking code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import trio
 
 from flowserve import Engine, Graph, Problems, model
 from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
-from flowserve.runtime.blocking import BlockingEngine
-from flowserve.testing.onnx_files import onnx_identity
+from flowserve.runtime.embedding.blocking import BlockingEngine
+from tests.support.onnx_files import onnx_identity
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -95,21 +95,21 @@ async def test_requests_of_several_tasks_run_as_one_batch() -> None:
         assert (row["inference_count"], row["execution_count"]) == (4, 1)
 
 
-async def test_what_the_block_raises_comes_out_as_it_is() -> None:
+async def test_an_exception_of_the_block_propagates_unchanged() -> None:
     with pytest.raises(KeyError, match="mine"):
         async with Engine(one_step(double, "doubled")):
             raise KeyError("mine")
 
 
 @pytest.mark.parametrize("wrong", [{"sequence_id": [1]}, {"priority": "1"}, {"timeout_us": "5"}])
-async def test_what_no_queue_can_compare_is_refused_and_ends_nothing(wrong: dict[str, Any]) -> None:
+async def test_an_option_of_the_wrong_type_is_refused_without_side_effects(wrong: dict[str, Any]) -> None:
     async with Engine(one_step(double, "doubled")) as engine:
         with pytest.raises(Invalid, match=f"{next(iter(wrong))} .* whole number"):
             await engine.infer("doubled", {"X": ROWS}, **wrong)
         np.testing.assert_array_equal((await engine.infer("doubled", {"X": ROWS}, priority=1))["Y"], ROWS * 2)
 
 
-async def test_a_caller_who_is_cancelled_leaves_the_engine_in_order() -> None:
+async def test_a_cancelled_caller_leaves_the_engine_consistent() -> None:
     async with Engine(one_step(same, "passed")) as engine:
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -125,7 +125,7 @@ async def test_an_engine_whose_whole_block_is_cancelled_closes() -> None:
     assert scope.cancelled_caught
 
 
-async def test_the_processes_of_an_engine_that_is_cancelled_from_outside_are_gone(tmp_path: Path) -> None:
+async def test_the_processes_of_a_cancelled_engine_are_ended(tmp_path: Path) -> None:
     write_python_model(tmp_path)
     model_file = tmp_path / "twice" / "1" / "model.py"
     model_file.write_text(
@@ -152,7 +152,7 @@ def test_from_blocking_code_arrays_go_in_and_come_out(engine: BlockingEngine) ->
     np.testing.assert_array_equal(engine.infer("doubled", {"X": ROWS})["Y"], ROWS * 2)
 
 
-def test_several_threads_may_ask_at_the_same_time(engine: BlockingEngine) -> None:
+def test_several_threads_may_call_at_the_same_time(engine: BlockingEngine) -> None:
     answers: dict[int, Any] = {}
 
     def ask(number: int) -> None:
@@ -167,7 +167,7 @@ def test_several_threads_may_ask_at_the_same_time(engine: BlockingEngine) -> Non
         np.testing.assert_array_equal(answers[number], ROWS + number)
 
 
-def test_a_blocking_call_on_a_loop_is_refused_instead_of_waiting_for_itself(engine: BlockingEngine) -> None:
+def test_a_blocking_call_on_the_event_loop_is_refused(engine: BlockingEngine) -> None:
     @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=8, execution="inline")
     def asks_its_own_engine(x: Any) -> Any:
         return inner.infer("asks", {"X": x})["Y"]
@@ -183,7 +183,7 @@ def test_a_blocking_call_on_a_loop_is_refused_instead_of_waiting_for_itself(engi
         trio.run(on_a_loop_of_its_own)
 
 
-def test_under_asyncio_an_engine_says_how_it_is_used_there_and_that_works(engine: BlockingEngine) -> None:
+def test_under_asyncio_the_error_explains_the_usage_and_it_works(engine: BlockingEngine) -> None:
     async def ask() -> Any:
         with pytest.raises(Unsupported, match=r"under asyncio open it by `with`.* await asyncio\.to_thread"):
             async with Engine("nowhere"):
@@ -193,14 +193,14 @@ def test_under_asyncio_an_engine_says_how_it_is_used_there_and_that_works(engine
     np.testing.assert_array_equal(asyncio.run(ask())["Y"], ROWS * 2)
 
 
-def test_a_closed_engine_says_so(engine: BlockingEngine) -> None:
+def test_a_closed_engine_raises(engine: BlockingEngine) -> None:
     engine.close()
     engine.close()
     with pytest.raises(Unavailable, match="the engine is closed"):
         engine.infer("doubled", {"X": ROWS})
 
 
-def test_who_waits_while_it_is_closed_hears_so() -> None:
+def test_callers_that_wait_while_it_closes_get_an_error() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=1)
@@ -211,14 +211,14 @@ def test_who_waits_while_it_is_closed_hears_so() -> None:
 
     errors: list[Exception] = []
 
-    def ask() -> None:
+    def ask(engine: BlockingEngine) -> None:
         try:
             engine.infer("queued", {"X": ROWS[:1]})
         except Exception as error:
             errors.append(error)
 
     with Engine(one_step(slow, "queued"), exit_timeout_s=0.05) as engine:
-        threads = [threading.Thread(target=ask) for _ in range(3)]
+        threads = [threading.Thread(target=ask, args=(engine,)) for _ in range(3)]
         for thread in threads:
             thread.start()
         assert entered.wait(30)
@@ -236,18 +236,18 @@ def test_text_may_be_str_or_bytes() -> None:
             engine.infer("loud", {"TEXT": np.array([[1]], object)})
 
 
-def test_what_is_no_array_is_refused_by_name(engine: BlockingEngine) -> None:
+def test_a_value_that_is_no_array_is_refused_by_name(engine: BlockingEngine) -> None:
     with pytest.raises(Invalid, match="input 'X' is a list; give a numpy array"):
         engine.infer("doubled", {"X": [1.0, 2.0]})  # type: ignore[dict-item]
 
 
-def test_arrays_in_any_memory_order_are_right(engine: BlockingEngine) -> None:
+def test_arrays_in_any_memory_order_are_accepted(engine: BlockingEngine) -> None:
     rows = np.asfortranarray(ROWS)
     np.testing.assert_array_equal(engine.infer("doubled", {"X": rows})["Y"], ROWS * 2)
     np.testing.assert_array_equal(engine.infer("doubled", {"X": ROWS[::-1]})["Y"], ROWS[::-1] * 2)
 
 
-def test_an_answer_does_not_change_when_the_caller_changes_its_input(engine: BlockingEngine) -> None:
+def test_a_response_does_not_change_when_the_caller_changes_its_input(engine: BlockingEngine) -> None:
     mine = ROWS.copy()
     answer = engine.infer("passed", {"X": mine})["Y"]
     mine += 1
@@ -256,7 +256,7 @@ def test_an_answer_does_not_change_when_the_caller_changes_its_input(engine: Blo
 
 
 @pytest.mark.parametrize("execution", ["thread", "process"])
-def test_a_model_that_writes_into_its_input_leaves_the_callers_alone(tmp_path: Path, execution: Any) -> None:
+def test_a_model_that_writes_into_its_input_does_not_change_the_callers_array(tmp_path: Path, execution: Any) -> None:
     mine = ROWS.copy()
     with Engine(write_python_model(tmp_path), python_execution=execution) as engine:
         answer = engine.infer("twice", {"X": mine})["Y"]
@@ -265,10 +265,10 @@ def test_a_model_that_writes_into_its_input_leaves_the_callers_alone(tmp_path: P
     np.testing.assert_array_equal(answer, ROWS * 2)  # it outlives the engine, and the process that wrote it
 
 
-def test_a_model_that_changes_its_working_directory_finds_its_files_all_the_same(
+def test_a_model_that_changes_its_working_directory_still_finds_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the repository was named by a relative path, too, as `flowserve run graphs/` does."""
+    """Also if the repository was given as a relative path, as in `flowserve run graphs/`."""
     write_python_model(tmp_path / "graphs")
     file = tmp_path / "graphs/twice/1/model.py"
     initialize = """
@@ -287,7 +287,7 @@ def test_a_model_that_changes_its_working_directory_finds_its_files_all_the_same
         np.testing.assert_array_equal(engine.infer("twice", {"X": ROWS})["Y"], ROWS * 2)
 
 
-def test_an_onnx_file_is_asked_without_a_copy_of_its_answer(tmp_path: Path) -> None:
+def test_the_output_of_an_onnx_file_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "net" / "1").mkdir(parents=True)
     (tmp_path / "net" / "1" / "model.onnx").write_bytes(onnx_identity())
     (tmp_path / "net" / "config.pbtxt").write_text(
@@ -299,7 +299,7 @@ def test_an_onnx_file_is_asked_without_a_copy_of_its_answer(tmp_path: Path) -> N
     assert answer.flags.writeable
 
 
-def test_outputs_may_be_chosen_and_options_are_those_of_a_request(engine: BlockingEngine) -> None:
+def test_outputs_can_be_selected_and_request_options_are_passed(engine: BlockingEngine) -> None:
     assert list(engine.infer("doubled", {"X": ROWS}, outputs=("Y",), version=1, priority=1, id="a")) == ["Y"]
     with pytest.raises(Invalid, match="unexpected inference output 'Z'"):
         engine.infer("doubled", {"X": ROWS}, outputs=("Z",))
@@ -317,7 +317,7 @@ def test_deployments_are_unloaded_and_loaded_again(engine: BlockingEngine) -> No
     np.testing.assert_array_equal(engine.infer("doubled", {"X": ROWS})["Y"], ROWS * 2)
 
 
-def test_a_load_may_bring_a_configuration_and_files_as_over_http(tmp_path: Path) -> None:
+def test_a_load_may_include_a_configuration_and_files_as_over_http(tmp_path: Path) -> None:
     write_python_model(tmp_path)
     with Engine(tmp_path, python_execution="thread") as engine:
         config = {
@@ -341,7 +341,7 @@ def test_a_load_may_bring_a_configuration_and_files_as_over_http(tmp_path: Path)
         np.testing.assert_array_equal(engine.infer("twice", {"X": ROWS})["Y"], ROWS * 2)
 
 
-async def test_a_function_may_be_loaded_with_another_configuration_and_taken_out_with_its_graph() -> None:
+async def test_a_function_may_be_loaded_with_another_configuration_and_unloaded_with_its_graph() -> None:
     many = np.ones((9, 4), np.float32)
     graphs = one_step(double, "doubled"), one_step(same, "passed")
     with trio.fail_after(30):
@@ -380,17 +380,19 @@ def test_opening_fails_with_every_reason(tmp_path: Path) -> None:
             pass
     with pytest.raises(Invalid, match="an engine of nothing"):
         Engine()
+    unopened: Any = Engine(tmp_path)
     with pytest.raises(AttributeError, match=r"it is not open: `with flowserve.Engine\(...\) as engine:` gives"):
-        Engine(tmp_path).infer("m", {})
+        unopened.infer("m", {})
 
 
 def test_inputs_without_their_names_are_refused(engine: BlockingEngine) -> None:
-    for ask in (engine.infer, lambda *given: next(engine.stream(*given))):
+    asks: list[Callable[..., Any]] = [engine.infer, lambda *given: next(engine.stream(*given))]
+    for ask in asks:
         with pytest.raises(Invalid, match=r"inputs are arrays by name, {'INPUT': array}, and not ndarray"):
             ask("doubled", ROWS)
 
 
-def test_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:
+def test_a_script_that_does_not_close_the_engine_exits(tmp_path: Path) -> None:
     write_python_model(tmp_path)
     script = "import sys; from flowserve import Engine; Engine(sys.argv[1]).__enter__(); print('end')"
     done = subprocess.run(
@@ -433,13 +435,13 @@ def to(number: int) -> dict[str, Any]:
     return {"TO": np.array([number], np.int32)}
 
 
-def test_answers_of_one_request_come_one_by_one(counting: Path) -> None:
+def test_responses_of_one_request_arrive_one_by_one(counting: Path) -> None:
     with Engine(counting, python_execution="thread") as engine:
         assert [int(answer["NUMBER"][0]) for answer in engine.stream("count", to(5))] == [0, 1, 2, 3, 4]
         assert list(engine.stream("count", to(0))) == []
 
 
-def test_who_takes_no_more_answers_leaves(counting: Path) -> None:
+def test_abandoning_an_iterator_cancels_the_request(counting: Path) -> None:
     with Engine(counting, python_execution="thread") as engine:
         for answer in engine.stream("count", to(2_000)):
             if answer["NUMBER"][0] == 3:
@@ -451,14 +453,14 @@ def test_an_iterator_may_outlive_its_engine(counting: Path) -> None:
     with Engine(counting, python_execution="thread") as engine:
         answers = engine.stream("count", to(2_000))
         next(answers)
-    # Leaving sent the model home, which stood in its send: its thread has ended and did not have to be left behind.
+    # Leaving released the model, which was blocked in send(): its thread has ended and was not abandoned.
     assert not [thread.name for thread in threading.enumerate() if "count_0" in thread.name]
     with pytest.raises(Unavailable, match=r"the engine is closed|Server is stopping"):
         list(answers)
     answers.close()
 
 
-async def test_a_stream_under_trio_is_left_with_its_block(counting: Path) -> None:
+async def test_leaving_the_block_of_a_stream_cancels_it(counting: Path) -> None:
     async with Engine(counting, python_execution="thread") as engine:
         async with engine.stream("count", to(2_000)) as answers:
             assert int((await anext(answers))["NUMBER"][0]) == 0
@@ -466,6 +468,6 @@ async def test_a_stream_under_trio_is_left_with_its_block(counting: Path) -> Non
             assert [int(answer["NUMBER"][0]) async for answer in answers] == [0, 1]
 
 
-def test_a_request_with_one_answer_is_a_stream_of_one(engine: BlockingEngine) -> None:
+def test_a_request_with_one_response_is_a_stream_of_one(engine: BlockingEngine) -> None:
     [answer] = engine.stream("doubled", {"X": ROWS})
     np.testing.assert_array_equal(answer["Y"], ROWS * 2)

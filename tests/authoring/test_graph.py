@@ -1,4 +1,4 @@
-"""Graphs written in Python: wiring, mistakes and where they are said to be, pictures."""
+"""Graphs written in Python: wiring, mistakes and their places, pictures."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flowserve import Graph, Problems, model, model_folder, onnx_model
 from flowserve.errors import Invalid, Problem
 from flowserve.render.formats import SUFFIXES
 from flowserve.repository.layout import scan
-from flowserve.runtime.reading import read_repositories
+from flowserve.runtime.loading.reading import read_repositories
 from flowserve.testing import Faked, FakeModel
-from flowserve.testing.onnx_files import onnx_identity
 from flowserve.values import Array
+from tests.support.onnx_files import onnx_identity
 
 
 @model({"X": "FP32[4]"}, {"Y": "FP32[4]", "SUM": "FP32[1]"}, max_batch_size=8)
@@ -34,7 +34,7 @@ def scale(a: Array, b: Array) -> Array:
 
 
 def line(offset: int = 0) -> int:
-    """The line of the call, so many lines before."""
+    """The line of the call, `before` lines earlier."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
@@ -67,7 +67,7 @@ def test_a_step_can_be_called_in_order_or_by_name_or_wired_by_names() -> None:
     assert good().to_text() == by_name.to_text() == as_a_file.to_text()
 
 
-def test_graphs_that_would_be_other_files_are_not_equal() -> None:
+def test_graphs_with_different_files_are_not_equal() -> None:
     other = good()
     other.output("SUM", scale(other.input("A", "FP32[4]"), other.input("B", "FP32[1]")))
     assert good() != other
@@ -75,14 +75,14 @@ def test_graphs_that_would_be_other_files_are_not_equal() -> None:
     assert good() != Graph("g", max_batch_size=1)
 
 
-def test_a_graph_takes_what_all_of_its_models_take_unless_it_says_otherwise() -> None:
+def test_a_graphs_batch_size_is_its_models_minimum_by_default() -> None:
     assert good().max_batch_size == 4
     smaller = Graph("g", max_batch_size=2)
     smaller.output("Z", scale(smaller.input("A", "FP32[4]"), smaller.input("B", "FP32[1]")))
     assert smaller.to_text().startswith("ensemble g, version 1, batches up to 2")
 
 
-def test_the_second_step_of_one_model_has_tensors_of_its_own() -> None:
+def test_the_second_step_of_a_model_has_its_own_tensors() -> None:
     graph = Graph("g")
     once = halve(graph.input("X", "FP32[4]"))
     again = halve(once.Y)
@@ -105,7 +105,7 @@ def test_graphs_nest_and_the_inner_one_is_checked_with_the_outer() -> None:
     assert second.rule == "G3"
 
 
-def test_three_mistakes_are_told_at_once_with_the_lines_they_are_on() -> None:
+def test_three_mistakes_are_reported_at_once_with_their_lines() -> None:
     graph = Graph("broken")
     whole = graph.input("WHOLE", "INT64[4]")
     made = halve(whole)
@@ -146,7 +146,7 @@ def test_an_output_that_a_part_does_not_have_is_a_mistake_like_the_others() -> N
     assert (problem.rule, problem.hint) == ("G6", 'did you mean "SUM"?')
 
 
-def test_what_only_python_can_get_wrong_is_told_with_the_rest() -> None:
+def test_mistakes_specific_to_python_are_reported_with_the_others() -> None:
     other, graph = Graph("other"), Graph("g")
     x = graph.input("X", "FP32[4]")
     graph.input("X", "FP32[4]")
@@ -172,7 +172,7 @@ def test_what_only_python_can_get_wrong_is_told_with_the_rest() -> None:
         assert any(expected in text for text in texts), expected
 
 
-def test_a_graph_that_would_contain_itself_is_refused_where_it_does() -> None:
+def test_a_graph_that_would_contain_itself_is_refused_at_its_line() -> None:
     outer, inner = good("outer"), good("inner")
     outer.output("W", inner(outer.input("W2", "FP32[4]")))
     for graph in (inner, outer):
@@ -180,10 +180,10 @@ def test_a_graph_that_would_contain_itself_is_refused_where_it_does() -> None:
             outer(graph.input("V", "FP32[4]"), graph.input("W", "FP32[4]"))
 
 
-def test_what_a_graph_asks_of_its_parts_does_not_double_with_each_graph_around_it(
+def test_the_cost_of_nested_graphs_is_not_exponential(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two outputs each, and two steps each of the one below: four questions where there was one, at every level."""
+    """Two outputs each, and two steps each of the inner graph: a naive lookup would quadruple at every level."""
     asked = 0
     outputs, rows = type(halve).outputs, type(halve).max_batch_size
 
@@ -215,7 +215,7 @@ def test_what_a_graph_asks_of_its_parts_does_not_double_with_each_graph_around_i
     assert asks(8) <= 3 * asks(4)
 
 
-def test_graphs_that_lie_too_deep_in_each_other_are_refused_where_they_do() -> None:
+def test_graphs_nested_too_deeply_are_refused_at_their_line() -> None:
     part: Any = good("g0")
     with pytest.raises(Problems, match="graph 'g100' nests graphs 101 deep; at most 100 are allowed"):
         for number in range(1, 1100):
@@ -224,7 +224,7 @@ def test_graphs_that_lie_too_deep_in_each_other_are_refused_where_they_do() -> N
             part = graph
 
 
-def test_an_input_that_is_handed_on_as_an_output_is_one_mistake() -> None:
+def test_an_input_used_directly_as_an_output_is_one_mistake() -> None:
     graph = Graph("g")
     graph.output("Y", graph.input("X", "FP32[4]"))
     with pytest.raises(Problems) as raised:
@@ -241,7 +241,7 @@ def test_two_parts_of_one_name_are_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/b", "", ".."])
-def test_a_name_that_could_be_no_folder_is_a_mistake(name: str, tmp_path: Path) -> None:
+def test_a_name_that_is_no_valid_folder_name_is_a_mistake(name: str, tmp_path: Path) -> None:
     assert mistakes(good(name))[0].rule == "B9"
     (tmp_path / "net.onnx").write_bytes(onnx_identity())
     if name:
@@ -257,10 +257,15 @@ def test_a_part_called_on_arrays_says_how_to_compute() -> None:
     np.testing.assert_array_equal(halve.function(np.ones((1, 4), np.float32))[1], [[4]])
 
 
+def wrong_type(value: object) -> Any:
+    """The value, as an argument of a type that mypy would refuse."""
+    return value
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda g, x: Graph(None), "the name of a graph is a text, and not NoneType"),
+        (lambda g, x: Graph(wrong_type(None)), "the name of a graph is a text, and not NoneType"),
         (lambda g, x: g.input(3, "FP32[4]"), "the name of an input is a text, and not int"),
         (lambda g, x: g.output(3, x), "the name of an output is a text, and not int"),
         (lambda g, x: g.output("Y", np.zeros(3)), "what is read is a tensor of the graph, and not ndarray"),
@@ -270,10 +275,13 @@ def test_a_part_called_on_arrays_says_how_to_compute() -> None:
         ),
         (lambda g, x: g.step(halve, "X", {}), "the inputs of a step are a dict, and not str"),
         (lambda g, x: g.step(halve, {"X": x}, {"Y": x}), "the name of a tensor is a text, and not Tensor"),
-        (lambda g, x: model(["FP32[4]"], {}), "the tensors of a function are a dict, and not list (as in {'X': "),
+        (
+            lambda g, x: model(wrong_type(["FP32[4]"]), {}),
+            "the tensors of a function are a dict, and not list (as in {'X': ",
+        ),
     ],
 )
-def test_what_is_of_another_kind_is_refused_at_its_line(wrong: Callable[[Any, Any], object], said: str) -> None:
+def test_an_argument_of_the_wrong_type_is_refused_at_its_line(wrong: Callable[[Any, Any], object], said: str) -> None:
     graph = Graph("g")
     x = graph.input("X", "FP32[4]")
     with pytest.raises(Problems) as refused:
@@ -283,7 +291,7 @@ def test_what_is_of_another_kind_is_refused_at_its_line(wrong: Callable[[Any, An
     assert Path(__file__).name in str(refused.value.problems[0].place)
 
 
-def test_what_fails_when_it_runs_names_the_line_of_python_and_no_file_of_ours() -> None:
+def test_a_runtime_failure_names_the_users_line_of_python() -> None:
     graph = Graph("g")
     half, _ = halve(graph.input("X", "FP32[4]"))
     graph.output("Z", scale(half, graph.input("B", "FP32[1]")))
@@ -295,7 +303,7 @@ def test_what_fails_when_it_runs_names_the_line_of_python_and_no_file_of_ours() 
     assert re.search(rf"\(step 'scale' at \S*{re.escape(wired)}", str(failed.value))
 
 
-def test_what_is_not_finished_is_told_in_the_words_of_python() -> None:
+def test_an_unfinished_graph_is_reported_in_terms_of_python() -> None:
     assert {(problem.rule, problem.hint) for problem in mistakes(Graph("empty"))} == {
         ("M33", "graph.output(name, tensor) says what it answers"),
         ("M83", "a model that is called on tensors of the graph is a step"),
@@ -305,16 +313,16 @@ def test_what_is_not_finished_is_told_in_the_words_of_python() -> None:
     called = line(1)
     unread = [problem for problem in mistakes(graph) if problem.rule == "M84"]
     assert [(problem.hint, problem.place and problem.place.line) for problem in unread] == [
-        ("nobody reads what it makes", called)
+        ("its outputs have no reader", called)
     ]
 
 
-def test_an_engine_is_of_graphs_and_not_of_their_parts() -> None:
+def test_an_engine_takes_graphs_but_no_parts() -> None:
     with pytest.raises(Invalid, match="an engine is of repositories' folders and of graphs, not of <model 'halve'"):
         flowserve.Engine(halve)  # type: ignore[arg-type]
 
 
-def test_a_value_that_a_configuration_cannot_hold_is_told_at_its_line() -> None:
+def test_a_value_that_a_configuration_cannot_hold_is_reported_at_its_line() -> None:
     graph = Graph("g", max_inflight_requests=-1, max_batch_size=np.int64(4))  # type: ignore[arg-type]
     made = line(1)
     graph.output("Z", scale(graph.input("A", "FP32[99999999999999999999]"), graph.input("B", None)))  # type: ignore[arg-type]  # both are the mistakes
@@ -326,7 +334,7 @@ def test_a_value_that_a_configuration_cannot_hold_is_told_at_its_line() -> None:
     assert "tensor 'B': None is not a data type with dims" in told[2][1]
 
 
-def test_numbers_of_a_declaration_are_whole_ones_and_a_function_is_no_coroutine() -> None:
+def test_a_declaration_needs_integers_and_no_coroutine_function() -> None:
     async def later(x: Array) -> Array:
         return x
 
@@ -363,7 +371,7 @@ def test_a_wrong_declaration_is_refused_at_its_line(inputs: dict[str, str], outp
     assert all(problem.place and problem.place.line == declared for problem in refused.value.problems)
 
 
-def test_a_function_that_yields_says_so_and_asks_for_nothing_that_batches() -> None:
+def test_a_generator_function_is_declared_decoupled_and_has_no_batching_options() -> None:
     def some(x: Array) -> Iterator[Array]:
         yield x
 
@@ -380,7 +388,11 @@ def test_a_function_that_yields_says_so_and_asks_for_nothing_that_batches() -> N
         )
         declare(some)
     said = str(refused.value)
-    for text in ("tensor 'X' is ragged ([*])", "max_queue_delay_us waits for company", "on a thread, not inline"):
+    for text in (
+        "tensor 'X' is ragged ([*])",
+        "max_queue_delay_us waits for a larger batch",
+        "on a thread, not inline",
+    ):
         assert text in said
 
 
@@ -412,7 +424,7 @@ def test_an_onnx_file_is_a_part_whose_tensors_are_the_files(tmp_path: Path) -> N
     assert Graph.load(tmp_path / "saved") == graph
 
 
-def test_a_models_folder_whose_file_is_not_what_its_configuration_says_is_no_part(tmp_path: Path) -> None:
+def test_a_model_folder_whose_file_contradicts_its_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net/1").mkdir(parents=True)
     (tmp_path / "net/1/model.onnx").write_bytes(onnx_identity())
     (tmp_path / "net/config.pbtxt").write_text(
@@ -486,7 +498,7 @@ def test_saving_overwrites_nothing_and_writes_all_or_nothing(tmp_path: Path) -> 
     assert not (tmp_path / "new").exists()
 
 
-def test_functions_that_no_file_could_import_are_refused_by_name_and_can_still_be_served(tmp_path: Path) -> None:
+def test_functions_that_cannot_be_imported_cannot_be_saved_but_can_be_served(tmp_path: Path) -> None:
     factor = 2.0
 
     @model({"X": "FP32[4]"}, {"Y": "FP32[4]"})
@@ -507,7 +519,7 @@ def test_functions_that_no_file_could_import_are_refused_by_name_and_can_still_b
     assert not read_repositories([private.path]).resolution.failed
 
 
-def test_a_private_repository_is_gone_with_its_owner() -> None:
+def test_a_private_repository_is_removed_with_its_owner() -> None:
     private = good().write_private()
     path = private.path
     assert path.is_dir()
@@ -515,7 +527,7 @@ def test_a_private_repository_is_gone_with_its_owner() -> None:
     assert not path.exists()
 
 
-def test_what_is_loaded_says_what_it_cannot_be(tmp_path: Path) -> None:
+def test_errors_of_graph_load(tmp_path: Path) -> None:
     with pytest.raises(Problems, match=r"which graph of .* there is none"):
         Graph.load(tmp_path)
     good().save(tmp_path)
@@ -531,8 +543,8 @@ def test_what_is_loaded_says_what_it_cannot_be(tmp_path: Path) -> None:
         Graph.load(tmp_path)
 
 
-def test_the_door_has_what_it_promises() -> None:
+def test_the_public_api_is_complete() -> None:
     assert all(getattr(flowserve, name) is not None for name in flowserve.__all__)
     assert set(dir(flowserve)) >= {"Graph", "model"}
     with pytest.raises(AttributeError, match="has no attribute 'Grph'"):
-        flowserve.Grph  # type: ignore[attr-defined] # noqa: B018
+        flowserve.Grph  # noqa: B018

@@ -1,4 +1,4 @@
-"""docs/python-graphs.md does what it says: its blocks are run, and what they print is compared."""
+"""docs/python-graphs.md is correct: its code blocks are run, and their output is compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(root: Path) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def home(blocks: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the page's module in it, which is where its reader stands."""
+    """A current folder that contains the page's module."""
     (tmp_path / "sound.py").write_text(blocks[0][1])
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -38,7 +38,7 @@ def test_two_dozen_lines_are_a_pipeline_with_a_branch(blocks: list[tuple[str, st
 
 
 def beside(root: Path, folder: Path) -> dict[str, list[tuple[str, str, str]]]:
-    """Of each block of Python: what it wrote to standard error, what it printed, and what the page shows below it."""
+    """For each block of Python: its standard error, its standard output, and the output that the page shows."""
     pages = {
         name: BLOCK.findall((root / "docs" / f"{name}.md").read_text()) for name in ("python-graphs", "in-process")
     }
@@ -55,13 +55,13 @@ def beside(root: Path, folder: Path) -> dict[str, list[tuple[str, str, str]]]:
     return found
 
 
-def test_every_block_prints_what_stands_below_it(done_beside: dict[str, list[tuple[str, str, str]]]) -> None:
+def test_every_block_prints_the_output_shown_below_it(done_beside: dict[str, list[tuple[str, str, str]]]) -> None:
     assert len(done_beside["python-graphs"]) == 5
     for error, printed, shown in done_beside["python-graphs"]:
         assert (error, printed) == ("", shown)
 
 
-def test_the_page_about_engines_in_programs_does_what_it_says(
+def test_the_page_about_engines_in_programs_is_correct(
     done_beside: dict[str, list[tuple[str, str, str]]],
 ) -> None:
     assert len(done_beside["in-process"]) == 2
@@ -80,7 +80,7 @@ def test_the_module_is_served_and_answers_as_the_page_shows(blocks: list[tuple[s
 
 
 @pytest.mark.server
-def test_what_was_saved_is_served_where_the_module_can_be_imported(
+def test_a_saved_graph_is_served_if_its_module_can_be_imported(
     blocks: list[tuple[str, str]], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = "from sound import graph; graph.save('models')"
@@ -93,7 +93,7 @@ def test_what_was_saved_is_served_where_the_module_can_be_imported(
 
 
 @pytest.mark.server
-def test_a_script_serves_its_own_functions_until_it_is_told_to_stop(blocks: list[tuple[str, str]], home: Path) -> None:
+def test_a_script_serves_its_own_functions_until_a_stop_signal(blocks: list[tuple[str, str]], home: Path) -> None:
     script = blocks[0][1] + "\nif __name__ == '__main__':\n    raise SystemExit(graph.serve(http_port=0))\n"
     (home / "script.py").write_text(script)
     process = subprocess.Popen([sys.executable, "script.py"], cwd=home, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""What is saved and loaded is the same graph, whatever graph it was."""
+"""Property test: any graph is equal after save and load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flowserve import Graph, Tensor, model_folder
 from flowserve.graph.builder import Part
-from flowserve.runtime.reading import read_repositories
+from flowserve.runtime.loading.reading import read_repositories
 
 FUNCTIONS = """
 from flowserve import model
@@ -49,7 +49,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], lis
     sys.path.remove(str(home))
 
 
-# Steps: which part, and which of the tensors that nobody reads yet, counted from the last.
+# Steps: the part, and the index of an unread tensor, counted from the last.
 Plan = list[tuple[int, list[int]]]
 PLANS = st.lists(
     st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), min_size=2, max_size=2)), min_size=1, max_size=6
@@ -57,7 +57,7 @@ PLANS = st.lists(
 
 
 def build(name: str, plan: Plan, parts: list[Part], depth: int = 1) -> Graph:
-    """A graph of parts and of a graph of parts. Where no tensor is left to read there is another input."""
+    """A graph of parts and of a graph of parts. If no unread tensor is left, an input is added."""
     graph = Graph(name)
     usable = [*parts, build(f"{name}_inner", plan[:2], parts, depth - 1)] if depth else parts
     unread: list[Tensor] = []
@@ -92,7 +92,7 @@ def test_a_saved_graph_is_loaded_as_the_graph_it_was(parts: Callable[[], list[Pa
         shutil.rmtree(home)
 
 
-def test_what_python_does_not_know_of_a_file_is_kept(tmp_path: Path, parts: Callable[[], list[Part]]) -> None:
+def test_fields_unknown_to_the_python_api_are_kept(tmp_path: Path, parts: Callable[[], list[Part]]) -> None:
     graph = Graph("kept")
     graph.output("B", parts()[0](graph.input("A", "FP32[4]")))
     graph.save(tmp_path / "first")

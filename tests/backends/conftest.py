@@ -1,4 +1,4 @@
-"""A model repository in a temporary folder, and instances that end with their test."""
+"""Fixtures: a model repository in a temporary folder, and instances that are closed with their test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowserve.config.types import ModelConfig
-from flowserve.testing.backends import Opened, Repository, open_instance
+from tests.support.backends import Opened, Repository, open_instance
 
 
 @pytest.fixture

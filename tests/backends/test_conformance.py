@@ -1,4 +1,4 @@
-"""What base.py promises of every backend, asked of every real one."""
+"""Every backend follows the rules of backends/base.py."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from flowserve.backends import registry
 from flowserve.backends.base import ModelFiles, Work
 from flowserve.config.types import Completion, InstanceGroup
 from flowserve.errors import Invalid, ModelFailed
-from flowserve.memory.assemble import gather, scatter
+from flowserve.memory.assemble import gather
+from flowserve.memory.column import Column, scatter
 from flowserve.memory.devices import Devices, using
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
-from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
-from flowserve.testing.fake_device import FakeMachine
-from flowserve.testing.fake_tensorrt import FakePlan, FakeTensorRt
-from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
 from flowserve.values import DType, Request
+from tests.support.backends import Opened, Repository, config_of, sample, spec, values
+from tests.support.fake_device import FakeMachine
+from tests.support.fake_tensorrt import FakePlan, FakeTensorRt
+from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 PYTHON = """
 import triton_python_backend_utils as pb_utils
@@ -81,13 +82,13 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def groups(backend: str) -> tuple[InstanceGroup, ...]:
-    """Where its instances are: on the CPU wherever they can be."""
+    """The instance group: on the CPU where the backend can run there."""
     return (InstanceGroup("m", "KIND_GPU", 1, (0,)),) if backend == "tensorrt" else ()
 
 
 @pytest.fixture
 def model(backend: str, repository: Repository, opened: Open) -> Opened:
-    """Answers y = -x and z = |x|."""
+    """The outputs are y = -x and z = |x|."""
     repository.write("m", f"1/{registry.find(backend).default_filename}", MODELS[backend])
     outputs = [spec("y"), spec("z")]
     return opened(
@@ -95,11 +96,11 @@ def model(backend: str, repository: Repository, opened: Open) -> Opened:
     )
 
 
-def test_there_is_a_model_here_for_every_backend(backend: str) -> None:
+def test_every_backend_is_tested_here(backend: str) -> None:
     assert backend in MODELS
 
 
-def test_outputs_come_by_index_and_member(model: Opened) -> None:
+def test_outputs_are_indexed_by_output_and_member(model: Opened) -> None:
     one, two = sample(DType.FP32), 2 * sample(DType.FP32, 2)
     results = model.run({"x": one}, {"x": two})
     assert values(results, 0) == [(-one).tolist(), (-two).tolist()]
@@ -108,34 +109,34 @@ def test_outputs_come_by_index_and_member(model: Opened) -> None:
     assert dict(results.errors) == {}
 
 
-def test_the_two_moments_are_read_from_the_given_clock_in_order(model: Opened) -> None:
+def test_both_times_are_read_from_the_given_clock_in_order(model: Opened) -> None:
     ticks = count(100)
     column: list[Tensor | None] = [*scatter(sample(DType.FP32), [1])]
-    results = model.instance.run(Work([column], [1], [Request({})], [("y",)]), lambda: next(ticks))
+    results = model.instance.run(Work([Column.of([*column], [1])], [1], [Request({})], [("y",)]), lambda: next(ticks))
     assert (results.gathered_ns, results.computed_ns) == (100, 101)
 
 
-def test_an_input_that_may_not_be_written_to_is_as_it_was(model: Opened) -> None:
+def test_a_read_only_input_is_unchanged(model: Opened) -> None:
     array = sample(DType.FP32, 3)
     array.flags.writeable = False
     model.run({"x": array}, may_write=False)
     assert array.tolist() == sample(DType.FP32, 3).tolist()
 
 
-def test_only_what_is_wanted_is_answered(model: Opened) -> None:
+def test_only_wanted_outputs_are_returned(model: Opened) -> None:
     results = model.run({"x": sample(DType.FP32)}, wanted=("z",))
     assert results.outputs[0] == [None]
     assert values(results, 1) == [sample(DType.FP32).tolist()]
 
 
-def test_answers_are_the_callers_and_later_runs_leave_them_alone(model: Opened) -> None:
+def test_later_runs_do_not_change_earlier_outputs(model: Opened) -> None:
     first = model.run({"x": sample(DType.FP32)}).outputs[0][0]
     kept = first.array.tolist()
     model.run({"x": 5 * sample(DType.FP32)})
     assert first.array.tolist() == kept
 
 
-def test_a_small_batch_goes_to_the_next_model_without_being_copied(model: Opened) -> None:
+def test_a_small_batch_reaches_the_next_model_without_a_copy(model: Opened) -> None:
     results = model.whole(sample(DType.FP32, 4))
     assert not any(results.copied) or model.config.backend == "tensorrt", "what is on a GPU comes from there"
     present = [tensor for tensor in results.outputs[0] if tensor is not None]
@@ -144,14 +145,14 @@ def test_a_small_batch_goes_to_the_next_model_without_being_copied(model: Opened
     assert joined.tolist() == (-sample(DType.FP32, 4)).tolist()
 
 
-def test_answers_are_contiguous_and_aligned(model: Opened) -> None:
+def test_outputs_are_contiguous_and_aligned(model: Opened) -> None:
     for column in model.whole(sample(DType.FP32, 4)).outputs:
         for tensor in column:
             assert tensor.block.flags.c_contiguous
             assert tensor.block.flags.aligned
 
 
-def test_instances_of_one_model_run_side_by_side(model: Opened) -> None:
+def test_instances_of_one_model_run_at_the_same_time(model: Opened) -> None:
     second = model.model.instance("m_1", (*groups(model.config.backend), InstanceGroup("m"))[0])
     second.open()
     other = Opened(model.config, model.model, second)
@@ -160,7 +161,7 @@ def test_instances_of_one_model_run_side_by_side(model: Opened) -> None:
     assert values(one) == values(two) == values(model.run({"x": sample(DType.FP32)}))
 
 
-def test_a_model_says_what_the_runtime_asks_it(model: Opened) -> None:
+def test_a_loaded_model_has_the_attributes_that_the_runtime_reads(model: Opened) -> None:
     assert type(model.model.is_pure) is bool
     assert type(model.model.may_run_inline) is bool
 
@@ -181,16 +182,16 @@ def test_a_missing_version_is_invalid_by_its_relative_name(backend: str, reposit
         registry.find(backend).load(config_of(backend), ModelFiles(repository.path, repository.path / "m", 7), {})
 
 
-def test_a_complete_configuration_is_left_as_it_is(backend: str, repository: Repository) -> None:
+def test_a_complete_configuration_is_not_changed(backend: str, repository: Repository) -> None:
     repository.write("m", f"1/{registry.find(backend).default_filename}", MODELS[backend])
     config = config_of(backend, inputs=[spec("x")], outputs=[spec("y"), spec("z")], max_batch_size=8)
     completion = registry.find(backend).complete(config, repository.files())
-    # A function's decorator says all there is, so what it says must be what was written.
+    # A function's decorator declares everything, so the configuration must be the same.
     assert completion in (Completion(), Completion(config.inputs, config.outputs, 8, dynamic_batching=True))
 
 
 @pytest.mark.fault("S10")
-def test_an_answer_the_configuration_forbids_names_model_and_output(
+def test_an_invalid_output_is_reported_with_model_and_output(
     backend: str, repository: Repository, opened: Open
 ) -> None:
     x, y = (onnx_value(name, DType.FP32, ("N", "K")) for name in "xy")
@@ -204,7 +205,7 @@ def test_an_answer_the_configuration_forbids_names_model_and_output(
     shapes = {"inputs": [spec("x", [-1])], "outputs": [spec("y", [4])]}
     model = opened(config_of(backend, **shapes, max_batch_size=8, instance_groups=groups(backend)))
     text = "model 'm', output 'y': the configuration promises shape [1,4], the model answered [1,6]"
-    if backend == "callable":  # there the decorator promises
+    if backend == "callable":  # there the decorator declares the outputs
         text = "model 'm', output 'y': its function promises shape [1,4] and returned [1,6]"
     try:
         errors = list(model.run({"x": np.ones((1, 6), np.float32)}).errors.values())

@@ -1,5 +1,5 @@
-"""ONNX models on a GPU, as far as it can be shown without one: the real onnxruntime computes on the CPU, in the memory
-of a fake device that raises where an order is missing. What a real GPU would be asked for is in test_onnx_providers.py.
+"""ONNX models on a fake GPU: the real onnxruntime computes on the CPU, in the memory of a fake device that raises where
+work is not ordered by streams. The options for a real GPU are tested in test_onnx_providers.py.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import numpy as np
 import pytest
 
 from flowserve.backends import registry
-from flowserve.backends.base import Work
-from flowserve.backends.device import DeviceWork, OnDevice
-from flowserve.backends.onnx_device import OnnxDeviceInstance
-from flowserve.backends.onnx_graphs import OnnxGraphInstance
-from flowserve.backends.onnx_session import run_without_waiting
-from flowserve.backends.onnxruntime import OnnxInstance, OnnxModel
+from flowserve.backends.base import DeviceWork, OnDevice, Work
+from flowserve.backends.onnx.backend import OnnxInstance, OnnxModel
+from flowserve.backends.onnx.device import OnnxDeviceInstance, OnnxGraphInstance
+from flowserve.backends.onnx.session import asynchronous_run_options
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, ModelFailed, Unsupported
-from flowserve.memory.delivery import ON_DEVICE
+from flowserve.memory.column import Column
 from flowserve.memory.device_tensor import DeviceTensor
 from flowserve.memory.devices import Devices, devices, using
+from flowserve.memory.stream import ON_DEVICE
 from flowserve.memory.tensor import Tensor
-from flowserve.testing.backends import Repository, config_of, sample, spec
-from flowserve.testing.fake_device import FakeMachine
-from flowserve.testing.fake_onnx import OnFake, onnx_on
-from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_memory
+from tests.support.backends import Repository, config_of, sample, spec
+from tests.support.fake_device import FakeMachine
+from tests.support.fake_onnx import OnFake, onnx_on
+from tests.support.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 
 FILE = "1/model.onnx"
 GPU = (InstanceGroup("m", "KIND_GPU", gpus=(0,)),)
@@ -55,7 +54,7 @@ class Bench:
         self.instances = []
         for _ in range(count):
             instance = OnnxDeviceInstance(
-                loaded, self.devices[0], lambda stream: self._session(loaded, stream), run_without_waiting
+                loaded.tensors, self.devices[0], lambda stream: self._session(loaded, stream), asynchronous_run_options
             )
             self.instances.append(instance)
             instance.open()
@@ -71,7 +70,7 @@ class Bench:
         rows = [max(1, tensor.stop - tensor.start) for tensor in columns[0] if tensor is not None and first.stop >= 0]
         members = len(columns[0])
         work = DeviceWork(
-            [[*column] for column in columns],
+            [Column.of([*column], rows or [1] * members) for column in columns],
             rows or [1] * members,
             [Request({})] * members,
             [tuple(one.name for one in self.config.outputs)] * members,
@@ -92,7 +91,7 @@ def lists(column: Sequence[Tensor | None]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BYTES], ids=str)
-def test_every_data_type_goes_in_and_comes_out(repository: Repository, dtype: DType) -> None:
+def test_every_data_type_is_served(repository: Repository, dtype: DType) -> None:
     repository.write("m", FILE, onnx_identity(dtype))
     bench = Bench(repository, onnx_config(inputs=[spec("x", dtype=dtype)], outputs=[spec("y", dtype=dtype)]))
     one, two = sample(dtype), sample(dtype, 2)
@@ -102,7 +101,7 @@ def test_every_data_type_goes_in_and_comes_out(repository: Repository, dtype: DT
     assert made[0].array.dtype == dtype.numpy
 
 
-def test_two_models_in_a_row_cross_once_in_and_once_out_and_each_run_has_its_own_binding(
+def test_a_chain_copies_once_in_and_once_out_and_each_run_has_its_own_binding(
     repository: Repository,
 ) -> None:
     repository.write("m", FILE, _doubled())
@@ -110,7 +109,7 @@ def test_two_models_in_a_row_cross_once_in_and_once_out_and_each_run_has_its_own
     arrays = [np.full((1, 4), value, np.float32) for value in range(8)]
     there = bench.run([batch(*arrays)], [[ON_DEVICE] * 8])[0]
     assert all(isinstance(tensor, DeviceTensor) for tensor in there)
-    again = bench.run([batch(*arrays)], [[ON_DEVICE] * 8])[0]  # writes somewhere else: the first is still read
+    again = bench.run([batch(*arrays)], [[ON_DEVICE] * 8])[0]  # another buffer: the first is still read
     made = bench.run([there], i=1)[0]
     assert lists(made) == [[[value * 4] * 4] for value in range(8)]
     assert lists(bench.run([again], i=1)[0]) == lists(made)
@@ -118,7 +117,7 @@ def test_two_models_in_a_row_cross_once_in_and_once_out_and_each_run_has_its_own
     assert bench.sessions[0].bindings == 2
 
 
-def test_an_output_whose_shape_varies_is_made_by_onnxruntime_and_adopted(repository: Repository) -> None:
+def test_an_output_of_varying_shape_is_allocated_by_onnxruntime_and_adopted(repository: Repository) -> None:
     node = onnx_node("Identity", ["x"], ["y"])
     shape = ("N", "M")
     file = onnx_model([node], [onnx_value("x", DType.FP32, shape)], [onnx_value("y", DType.FP32, shape)])
@@ -128,7 +127,7 @@ def test_an_output_whose_shape_varies_is_made_by_onnxruntime_and_adopted(reposit
     tensor = made[0]
     assert isinstance(tensor, DeviceTensor)
     assert bench.devices[0].pool.statistics().adopted == 1
-    assert tensor.to(HOST_MEMORY, bench.instances[0]._stream).array.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert bench.instances[0]._stream.move(tensor, HOST_MEMORY).array.tolist() == [[1, 1, 1], [1, 1, 1]]
     del made, tensor
     bench.instances[0].close()
     assert bench.devices[0].pool.statistics().adopted == 0
@@ -147,14 +146,14 @@ def test_reshapes_and_scalars_are_as_on_the_cpu(repository: Repository) -> None:
     assert lists(bench.run([batch(np.arange(4, dtype=np.float32)[None])])[0]) == [[[0, 1, 2, 3]]]
 
 
-def test_a_member_of_no_rows_gets_none(repository: Repository) -> None:
+def test_a_member_without_rows_gets_no_rows(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity())
     bench = Bench(repository, onnx_config())
     made = bench.run([batch(np.zeros((0, 4), np.float32), np.ones((1, 4), np.float32))])[0]
     assert lists(made) == [[], [[1, 1, 1, 1]]]
 
 
-def test_without_room_on_the_device_it_runs_on_host_memory(repository: Repository) -> None:
+def test_without_device_memory_it_runs_on_host_memory(repository: Repository) -> None:
     repository.write("m", FILE, _doubled())
     bench = Bench(repository, onnx_config(), gpu_bytes=0)
     made = bench.run([batch(np.ones((2, 4), np.float32))], [[ON_DEVICE]])[0]
@@ -162,7 +161,7 @@ def test_without_room_on_the_device_it_runs_on_host_memory(repository: Repositor
     assert not isinstance(made[0], DeviceTensor)
 
 
-def test_a_run_that_fails_says_so_and_holds_nothing(repository: Repository) -> None:
+def test_a_failed_run_is_reported_and_frees_its_memory(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity(DType.FP32, ("N", 4)))
     bench = Bench(repository, onnx_config())
     with pytest.raises(ModelFailed, match=r"model 'm' failed: onnxruntime: .*invalid dimensions"):
@@ -170,7 +169,7 @@ def test_a_run_that_fails_says_so_and_holds_nothing(repository: Repository) -> N
     assert bench.devices[0].pool.statistics().lent_bytes == 0
 
 
-def test_instances_in_a_gpu_group_are_on_its_gpu_and_strings_stay_on_the_host(repository: Repository) -> None:
+def test_instances_of_a_gpu_group_are_on_its_gpu_and_strings_in_host_memory(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity(DType.BYTES))
     text = onnx_config(
         inputs=[spec("x", dtype=DType.BYTES)], outputs=[spec("y", dtype=DType.BYTES)], instance_groups=GPU
@@ -186,7 +185,7 @@ def test_instances_in_a_gpu_group_are_on_its_gpu_and_strings_stay_on_the_host(re
     assert not model.may_run_inline
 
 
-def test_a_gpu_that_is_not_there_fails_the_load(repository: Repository) -> None:
+def test_a_missing_gpu_fails_the_load(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity())
     with using(Devices((), "there is no GPU")):
         model = registry.find("onnxruntime").load(onnx_config(instance_groups=GPU), repository.files(), {})
@@ -194,10 +193,10 @@ def test_a_gpu_that_is_not_there_fails_the_load(repository: Repository) -> None:
             model.instance("m_0", GPU[0])
 
 
-def test_a_session_that_would_run_on_the_cpu_after_all_fails_the_load(
+def test_a_session_that_falls_back_to_the_cpu_fails_the_load(
     repository: Repository, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The GPU is a fake, so onnxruntime has no CUDA; by itself it would say nothing and compute on the CPU."""
+    """The GPU is a fake, so onnxruntime has no CUDA. Without this check it would silently compute on the CPU."""
     if devices().count:
         pytest.skip("there is a GPU, on which onnxruntime does start")
     repository.write("m", FILE, onnx_identity())
@@ -213,7 +212,7 @@ def test_a_session_that_would_run_on_the_cpu_after_all_fails_the_load(
     assert "Failed to load" not in capfd.readouterr().out
 
 
-def test_a_captured_run_reads_and_writes_one_place_and_what_it_made_is_not_overwritten(repository: Repository) -> None:
+def test_a_captured_run_uses_fixed_addresses_and_its_outputs_are_not_overwritten(repository: Repository) -> None:
     repository.write("m", FILE, _doubled())
     graphs = {"optimization": {"cuda": {"graphs": True, "graph_spec": [{"batch_size": 2}]}}}
     with onnx_on(FakeMachine()) as found:
@@ -221,28 +220,35 @@ def test_a_captured_run_reads_and_writes_one_place_and_what_it_made_is_not_overw
         model = registry.find("onnxruntime").load(config, repository.files(), {})
         instance = model.instance("m_0", GPU[0])
         assert isinstance(instance, OnnxGraphInstance)
-        assert not instance.is_of_any_thread  # each would capture graphs of its own
+        assert not instance.is_of_any_thread  # each thread would capture graphs of its own
         instance.open()
 
         def run(*values: float) -> list[Tensor | None]:
             column: list[Tensor | None] = [*batch(*(np.full((1, 4), value, np.float32) for value in values))]
             members = len(values)
             read_at = [[ON_DEVICE] * members]
-            work = DeviceWork([column], [1] * members, [Request({})] * members, [("y",)] * members, read_at=read_at)
+            work = DeviceWork(
+                [Column.of([*column], [1] * members)],
+                [1] * members,
+                [Request({})] * members,
+                [("y",)] * members,
+                read_at=read_at,
+            )
             return instance.run(work, time.perf_counter_ns).outputs[0]
 
-        first, second, third = run(1, 2), run(3, 4), run(5, 6, 7)  # the last is of a size that is not captured
-        home = [tensor.to(HOST_MEMORY, instance._stream) for tensor in (*first, *second, *third) if tensor is not None]
+        first, second, third = run(1, 2), run(3, 4), run(5, 6, 7)  # the size of the last is not captured
+        outputs = (*first, *second, *third)
+        home = [instance._stream.move(tensor, HOST_MEMORY) for tensor in outputs if tensor is not None]
         assert [tensor.array[0, 0] for tensor in home] == [2, 4, 6, 8, 10, 12, 14]
         session: OnFake = instance._session
         assert session.runs == ["2", "2", "-1"]
         assert session.addresses[0] == session.addresses[1] != session.addresses[2]
-        del first, second, third, home
+        del first, second, third, outputs, home
         instance.close()
         assert sum(pool.lent_bytes for pool in found.statistics().values()) == 0
 
 
-def test_a_graph_for_which_there_is_no_room_is_a_run_like_any_other(repository: Repository) -> None:
+def test_without_memory_for_a_graph_the_batch_runs_without_it(repository: Repository) -> None:
     repository.write("m", FILE, _doubled())
     graphs = {"optimization": {"cuda": {"graphs": True, "graph_spec": [{"batch_size": 1}]}}}
     with onnx_on(FakeMachine()) as found:
@@ -250,7 +256,7 @@ def test_a_graph_for_which_there_is_no_room_is_a_run_like_any_other(repository: 
         config = onnx_config(instance_groups=GPU, json=graphs)
         instance = registry.find("onnxruntime").load(config, repository.files(), {}).instance("m_0", GPU[0])
         instance.open()
-        work = Work([[*batch(np.ones((1, 4), np.float32))]], [1], [Request({})], [("y",)])
+        work = Work([Column.of([*batch(np.ones((1, 4), np.float32))], [1])], [1], [Request({})], [("y",)])
         assert lists(instance.run(work, time.perf_counter_ns).outputs[0]) == [[[2] * 4]]
         assert instance._session.runs == ["-1"]  # type: ignore[attr-defined]
         instance.close()
@@ -271,7 +277,7 @@ def test_on_hardware_a_chain_of_two_sessions_gives_what_the_cpu_gives(repository
     column: list[Tensor | None] = [*batch(*arrays)]
     for instance, read_at in ((first, [[ON_DEVICE] * 8]), (second, None)):
         instance.open()
-        work = DeviceWork([column], [1] * 8, [Request({})] * 8, [("y",)] * 8, read_at=read_at)
+        work = DeviceWork([Column.of([*column], [1] * 8)], [1] * 8, [Request({})] * 8, [("y",)] * 8, read_at=read_at)
         column = instance.run(work, time.perf_counter_ns).outputs[0]
     assert lists(column) == [[[value * 4] * 4] for value in range(8)]
     first.close()

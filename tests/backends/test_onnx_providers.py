@@ -1,4 +1,4 @@
-"""What a configuration's optimization block comes to in onnxruntime's words."""
+"""Translation of a configuration's optimization block to onnxruntime's providers and options."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from flowserve.backends.onnx_providers import CPU, CUDA, TENSORRT, gpu_providers, graph_sizes, why_not_on_gpu
+from flowserve.backends.onnx.providers import CPU, CUDA, TENSORRT, gpu_providers, graph_sizes, why_not_on_gpu
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problems
-from flowserve.testing.backends import config_of, spec
+from tests.support.backends import config_of, spec
 
 
 def _config(accelerators: list[dict[str, Any]] | None = None, **parameters: str) -> ModelConfig:
@@ -17,7 +17,7 @@ def _config(accelerators: list[dict[str, Any]] | None = None, **parameters: str)
     return config_of("onnxruntime", inputs=[spec("x")], outputs=[spec("y")], json=json, parameters=parameters)
 
 
-def test_by_default_it_is_cuda_on_its_gpu_and_its_stream_and_the_cpu_for_what_is_left() -> None:
+def test_the_default_is_cuda_on_the_gpu_and_stream_with_the_cpu_as_fallback() -> None:
     place = {"device_id": "1", "has_user_compute_stream": "1", "user_compute_stream": "4711"}
     assert gpu_providers(_config(), 1, 4711) == [(CUDA, place), (CPU, {})]
     assert gpu_providers(_config(), 0) == [(CUDA, {"device_id": "0"}), (CPU, {})]
@@ -33,15 +33,13 @@ def test_by_default_it_is_cuda_on_its_gpu_and_its_stream_and_the_cpu_for_what_is
         ({}, None),
     ],
 )
-def test_no_batch_waits_for_all_algorithms_to_be_tried_because_it_has_another_size(
-    fields: dict[str, Any], found: str | None
-) -> None:
+def test_convolution_search_is_heuristic_if_batch_sizes_vary(fields: dict[str, Any], found: str | None) -> None:
     config = config_of("onnxruntime", **{"inputs": [spec("x")], "outputs": [spec("y")], **fields})
     (_, options), _ = gpu_providers(config, 0)
     assert options.get("cudnn_conv_algo_search") == found
 
 
-def test_tensorrt_comes_first_with_tritons_keys_in_onnxruntimes_words() -> None:
+def test_tensorrt_is_first_with_tritons_keys_translated() -> None:
     parameters = {
         "precision_mode": "FP16",
         "max_workspace_size_bytes": "1073741824",
@@ -61,7 +59,7 @@ def test_tensorrt_comes_first_with_tritons_keys_in_onnxruntimes_words() -> None:
     }
 
 
-def test_cuda_takes_its_options_from_the_accelerator_and_from_the_old_parameters() -> None:
+def test_cuda_options_come_from_the_accelerator_and_the_old_parameters() -> None:
     accelerator = {"name": "cuda", "parameters": {"use_tf32": "0", "cudnn_conv_algo_search": "2"}}
     config = _config([accelerator], cudnn_conv_algo_search="1", arena_extend_strategy="1", gpu_mem_limit="4096")
     assert gpu_providers(config, 0)[0] == (
@@ -103,7 +101,7 @@ def test_cuda_takes_its_options_from_the_accelerator_and_from_the_old_parameters
         (_config(cudnn_conv_algo_search="3"), "parameter 'cudnn_conv_algo_search' is '3'; it may be 0, 1, 2"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(config: ModelConfig, text: str) -> None:
+def test_an_unsupported_option_is_refused_by_name(config: ModelConfig, text: str) -> None:
     with pytest.raises(Problems) as caught:
         gpu_providers(config, 0)
     assert text in str(caught.value)
@@ -115,7 +113,7 @@ def _graphs(max_batch_size: int = 8, dims: int = 4, **cuda: Any) -> ModelConfig:
     return config_of("onnxruntime", max_batch_size=max_batch_size, json=json, **ports)
 
 
-def test_cuda_graphs_are_for_the_sizes_that_are_specified_or_the_largest() -> None:
+def test_cuda_graphs_are_captured_for_the_specified_sizes_or_the_largest() -> None:
     assert graph_sizes(_config()) == frozenset()
     assert graph_sizes(_graphs()) == {8}
     assert graph_sizes(_graphs(0)) == {1}
@@ -130,20 +128,20 @@ def test_cuda_graphs_are_for_the_sizes_that_are_specified_or_the_largest() -> No
         (_graphs(graph_spec=[{"batch_size": 9}]), "a CUDA graph for batches of 9, but max_batch_size is 8"),
     ],
 )
-def test_a_graph_that_could_not_be_captured_is_refused(config: ModelConfig, text: str) -> None:
+def test_a_graph_that_cannot_be_captured_is_refused(config: ModelConfig, text: str) -> None:
     with pytest.raises(Problems) as caught:
         gpu_providers(config, 0)
     assert text in str(caught.value)
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     config = _config([{"name": "gpu_io"}, {"name": "cuda", "parameters": {"device_id": "3"}}], gpu_mem_limit="1")
     with pytest.raises(Problems) as caught:
         gpu_providers(config, 0)
     assert len(caught.value.problems) == 2
 
 
-def test_why_it_did_not_start_on_the_gpu_says_what_to_do() -> None:
+def test_a_missing_provider_is_reported_with_a_hint() -> None:
     built_in = [TENSORRT, CUDA, CPU]
     assert "CUDA 12's and cuDNN 9's libraries have to be found" in why_not_on_gpu("m", [CUDA], "1.26.0", built_in)
     assert "TensorRT 10's libraries" in why_not_on_gpu("m", [TENSORRT], "1.26.0", built_in)

@@ -1,4 +1,4 @@
-"""ONNX models that take ragged batches: what they are fed, how their answers come apart, what is refused at load."""
+"""ONNX models with ragged inputs, batch inputs and batch outputs: runs, and errors at load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from flowserve.backends import registry
 from flowserve.backends.base import Work
 from flowserve.config.types import BatchInput, BatchOutput, ModelConfig
 from flowserve.errors import Invalid, ModelFailed
-from flowserve.testing.backends import Opened, Repository, config_of, spec, values
-from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
+from flowserve.memory.column import Column
 from flowserve.values import Array, DType, Request
+from tests.support.backends import Opened, Repository, config_of, spec, values
+from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 Open = Callable[..., Opened]
 FILE = "1/model.onnx"
@@ -23,7 +24,7 @@ X = spec("X", (-1,), ragged=True)
 
 
 def show_file(dtype: DType, made: Sequence[int | str | None], data: DType = DType.FP32) -> bytes:
-    """SHOWN is the batch input I as it was made; FLAT is the ragged input X as it was fed."""
+    """SHOWN is the batch input I as the model got it; FLAT is the ragged input X as the model got it."""
     nodes = [onnx_node("Identity", ["I"], ["SHOWN"]), onnx_node("Identity", ["X"], ["FLAT"])]
     return onnx_model(
         nodes,
@@ -45,7 +46,7 @@ def show_config(kind: str, dtype: DType = DType.INT32, **fields: object) -> Mode
 
 
 def lists(*lengths: int) -> list[dict[str, Array]]:
-    """A request of one list for each length; all elements are different."""
+    """One request for each length; all elements are different."""
     stop, made = 0, []
     for length in lengths:
         made.append({"X": np.arange(stop, stop + length, dtype=np.float32).reshape(1, length)})
@@ -68,7 +69,7 @@ def load_error(repository: Repository, config: ModelConfig) -> str:
         ("BATCH_ITEM_SHAPE_FLATTEN", [2, 4, 1, 3]),
     ],
 )
-def test_a_batch_input_has_a_row_for_each_request_and_a_flat_output_comes_apart(
+def test_a_batch_input_has_a_row_per_request_and_a_flat_output_is_split(
     repository: Repository, opened: Open, kind: str, expected: list[int], dtype: DType
 ) -> None:
     repository.write("m", FILE, show_file(dtype, ["R"]))
@@ -80,7 +81,7 @@ def test_a_batch_input_has_a_row_for_each_request_and_a_flat_output_comes_apart(
 
 
 @pytest.mark.fault("D13")
-def test_an_empty_list_in_a_batch_counts_nothing_and_comes_back_empty(repository: Repository, opened: Open) -> None:
+def test_an_empty_ragged_member_has_empty_outputs(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, show_file(DType.INT32, ["R"]))
     outputs = [spec("SHOWN", (1,), DType.INT32, reshape=()), spec("FLAT", (-1,))]
     model = opened(show_config("BATCH_ACCUMULATED_ELEMENT_COUNT", outputs=outputs))
@@ -91,9 +92,7 @@ def test_an_empty_list_in_a_batch_counts_nothing_and_comes_back_empty(repository
 
 
 @pytest.mark.fault("D13")
-def test_a_request_without_rows_is_answered_without_rows_and_counts_nothing(
-    repository: Repository, opened: Open
-) -> None:
+def test_a_request_without_rows_has_outputs_without_rows(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, show_file(DType.INT32, ["R"]))
     outputs = [spec("SHOWN", (1,), DType.INT32, reshape=()), spec("FLAT", (-1,))]
     model = opened(show_config("BATCH_ELEMENT_COUNT", outputs=outputs))
@@ -107,9 +106,7 @@ def test_a_request_without_rows_is_answered_without_rows_and_counts_nothing(
     assert [column[0].array.dtype for column in alone] == [np.int32, np.float32]
 
 
-def test_shapes_of_items_are_a_row_for_each_row_and_are_split_among_the_requests(
-    repository: Repository, opened: Open
-) -> None:
+def test_item_shapes_have_one_row_per_row_and_are_split_by_request(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, show_file(DType.FP32, ["R", 2]))
     config = show_config(
         "BATCH_ITEM_SHAPE",
@@ -123,7 +120,7 @@ def test_shapes_of_items_are_a_row_for_each_row_and_are_split_among_the_requests
     assert [tensor.shape for tensor in results.outputs[1]] == shapes
 
 
-def test_the_largest_count_is_told_by_a_shape(repository: Repository, opened: Open) -> None:
+def test_the_largest_element_count_is_the_shape_of_a_batch_input(repository: Repository, opened: Open) -> None:
     nodes = [
         onnx_node("Shape", ["I"], ["size"]),
         onnx_node("Identity", ["X"], ["FLAT"]),
@@ -143,9 +140,7 @@ def test_the_largest_count_is_told_by_a_shape(repository: Repository, opened: Op
     assert values(results) == [[[4]]] * 4
 
 
-def test_two_targets_get_the_same_tensor_and_inputs_without_raggedness_stay_as_they_are(
-    repository: Repository, opened: Open
-) -> None:
+def test_two_targets_get_the_same_tensor_and_other_inputs_are_unchanged(repository: Repository, opened: Open) -> None:
     nodes = [onnx_node("Add", ["I", "J"], ["IJ"]), onnx_node("Mul", ["IJ", "F"], ["Y"])]
     inputs = [onnx_value("X", DType.FP32, ["N"]), onnx_value("F", DType.FP32, ["R", 2])]
     inputs += [onnx_value(name, DType.FP32, ["R", 1]) for name in ("I", "J")]
@@ -165,7 +160,7 @@ def test_two_targets_get_the_same_tensor_and_inputs_without_raggedness_stay_as_t
 
 
 @pytest.mark.parametrize("dtype", [DType.BYTES, DType.BF16, DType.UINT8], ids=str)
-def test_other_data_types_are_laid_end_to_end_as_well(repository: Repository, opened: Open, dtype: DType) -> None:
+def test_other_data_types_are_concatenated_too(repository: Repository, opened: Open, dtype: DType) -> None:
     repository.write("m", FILE, show_file(DType.INT32, ["R"], data=dtype))
     inputs = [replace(X, dtype=dtype)]
     config = show_config("BATCH_ELEMENT_COUNT", inputs=inputs, outputs=[spec("FLAT", (-1,), dtype)])
@@ -191,13 +186,13 @@ def test_the_flat_output_of_one_step_is_the_ragged_input_of_the_next_without_a_c
     model = opened(show_config("BATCH_ELEMENT_COUNT", outputs=[spec("FLAT", (-1,))]))
     first = model.run(*lists(2, 4, 1, 3))
     assert sum(first.copied) == 10 * 4
-    work = Work([first.outputs[0]], [1] * 4, [Request({})] * 4, [("FLAT",)] * 4)
+    work = Work([Column.of([*first.outputs[0]], [1] * 4)], [1] * 4, [Request({})] * 4, [("FLAT",)] * 4)
     second = model.instance.run(work, time.perf_counter_ns)
     assert values(second) == values(first) == [[[0, 1]], [[2, 3, 4, 5]], [[6]], [[7, 8, 9]]]
     assert sum(second.copied) == 0
 
 
-def test_an_output_nobody_asked_for_is_not_cut(repository: Repository, opened: Open) -> None:
+def test_an_output_that_is_not_requested_is_not_split(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, show_file(DType.INT32, ["R"]))
     outputs = [spec("SHOWN", (1,), DType.INT32, reshape=()), spec("FLAT", (-1,))]
     results = opened(show_config("BATCH_ELEMENT_COUNT", outputs=outputs)).run(*lists(2, 3), wanted=("SHOWN",))
@@ -206,9 +201,7 @@ def test_an_output_nobody_asked_for_is_not_cut(repository: Repository, opened: O
 
 
 @pytest.mark.fault("S10")
-def test_a_flat_output_of_another_size_than_its_source_fails_rather_than_mixing_members_up(
-    repository: Repository, opened: Open
-) -> None:
+def test_a_flat_output_of_a_wrong_size_fails_the_batch(repository: Repository, opened: Open) -> None:
     nodes = [onnx_node("Concat", ["X", "I"], ["FLAT"], axis=0)]
     inputs = [onnx_value("X", DType.FP32, ["N"]), onnx_value("I", DType.FP32, ["R"])]
     repository.write("m", FILE, onnx_model(nodes, inputs, [onnx_value("FLAT", DType.FP32, ["M"])]))
@@ -220,7 +213,7 @@ def test_a_flat_output_of_another_size_than_its_source_fails_rather_than_mixing_
     )
 
 
-def test_an_output_by_request_fails_where_a_request_has_two_rows_and_says_what_tells_rows_apart(
+def test_an_output_per_request_fails_for_two_rows_and_names_batch_item_shape(
     repository: Repository, opened: Open
 ) -> None:
     repository.write("m", FILE, show_file(DType.INT32, ["R"]))
@@ -297,7 +290,7 @@ def test_a_ragged_input_that_the_file_does_not_declare_as_a_list_is_refused(
     ) in text
 
 
-def test_what_the_file_says_fills_in_everything_but_what_is_ragged_or_made(repository: Repository) -> None:
+def test_the_file_completes_all_but_ragged_inputs_and_batch_inputs(repository: Repository) -> None:
     nodes = [onnx_node("ReduceSum", ["X"], ["s"], keepdims=0), onnx_node("Add", ["s", "I"], ["Y"])]
     inputs = [onnx_value("X", DType.FP32, ["N"]), onnx_value("I", DType.FP32, ["R", 1])]
     repository.write("m", FILE, onnx_model(nodes, inputs, [onnx_value("Y", DType.FP32, ["R", 1])]))

@@ -1,4 +1,4 @@
-"""How many threads an ONNX model's runs get: one where they are short, unless somebody says."""
+"""The number of threads of a session on the CPU: one for short runs, unless it is configured."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 import onnx.numpy_helper
 import pytest
 
-from flowserve.backends import onnx_threads, registry
+from flowserve.backends import registry
+from flowserve.backends.onnx import session
 from flowserve.config.types import ModelConfig
-from flowserve.testing.backends import Repository, config_of, spec
-from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 from flowserve.values import DType
+from tests.support.backends import Repository, config_of, spec
+from tests.support.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 
 FILE = "1/model.onnx"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(CORES < 2, reason="with one core there is one th
 
 
 def _long(width: int = 512, layers: int = 40) -> bytes:
-    """Some ten million multiplications a row: milliseconds."""
+    """About ten million multiplications per row: milliseconds."""
     weights = onnx.numpy_helper.from_array(np.full((width, width), 1e-3, np.float32), "w")
     names = ["x", *(f"x{i}" for i in range(1, layers)), "y"]
     nodes = [onnx_node("MatMul", [one, "w"], [after]) for one, after in pairwise(names)]
@@ -46,23 +47,25 @@ def _threads(
 
 @pytest.fixture(autouse=True)
 def on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the one is that runs this: a run that does nothing is short, and milliseconds are not."""
-    monkeypatch.setattr(onnx_threads, "_ROW_NS", 500_000)
-    monkeypatch.setattr(onnx_threads, "_ROWS_NS", 500_000)
+    """Higher limits for busy machines: an empty run stays below them, milliseconds do not."""
+    monkeypatch.setattr(session, "_ROW_NS", 500_000)
+    monkeypatch.setattr(session, "_ROWS_NS", 500_000)
 
 
-def test_a_model_whose_runs_are_short_has_one_thread_and_others_have_the_cores(repository: Repository) -> None:
+def test_short_runs_get_one_thread_and_long_runs_the_cores(repository: Repository) -> None:
     assert _threads(repository, SHORT) == 1
     assert _threads(repository, _long(), 512) == CORES
 
 
-def test_what_somebody_says_of_threads_holds(repository: Repository) -> None:
+def test_a_configured_thread_count_is_used(repository: Repository) -> None:
     said = {"intra_op_thread_count": "2"}
     assert _threads(repository, SHORT, parameters=said) == 2
     assert _threads(repository, SHORT, options=said) == 2
-    assert _threads(repository, SHORT, parameters={"intra_op_thread_count": "0"}) == 1  # "you choose", as on Triton
+    assert _threads(repository, SHORT, parameters={"intra_op_thread_count": "0"}) == 1  # the default, as on Triton
 
 
-def test_a_file_that_cannot_be_tried_gets_its_share(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_threads, "_WEIGHT_MAX", 10)
+def test_a_file_that_cannot_be_measured_gets_its_share_of_the_cores(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_MEASURED_BYTES_MAX", 10)
     assert _threads(repository, SHORT) == CORES

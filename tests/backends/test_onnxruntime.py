@@ -1,4 +1,4 @@
-"""ONNX models: what the file says, what the configuration says, and what comes out."""
+"""ONNX models on the CPU: runs, failures, loading, completion and session settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import onnx.numpy_helper
 import pytest
 
 from flowserve.backends import registry
-from flowserve.backends.onnx_values import cleaned
+from flowserve.backends.onnx.tensors import cleaned
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, ModelFailed, Problems, Unsupported
-from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
-from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 from flowserve.values import DType
+from tests.support.backends import Opened, Repository, config_of, sample, spec, values
+from tests.support.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 
 Open = Callable[..., Opened]
 FILE = "1/model.onnx"
@@ -45,9 +45,7 @@ def load_error(repository: Repository, config: ModelConfig) -> str:
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=str)
-def test_every_data_type_goes_in_and_comes_out_alone_and_in_a_batch(
-    repository: Repository, opened: Open, dtype: DType
-) -> None:
+def test_every_data_type_is_served_alone_and_in_a_batch(repository: Repository, opened: Open, dtype: DType) -> None:
     repository.write("m", FILE, onnx_identity(dtype))
     model = opened(onnx_config(inputs=[spec("x", dtype=dtype)], outputs=[spec("y", dtype=dtype)]))
     one, two = sample(dtype), sample(dtype, 2)
@@ -57,7 +55,7 @@ def test_every_data_type_goes_in_and_comes_out_alone_and_in_a_batch(
     assert values(model.run({"x": one})) == [one.tolist()]
 
 
-def test_a_batch_that_lies_together_is_run_as_it_lies_and_answered_as_one_block(
+def test_a_contiguous_batch_is_run_without_a_copy_and_returned_as_one_block(
     repository: Repository, opened: Open
 ) -> None:
     repository.write("m", FILE, onnx_identity())
@@ -70,21 +68,21 @@ def test_a_batch_that_lies_together_is_run_as_it_lies_and_answered_as_one_block(
     assert results.gathered_ns <= results.computed_ns
 
 
-def test_scattered_members_are_copied_together_once_and_counted(repository: Repository, opened: Open) -> None:
+def test_scattered_members_are_merged_by_one_copy_that_is_counted(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity())
     results = opened(onnx_config()).run({"x": sample(DType.FP32)}, {"x": sample(DType.FP32, 2)})
     assert list(results.copied) == [48]
 
 
 @pytest.mark.fault("S5")
-def test_tensors_without_elements_work(repository: Repository, opened: Open) -> None:
+def test_tensors_without_elements_are_served(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity(shape=("N", "K")))
     model = opened(onnx_config(inputs=[spec("x", [-1])], outputs=[spec("y", [-1])]))
     assert values(model.run({"x": np.zeros((2, 0), np.float32)})) == [[[], []]]
     assert values(model.run({"x": np.zeros((0, 4), np.float32)})) == [[]]
 
 
-def test_a_member_without_rows_does_not_take_those_of_another(repository: Repository, opened: Open) -> None:
+def test_a_member_without_rows_does_not_shift_other_rows(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity())
     model = opened(onnx_config())
     none, two = np.zeros((0, 4), np.float32), sample(DType.FP32, 2)
@@ -98,7 +96,7 @@ def test_a_model_without_batching_gets_its_whole_tensor(repository: Repository, 
     assert values(model.run({"x": array})) == [array.tolist()]
 
 
-def test_a_scalar_is_one_element_outside(repository: Repository, opened: Open) -> None:
+def test_a_scalar_of_the_file_has_dims_of_one(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity(shape=()))
     config = onnx_config(0, inputs=(), outputs=())
     found = complete(repository, config)
@@ -118,7 +116,7 @@ def test_a_rank_one_file_is_served_in_batches_of_single_elements(repository: Rep
     ]
 
 
-def test_reshape_shows_the_file_one_shape_and_the_client_another(repository: Repository, opened: Open) -> None:
+def test_reshape_gives_the_model_another_shape_than_the_client(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity(shape=("N", 2, "K")))
     model = opened(
         onnx_config(inputs=[spec("x", [-1, 2], reshape=(2, -1))], outputs=[spec("y", [2, -1, 1], reshape=(2, -1))])
@@ -146,11 +144,11 @@ def test_members_that_want_different_outputs_share_a_batch(repository: Repositor
         "m", FILE, onnx_model([onnx_node("Neg", ["x"], ["y"]), onnx_node("Abs", ["x"], ["z"])], [x], [y, z])
     )
     model = opened(onnx_config(outputs=[spec("y"), spec("z")]))
-    names, indices = model.model.asked([("y",), ("z",)])
+    names, indices = model.model.tensors.selected([("y",), ("z",)])
     assert (names, indices) == (["y", "z"], [0, 1])
 
 
-def test_an_input_with_a_default_may_be_left_out(repository: Repository, opened: Open) -> None:
+def test_an_input_with_a_default_is_optional(repository: Repository, opened: Open) -> None:
     x, b, y = (onnx_value(name, DType.FP32, (4,)) for name in "xby")
     default = np.full(4, 10, np.float32)
     file = onnx_model([onnx_node("Add", ["x", "b"], ["y"])], [x, b], [y], [onnx.numpy_helper.from_array(default, "b")])
@@ -185,7 +183,7 @@ def test_strings_in_and_bf16_out_are_refused_when_loading(repository: Repository
 
 
 @pytest.mark.fault("B8")
-def test_bytes_that_are_no_text_are_refused_by_name_not_changed(repository: Repository, opened: Open) -> None:
+def test_bytes_that_are_not_utf8_are_refused_by_name(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity(DType.BYTES))
     model = opened(onnx_config(inputs=[spec("x", dtype=DType.BYTES)], outputs=[spec("y", dtype=DType.BYTES)]))
     array = np.array([[b"\xff", b"", b"", b""]], object)
@@ -218,7 +216,7 @@ def test_instances_on_several_threads_share_one_session(repository: Repository, 
 # ------------------------------------------------------------------------------------------------------ failures
 
 
-def test_a_run_that_fails_says_whose_it_is_in_one_clean_line(repository: Repository, opened: Open) -> None:
+def test_a_failed_run_is_reported_with_the_model_in_one_line(repository: Repository, opened: Open) -> None:
     x, y = onnx_value("x", DType.FP32, ("N", "K")), onnx_value("y", DType.FP32, ("N", 2))
     shape = onnx.numpy_helper.from_array(np.array([-1, 3]), "s")
     repository.write("m", FILE, onnx_model([onnx_node("Reshape", ["x", "s"], ["y"])], [x], [y], [shape]))
@@ -229,9 +227,7 @@ def test_a_run_that_fails_says_whose_it_is_in_one_clean_line(repository: Reposit
 
 
 @pytest.mark.fault("S10")
-def test_an_output_of_another_shape_than_promised_fails_naming_model_and_output(
-    repository: Repository, opened: Open
-) -> None:
+def test_an_output_of_another_shape_fails_with_model_and_output(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity(shape=("N", "K")))
     model = opened(onnx_config(inputs=[spec("x", [-1])], outputs=[spec("y", [4])]))
     with pytest.raises(ModelFailed) as caught:
@@ -242,9 +238,7 @@ def test_an_output_of_another_shape_than_promised_fails_naming_model_and_output(
 
 
 @pytest.mark.fault("S10")
-def test_an_output_whose_rows_are_not_the_batchs_fails_rather_than_mixing_members_up(
-    repository: Repository, opened: Open
-) -> None:
+def test_an_output_with_another_row_count_fails_the_batch(repository: Repository, opened: Open) -> None:
     x, y = onnx_value("x", DType.FP32, ("N", 4)), onnx_value("y", DType.FP32, ("M", 4))
     repository.write("m", FILE, onnx_model([onnx_node("Concat", ["x", "x"], ["y"], axis=0)], [x], [y]))
     model = opened(onnx_config())
@@ -272,7 +266,7 @@ def test_an_output_whose_rows_are_not_the_batchs_fails_rather_than_mixing_member
         ("plain", "plain"),
     ],
 )
-def test_messages_lose_their_source_locations_and_stacks(text: str, clean: str) -> None:
+def test_messages_of_onnxruntime_lose_source_locations_and_stacks(text: str, clean: str) -> None:
     assert cleaned(text) == clean
 
 
@@ -280,7 +274,7 @@ def test_messages_lose_their_source_locations_and_stacks(text: str, clean: str) 
 
 
 @pytest.mark.fault("C12")
-def test_a_missing_file_is_named_with_what_lies_there_instead(repository: Repository) -> None:
+def test_a_missing_file_is_reported_with_the_files_that_are_there(repository: Repository) -> None:
     repository.write("m", "1/other.onnx", onnx_identity())
     assert load_error(repository, onnx_config()) == (
         "failed to load 'm' version 1: file m/1/model.onnx does not exist; folder m/1 holds other.onnx; "
@@ -308,22 +302,22 @@ def test_a_broken_file_is_refused_by_its_relative_path_in_one_line(
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "Git LFS: `git lfs pull` fetches the file"),
     ],
 )
-def test_what_was_saved_in_place_of_a_model_is_told_by_how_it_begins(
+def test_a_file_of_another_kind_is_reported_with_its_first_bytes(
     repository: Repository, content: bytes, what: str
 ) -> None:
     repository.write("m", FILE, content)
     assert what in load_error(repository, onnx_config())
 
 
-def test_a_file_that_may_not_be_read_is_told_as_such(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    repository.write("m", FILE, b"")  # which is no model either, wherever root runs the tests
+def test_an_unreadable_file_is_reported(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository.write("m", FILE, b"")  # an invalid model, since root may read any file
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert load_error(repository, onnx_config()) == (
         "failed to load 'm' version 1: m/1/model.onnx cannot be read by the user that flowserve runs as"
     )
 
 
-def test_a_file_of_a_format_too_new_is_refused_with_how_to_write_another(repository: Repository) -> None:
+def test_a_file_of_a_newer_format_is_refused_with_a_hint(repository: Repository) -> None:
     model = onnx.load_from_string(onnx_identity())
     model.ir_version = 999
     repository.write("m", FILE, model.SerializeToString())
@@ -407,7 +401,7 @@ def test_another_file_name_and_a_folder_of_files_are_found(repository: Repositor
         ),
     ],
 )
-def test_a_configuration_that_disagrees_with_its_file_is_refused_naming_both(
+def test_a_configuration_that_disagrees_with_its_file_is_refused_with_both_sides(
     repository: Repository, change: dict[str, object], text: str
 ) -> None:
     repository.write("m", FILE, onnx_identity())
@@ -415,7 +409,7 @@ def test_a_configuration_that_disagrees_with_its_file_is_refused_naming_both(
     assert any(text in problem and problem.startswith("m/config.pbtxt: ") for problem in problems)
 
 
-def test_a_fixed_first_dimension_takes_no_batches(repository: Repository) -> None:
+def test_a_file_with_a_fixed_first_dimension_refuses_batching(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity(shape=(1, 4)))
     assert (
         "for the model to support batching the shape should have at least 1 dimension and the first dimension must be "
@@ -424,13 +418,13 @@ def test_a_fixed_first_dimension_takes_no_batches(repository: Repository) -> Non
 
 
 @pytest.mark.parametrize("dims", [[1], [-1]])
-def test_a_batch_of_single_values_is_told_how_it_is_written(repository: Repository, dims: list[int]) -> None:
+def test_a_batch_of_single_values_is_refused_with_a_hint(repository: Repository, dims: list[int]) -> None:
     repository.write("m", FILE, onnx_identity(shape=("N",)))
     text = load_error(repository, onnx_config(inputs=[spec("x", dims)], outputs=[spec("y", [1], reshape=())]))
     assert "(shape as in m/1/model.onnx; a batch of single values has `dims: [ 1 ] reshape { shape: [ ] }`)" in text
 
 
-def test_all_disagreements_are_reported_at_once(repository: Repository) -> None:
+def test_all_disagreements_are_reported_together(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity())
     config = onnx_config(inputs=[spec("x", dtype=DType.INT8)], outputs=[spec("q"), spec("y", [5])])
     with pytest.raises(Problems) as caught:
@@ -449,21 +443,21 @@ def test_a_file_whose_first_dimensions_all_vary_is_batched_by_four(repository: R
     assert found.outputs == (spec("y", [3, -1]),)
 
 
-def test_a_file_with_a_fixed_first_dimension_is_served_as_it_is(repository: Repository) -> None:
+def test_a_file_with_a_fixed_first_dimension_is_served_without_batching(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity(shape=(1, "K")))
     found = complete(repository, onnx_config(0, inputs=(), outputs=()))
     assert (found.max_batch_size, found.dynamic_batching) == (None, False)
     assert found.inputs == (spec("x", [1, -1]),)
 
 
-def test_a_batch_size_the_user_chose_stays(repository: Repository) -> None:
+def test_a_configured_batch_size_is_kept(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity())
     found = complete(repository, onnx_config(32, inputs=(), outputs=()))
     assert (found.max_batch_size, found.dynamic_batching) == (None, False)
     assert found.inputs == (spec("x"),)
 
 
-def test_batches_asked_of_a_file_that_takes_none_are_refused(repository: Repository) -> None:
+def test_a_batch_size_for_a_file_without_batch_dimension_is_refused(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity(shape=(1, 4)))
     with pytest.raises(Invalid) as caught:
         complete(repository, onnx_config(8, inputs=(), outputs=()))
@@ -473,19 +467,19 @@ def test_batches_asked_of_a_file_that_takes_none_are_refused(repository: Reposit
     ) in str(caught.value)
 
 
-def test_a_configuration_that_names_inputs_and_outputs_is_left_alone(repository: Repository) -> None:
-    found = complete(repository, onnx_config(0))  # there is no file: nobody looks
+def test_a_configuration_with_inputs_and_outputs_is_not_completed(repository: Repository) -> None:
+    found = complete(repository, onnx_config(0))  # no file: it is not read
     assert (found.inputs, found.max_batch_size) == (None, None)
 
 
-def test_dims_that_count_the_first_dimension_say_that_there_is_no_batch(repository: Repository) -> None:
+def test_dims_that_include_the_first_dimension_disable_batching(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity())
     found = complete(repository, onnx_config(0, inputs=[spec("x", [-1, 4])], outputs=()))
     assert found.max_batch_size is None
     assert found.outputs == (spec("y", [-1, 4]),)
 
 
-def test_what_is_no_tensor_is_refused_with_the_way_out(repository: Repository) -> None:
+def test_an_output_that_is_no_tensor_is_refused_with_a_hint(repository: Repository) -> None:
     y = onnx.helper.make_tensor_sequence_value_info("y", 1, None)
     repository.write(
         "m",
@@ -523,13 +517,13 @@ def test_parameters_set_the_session_as_on_triton(repository: Repository, opened:
     assert session.get_providers() == ["CPUExecutionProvider"]
 
 
-def test_the_share_of_the_cores_comes_from_the_server(repository: Repository, opened: Open) -> None:
+def test_the_number_of_threads_depends_on_the_runs_at_once(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity())
     session = opened(onnx_config(), runs_at_once="1000").model.execute.__self__
     assert session.get_session_options().intra_op_num_threads == 1
 
 
-def test_a_thread_count_that_is_no_number_is_refused_with_its_place(repository: Repository) -> None:
+def test_an_invalid_thread_count_is_refused_with_its_position(repository: Repository) -> None:
     repository.write("m", FILE, onnx_identity())
     text = load_error(repository, onnx_config(parameters={"intra_op_thread_count": "many"}))
     assert text == "m/config.pbtxt: parameter 'intra_op_thread_count' of model 'm' must be a whole number, found 'many'"

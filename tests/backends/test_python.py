@@ -1,4 +1,4 @@
-"""Models written for Triton's Python backend run unchanged, and what they do wrong stays theirs."""
+"""Models written for Triton's Python backend run unchanged, and their errors affect only their own requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import pytest
 
 from flowserve.backends import registry
 from flowserve.backends.base import Work
-from flowserve.backends.python_answers import AnswerReader
-from flowserve.backends.python_import import forget_model
-from flowserve.backends.triton_objects import InferenceResponse
+from flowserve.backends.python import answers
+from flowserve.backends.python.answers import AnswerReader
+from flowserve.backends.python.pb_utils.inference import InferenceResponse
+from flowserve.backends.python.source import forget_model
 from flowserve.config.types import Completion, DynamicBatching, ModelConfig
 from flowserve.errors import (
     AlreadyExists,
@@ -34,8 +35,8 @@ from flowserve.errors import (
     Unsupported,
 )
 from flowserve.memory import raw
-from flowserve.testing.backends import Opened, Repository, config_of, sample, spec, values
 from flowserve.values import DType, Request
+from tests.support.backends import Opened, Repository, config_of, sample, spec, values
 
 Open = Callable[..., Opened]
 FILE = "1/model.py"
@@ -101,7 +102,7 @@ def rows(*marks: float) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------- running
 
 
-def test_each_request_gets_its_own_answer(python: Open) -> None:
+def test_each_request_gets_its_own_response(python: Open) -> None:
     results = python(HEAD + DOUBLE).run({"x": rows(1)}, {"x": rows(2, 3)})
     assert values(results) == [rows(2).tolist(), rows(4, 6).tolist()]
     assert results.errors == {}
@@ -109,14 +110,14 @@ def test_each_request_gets_its_own_answer(python: Open) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 4000])
-def test_an_array_of_another_class_is_answered_as_its_elements(python: Open, size: int) -> None:
+def test_an_array_of_a_subclass_is_returned_as_its_elements(python: Open, size: int) -> None:
     source = executing(answer("np.ma.masked_array(x, mask=x > 1)"))
     model = python(source, inputs=[spec("x", dims=(size,))], outputs=[spec("y", dims=(size,))])
     (column,) = model.run({"x": np.full((1, size), 2, np.float32)}).outputs
     assert raw.block(column[0].array) == np.full((1, size), 2, np.float32).tobytes()
 
 
-def test_a_string_that_is_no_text_fails_its_request_only(python: Open) -> None:
+def test_an_invalid_string_fails_its_request_only(python: Open) -> None:
     source = executing(answer("np.array([['\\ud800' if x[0, 0] else 'text']], np.object_)"))
     results = python(source, outputs=[spec("y", (1,), DType.BYTES)]).run({"x": rows(0)}, {"x": rows(1)})
     assert values(results)[0] == [[b"text"]]
@@ -129,19 +130,19 @@ def test_a_file_may_have_any_encoding_that_python_reads(python: Open, before: by
     assert values(python(before + (HEAD + DOUBLE).encode()).run({"x": rows(1)})) == [rows(2).tolist()]
 
 
-def test_a_comment_in_another_encoding_is_no_more_in_the_way_than_python_finds(python: Open) -> None:
+def test_a_comment_in_another_encoding_is_accepted_as_by_python(python: Open) -> None:
     source = (HEAD + DOUBLE).encode() + b"# f\xfcr\n"
     assert values(python(source).run({"x": rows(1)})) == [rows(2).tolist()]
 
 
-def test_a_file_in_no_encoding_at_all_is_told_with_its_line(python: Open) -> None:
+def test_a_file_with_an_invalid_encoding_is_refused_with_its_line(python: Open) -> None:
     with pytest.raises(
         Problems, match=r"m/1/model\.py:2:\d+: model 'm' is not valid Python 3\.\d+: \(unicode error\) 'utf-8'"
     ):
         python(b"x = 1\ny = '\xe4'\n")
 
 
-def test_what_brings_an_environment_may_be_written_for_another_python(repository: Repository) -> None:
+def test_a_model_with_an_environment_may_be_written_for_another_python(repository: Repository) -> None:
     repository.write("m", FILE, "class TritonPythonModel: ...\ndef of a newer Python")
     config = config_of(name="m", inputs=[spec("x")], outputs=[spec("y")])
     backend = registry.find("python")
@@ -152,19 +153,19 @@ def test_what_brings_an_environment_may_be_written_for_another_python(repository
     assert backend.complete(own, repository.files("m")) == Completion()
 
 
-def test_small_answers_of_a_batch_lie_side_by_side(python: Open) -> None:
+def test_small_outputs_of_a_batch_are_contiguous(python: Open) -> None:
     results = python(HEAD + DOUBLE).whole(rows(1, 2, 3))
     assert len({id(tensor.block) for tensor in results.outputs[0]}) == 1
     assert list(results.placed) == [results.outputs[0][0].block.nbytes] == [48]
 
 
-def test_a_model_without_batching_gets_and_gives_whole_tensors(python: Open) -> None:
+def test_a_model_without_batching_gets_and_returns_whole_tensors(python: Open) -> None:
     model = python(executing(answer("x.sum(axis=0)")), max_batch_size=0, inputs=[spec("x", [-1, 4])])
     assert values(model.run({"x": rows(1, 2)})) == [[3.0] * 4]
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=str)
-def test_every_data_type_goes_in_and_comes_out(python: Open, dtype: DType) -> None:
+def test_every_data_type_is_served(python: Open, dtype: DType) -> None:
     model = python(
         executing(f"assert given.triton_dtype() == {dtype.number}\n{answer('x.copy()')}"),
         inputs=[spec("x", dtype=dtype)],
@@ -177,7 +178,7 @@ def test_every_data_type_goes_in_and_comes_out(python: Open, dtype: DType) -> No
 
 
 @pytest.mark.fault("B8")
-def test_strings_arrive_as_bytes_and_leave_as_bytes_whatever_the_model_makes_of_them(python: Open) -> None:
+def test_strings_are_bytes_on_both_sides_for_any_string_type(python: Open) -> None:
     for expression in (
         "np.array([[b'\\xff\\0', 'ü', b'', 'a']], dtype=object)",
         "np.array([['b', 'ü', '', 'a']])",
@@ -195,7 +196,7 @@ def test_strings_arrive_as_bytes_and_leave_as_bytes_whatever_the_model_makes_of_
 
 
 @pytest.mark.fault("S5")
-def test_tensors_without_elements_work(python: Open) -> None:
+def test_tensors_without_elements_are_served(python: Open) -> None:
     model = python(executing(answer("x")), inputs=[spec("x", [-1])], outputs=[spec("y", [-1])])
     results = model.run({"x": np.zeros((2, 0), np.float32)}, {"x": np.zeros((0, 3), np.float32)})
     assert [tensor.shape for tensor in results.outputs[0]] == [(2, 0), (0, 3)]
@@ -203,7 +204,7 @@ def test_tensors_without_elements_work(python: Open) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BYTES], ids=str)
-def test_members_of_one_batch_may_answer_with_different_shapes(python: Open, dtype: DType) -> None:
+def test_members_of_one_batch_may_have_outputs_of_different_shapes(python: Open, dtype: DType) -> None:
     model = python(
         executing(answer(f"np.zeros((1, int(x[0, 0])), pb_utils.triton_to_numpy_type({dtype.number}))")),
         outputs=[spec("y", [-1], dtype)],
@@ -212,7 +213,7 @@ def test_members_of_one_batch_may_answer_with_different_shapes(python: Open, dty
     assert [tensor.shape for tensor in results.outputs[0]] == [(1, 1), (1, 3)]
 
 
-def test_an_optional_input_that_was_not_given_is_none(python: Open) -> None:
+def test_a_missing_optional_input_is_none(python: Open) -> None:
     model = python(
         executing(f"assert len(request.inputs()) == 1\nassert x is None\n{answer('np.ones((1, 4), np.float32)')}"),
         inputs=[spec("x", optional=True), spec("z")],
@@ -229,7 +230,7 @@ def test_reshape_shows_the_model_one_shape_and_the_client_another(python: Open) 
     assert values(model.run({"x": rows(1, 2)})) == [rows(1, 2).tolist()]
 
 
-def test_only_wanted_outputs_are_taken_unknown_ones_ignored_and_missing_ones_left_out(python: Open) -> None:
+def test_only_wanted_outputs_are_taken_and_unknown_ones_ignored(python: Open) -> None:
     tensors = "[pb_utils.Tensor('y', x), pb_utils.Tensor('nobody', x), pb_utils.Tensor('z', x)]"
     model = python(
         executing(f"responses.append(pb_utils.InferenceResponse({tensors}))"),
@@ -256,7 +257,7 @@ def test_async_execute_runs_on_a_loop_of_its_instance(python: Open) -> None:
     assert values(model.run({"x": rows(5)})) == [rows(6).tolist()]
 
 
-def test_a_request_tells_what_it_is(python: Open) -> None:
+def test_a_request_has_its_ids_flags_and_parameters(python: Open) -> None:
     facts = (
         "[request.request_id(), request.correlation_id(), request.flags(), json.loads(request.parameters()),"
         " request.requested_output_names(), request.model_name(), request.model_version(), request.priority(),"
@@ -317,9 +318,7 @@ def test_initialize_gets_tritons_arguments_and_finalize_is_called_once(
     }
 
 
-def test_an_output_that_the_configuration_does_not_have_is_told_once(
-    python: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_output_is_logged_once(python: Open, caplog: pytest.LogCaptureFixture) -> None:
     model = python(executing(answer("x", "yy")))
     for _ in range(2):
         assert model.run({"x": rows(1)}).outputs == [[None]]
@@ -327,15 +326,13 @@ def test_an_output_that_the_configuration_does_not_have_is_told_once(
     assert caplog.messages == [told, LEFT_OUT]
 
 
-def test_a_response_may_be_of_a_class_of_the_models_own(python: Open) -> None:
+def test_a_response_may_be_of_a_subclass(python: Open) -> None:
     source = executing("responses.append(Own([pb_utils.Tensor('y', x)]))")
     source = source.replace("class Tri", "class Own(pb_utils.InferenceResponse):\n    pass\nclass Tri")
     assert values(python(source).run({"x": rows(1)}, {"x": rows(2)})) == [rows(1).tolist(), rows(2).tolist()]
 
 
-def test_an_output_whose_name_is_no_string_is_one_that_nobody_configured(
-    python: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_output_whose_name_is_no_string_is_unknown(python: Open, caplog: pytest.LogCaptureFixture) -> None:
     source = executing("x = pb_utils.InferenceResponse([pb_utils.Tensor(n, x) for n in (b'y', 5, 'y')])", "").replace(
         "        return responses", "            responses.append(x)\n        return responses"
     )
@@ -346,7 +343,7 @@ def test_an_output_whose_name_is_no_string_is_one_that_nobody_configured(
     ]
 
 
-def test_an_output_of_another_type_or_shape_is_told_once_besides_failing_its_requests(
+def test_an_output_of_another_type_or_shape_fails_its_requests_and_is_logged_once(
     python: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = python(executing(answer("x.astype(float)")))
@@ -360,7 +357,7 @@ LEFT_OUT = "model 'm' left out output 'y', which its configuration has and a req
 
 
 @pytest.mark.parametrize("large", [1, 200_000], ids=["answered alike", "looked at one by one"])
-def test_an_output_that_a_model_leaves_out_is_told_once_and_only_where_somebody_asked_for_it(
+def test_a_missing_output_is_logged_once_and_only_if_it_was_requested(
     python: Open, caplog: pytest.LogCaptureFixture, large: int
 ) -> None:
     body = f"""
@@ -384,7 +381,7 @@ def test_an_output_that_a_model_leaves_out_is_told_once_and_only_where_somebody_
     assert caplog.messages == [LEFT_OUT]
 
 
-def test_each_answer_of_a_decoupled_model_may_have_other_outputs(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_response_of_a_decoupled_model_may_have_other_outputs(caplog: pytest.LogCaptureFixture) -> None:
     for decoupled, told in ((True, []), (False, [LEFT_OUT])):
         config = config_of(outputs=(spec("y"),), max_batch_size=8, decoupled=decoupled)
         results = AnswerReader(config).read([InferenceResponse([])], Work([], [-1], [], [("y",)]))
@@ -392,7 +389,7 @@ def test_each_answer_of_a_decoupled_model_may_have_other_outputs(caplog: pytest.
         assert caplog.messages == told
 
 
-def test_a_request_that_fails_leaves_nothing_out(python: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_request_has_no_missing_outputs(python: Open, caplog: pytest.LogCaptureFixture) -> None:
     python(executing("responses.append(pb_utils.InferenceResponse([], pb_utils.TritonError('no')))")).run(
         {"x": rows(1)}
     )
@@ -416,10 +413,10 @@ def test_a_models_log_messages_carry_its_name(python: Open, caplog: pytest.LogCa
     ]
 
 
-# ---------------------------------------------------------------------------------------------------- who writes
+# ------------------------------------------------------------------------------------------------------ ownership
 
 
-def test_a_model_may_write_into_its_input_and_nobody_else_sees_it(python: Open) -> None:
+def test_writes_of_a_model_to_its_input_are_not_visible_elsewhere(python: Open) -> None:
     model = python(executing(f"x *= 2\n{answer('x')}"))
     kept, readonly = rows(1), rows(1)
     readonly.flags.writeable = False
@@ -430,7 +427,7 @@ def test_a_model_may_write_into_its_input_and_nobody_else_sees_it(python: Open) 
     assert readonly.tolist() == rows(1).tolist()
 
 
-def test_the_last_reader_writes_into_the_memory_itself(python: Open) -> None:
+def test_the_last_reader_writes_to_the_original_memory(python: Open) -> None:
     array = rows(1)
     python(executing(f"x *= 2\n{answer('x')}")).run({"x": array}, may_write=True)
     assert array.tolist() == rows(2).tolist()
@@ -455,12 +452,12 @@ def ones(*marks: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("expression", ["x * 2", "(x * 2).reshape(1, -1)", "(x[0] * 2)[None]"])
-def test_a_large_fresh_answer_is_taken_as_it_is(python: Open, expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flowserve.backends import python_answers
-
+def test_a_large_new_output_is_taken_without_a_copy(
+    python: Open, expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[int] = []
-    take = python_answers.HOST.take
-    monkeypatch.setattr(python_answers.HOST, "take", lambda nbytes: taken.append(nbytes) or take(nbytes))
+    take = answers.HOST.take
+    monkeypatch.setattr(answers.HOST, "take", lambda nbytes: taken.append(nbytes) or take(nbytes))
     model = wide(python, executing(answer(expression)))
     results = model.run({"x": ones(1)}, {"x": ones(2)}, may_write=True)
     assert [tensor.array[0, 0] for tensor in results.outputs[0]] == [2, 4]
@@ -489,8 +486,8 @@ def test_a_large_fresh_answer_is_taken_as_it_is(python: Open, expression: str, m
         "responses.append(pb_utils.InferenceResponse([pb_utils.Tensor('y', given.as_numpy())]))",
     ],
 )
-def test_what_a_model_keeps_is_not_what_the_next_step_writes_to(python: Open, body: str) -> None:
-    """Whoever reads the answer may write to it; the model's own array, and its input, must not change by that."""
+def test_an_array_that_a_model_keeps_is_not_written_by_the_next_step(python: Open, body: str) -> None:
+    """Readers may write to an output: that must not change the model's own array or its input."""
     model = wide(python, executing(body))
     array = ones(1)
     first = model.run({"x": array}, may_write=False).outputs[0][0].array
@@ -502,7 +499,7 @@ def test_what_a_model_keeps_is_not_what_the_next_step_writes_to(python: Open, bo
     assert not np.shares_memory(first, second)
 
 
-def test_two_answers_that_are_one_array_become_two(python: Open) -> None:
+def test_one_array_returned_twice_becomes_two(python: Open) -> None:
     model = python(
         executing("y = x * 2\nresponses.append(pb_utils.InferenceResponse([pb_utils.Tensor(n, y) for n in 'yz']))"),
         inputs=[spec("x", [WIDE])],
@@ -512,7 +509,7 @@ def test_two_answers_that_are_one_array_become_two(python: Open) -> None:
     assert not np.shares_memory(results.outputs[0][0].array, results.outputs[1][0].array)
 
 
-def test_answers_are_contiguous_whatever_the_model_made(python: Open) -> None:
+def test_outputs_are_contiguous_for_any_returned_array(python: Open) -> None:
     model = python(
         executing(answer("np.ones((200, 300, 1), np.float32).T")),
         outputs=[spec("y", [300, 200])],
@@ -539,7 +536,7 @@ def test_answers_are_contiguous_whatever_the_model_made(python: Open) -> None:
         (", pb_utils.TritonError.CANCELLED", Cancelled),
     ],
 )
-def test_a_request_the_model_refuses_fails_alone_with_the_models_words(
+def test_a_request_the_model_refuses_fails_alone_with_the_models_text(
     python: Open, code: str, kind: type[FlowserveError]
 ) -> None:
     body = f"""
@@ -579,7 +576,7 @@ def test_a_model_that_raises_fails_its_batch_without_a_traceback_and_serves_the_
 
 
 @pytest.mark.fault("D6")
-def test_an_execute_that_returns_no_list_is_told_so(python: Open) -> None:
+def test_an_execute_that_returns_no_list_fails_the_batch(python: Open) -> None:
     model = python(HEAD + DOUBLE.replace("return responses", "return responses[0]"))
     with pytest.raises(ModelFailed, match="Expected a list in the execute return, found type 'InferenceResponse'"):
         model.run({"x": rows(1)})
@@ -616,7 +613,7 @@ def test_no_response_at_all_fails_the_batch(python: Open, returned: str) -> None
         ("np.array([['a'] * 4])", "the configuration promises FP32, the model answered <U1"),
     ],
 )
-def test_an_answer_of_another_type_or_shape_fails_its_request_only(python: Open, expression: str, text: str) -> None:
+def test_an_output_of_another_type_or_shape_fails_its_request_only(python: Open, expression: str, text: str) -> None:
     results = python(executing(answer(f"{expression} if x[0, 0] == 2 else x"))).whole(rows(1, 2, 3))
     assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
     assert {m: (type(error), str(error)) for m, error in results.errors.items()} == {
@@ -633,7 +630,7 @@ def test_an_answer_of_another_type_or_shape_fails_its_request_only(python: Open,
         ("[('y', x)]", "tuple"),
     ],
 )
-def test_what_is_no_tensor_fails_its_request_only_and_the_log_tells_once(
+def test_an_output_that_is_no_tensor_fails_its_request_only_and_is_logged_once(
     python: Open, caplog: pytest.LogCaptureFixture, answered: str, found: str
 ) -> None:
     body = f"responses.append(pb_utils.InferenceResponse({answered} if x[0, 0] == 2 else [pb_utils.Tensor('y', x)]))"
@@ -646,7 +643,7 @@ def test_what_is_no_tensor_fails_its_request_only_and_the_log_tells_once(
     assert [record.getMessage() for record in caplog.records] == [text]
 
 
-def test_an_output_that_is_answered_twice_fails_its_request_only(python: Open) -> None:
+def test_a_duplicate_output_fails_its_request_only(python: Open) -> None:
     twice = "responses.append(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)] * (2 if x[0, 0] == 2 else 1)))"
     results = python(executing(twice)).whole(rows(1, 2, 3))
     assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
@@ -654,7 +651,7 @@ def test_an_output_that_is_answered_twice_fails_its_request_only(python: Open) -
 
 
 @pytest.mark.parametrize("returned", ["None", "[None] * len(requests)"])
-def test_a_model_that_answers_once_may_do_it_through_senders(python: Open, returned: str) -> None:
+def test_a_model_that_is_not_decoupled_may_respond_through_senders(python: Open, returned: str) -> None:
     later = (
         "import threading\nsender = request.get_response_sender()\n"
         "threading.Timer(0.01, sender.send, [pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]), 1]).start()"
@@ -663,17 +660,15 @@ def test_a_model_that_answers_once_may_do_it_through_senders(python: Open, retur
     assert values(python(source).whole(rows(1, 2))) == [rows(1).tolist(), rows(2).tolist()]
 
 
-def test_the_one_response_is_the_answer_whether_or_not_the_final_flag_comes_with_it(python: Open) -> None:
+def test_the_one_response_is_final_with_or_without_the_final_flag(python: Open) -> None:
     sends = "request.get_response_sender().send(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]))"
     source = executing(sends).replace("return responses", "return None")
     assert values(python(source).whole(rows(1, 2))) == [rows(1).tolist(), rows(2).tolist()]
 
 
 @pytest.mark.parametrize("returned", ["None", "[None] * len(requests)"])
-def test_whoever_lets_go_of_a_sender_without_a_response_fails_that_request_and_keeps_nobody_waiting(
-    python: Open, returned: str
-) -> None:
-    """A thread that dies lets go of what it was to answer."""
+def test_a_sender_freed_without_a_response_fails_its_request_at_once(python: Open, returned: str) -> None:
+    """A thread that fails frees its request and its sender."""
     given = "request.get_response_sender(), x"
     body = f"import threading\nthreading.Thread(target=self.answer, args=({given})).start()"
     method = """
@@ -689,7 +684,7 @@ def test_whoever_lets_go_of_a_sender_without_a_response_fails_that_request_and_k
     }
 
 
-def test_a_task_of_execute_may_answer_when_execute_has_returned_and_may_die(python: Open) -> None:
+def test_a_task_may_respond_after_execute_has_returned_and_may_fail(python: Open) -> None:
     body = "import asyncio\nself.task = asyncio.create_task(self.answer(request.get_response_sender(), x))"
     method = """
     async def answer(self, sender, x):
@@ -706,7 +701,7 @@ def test_a_task_of_execute_may_answer_when_execute_has_returned_and_may_die(pyth
     assert "let go of a response sender" in str(model.whole(rows(2)).errors[0])
 
 
-def test_a_request_that_a_thread_keeps_may_be_asked_for_its_sender_again(python: Open) -> None:
+def test_a_request_kept_by_a_thread_still_has_its_sender(python: Open) -> None:
     body = "import threading\nrequest.get_response_sender()\nthreading.Timer(0.05, self.answer, (request, x)).start()"
     method = """
     def answer(self, request, x):
@@ -729,14 +724,14 @@ def test_a_request_that_a_thread_keeps_may_be_asked_for_its_sender_again(python:
         ("sender.send('no', 1)", "InferenceResponse expected, got str"),
     ],
 )
-def test_a_sender_is_used_by_triton_s_rules(python: Open, sends: str, text: str) -> None:
+def test_a_sender_follows_tritons_rules(python: Open, sends: str, text: str) -> None:
     body = "sender = request.get_response_sender(); response = pb_utils.InferenceResponse([pb_utils.Tensor('y', x)])\n"
     with pytest.raises(ModelFailed) as caught:
         python(executing(body + sends)).whole(rows(1))
     assert text in str(caught.value)
 
 
-def test_something_else_than_a_response_fails_its_request_only(python: Open) -> None:
+def test_an_object_that_is_no_response_fails_its_request_only(python: Open) -> None:
     results = python(executing(f"if x[0, 0] == 2:\n    responses.append(None)\nelse:\n    {answer('x')}")).whole(
         rows(1, 2)
     )
@@ -745,13 +740,13 @@ def test_something_else_than_a_response_fails_its_request_only(python: Open) -> 
 
 
 @pytest.mark.parametrize("others", [answer("x"), "responses.append(x)"])
-def test_an_array_that_is_returned_as_it_is_fails_its_request_with_what_was_expected(python: Open, others: str) -> None:
+def test_a_returned_array_fails_its_request_with_the_expected_type(python: Open, others: str) -> None:
     results = python(executing(f"if x[0, 0] == 2:\n    responses.append(x)\nelse:\n    {others}")).whole(rows(1, 2))
     assert str(results.errors[1]) == "model 'm' answered ndarray where InferenceResponse was expected"
     assert list(results.errors) == ([1] if others == answer("x") else [0, 1])
 
 
-def test_an_array_beside_what_a_sender_answers_fails_its_request_only(python: Open) -> None:
+def test_an_array_beside_a_response_through_a_sender_fails_its_request_only(python: Open) -> None:
     body = (
         "if x[0, 0] == 2:\n    responses.append(x)\nelse:\n"
         "    request.get_response_sender().send(pb_utils.InferenceResponse([pb_utils.Tensor('y', x)]), 1)\n"
@@ -776,7 +771,7 @@ def test_an_array_beside_what_a_sender_answers_fails_its_request_only(python: Op
         ("pb_utils.load_model('other')", "Failed to load model: this is possible in initialize, execute and finalize"),
     ],
 )
-def test_what_needs_a_server_says_so_where_there_is_none(python: Open, body: str, text: str) -> None:
+def test_functions_that_need_a_server_raise_without_one(python: Open, body: str, text: str) -> None:
     with pytest.raises(ModelFailed) as caught:
         python(executing(body)).run({"x": rows(1)})
     assert text in str(caught.value)
@@ -804,7 +799,7 @@ def test_what_needs_a_server_says_so_where_there_is_none(python: Open, body: str
         ("import sys; sys.exit(1)", "import failed: SystemExit: 1"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_says_what_is_wrong_with_its_file(
+def test_a_model_that_cannot_be_loaded_is_reported_with_its_file(
     python: Open, repository: Repository, source: str, text: str
 ) -> None:
     with pytest.raises(FlowserveError) as caught:
@@ -813,15 +808,15 @@ def test_a_model_that_cannot_be_loaded_says_what_is_wrong_with_its_file(
     assert str(repository.path) not in str(caught.value)
 
 
-def test_a_missing_file_is_named(repository: Repository, opened: Open) -> None:
+def test_a_missing_file_is_reported_by_name(repository: Repository, opened: Open) -> None:
     with pytest.raises(Invalid, match=r"failed to load 'm' version 1: file m/1/model\.py does not exist"):
         opened(config_of(inputs=[spec("x")], outputs=[spec("y")]))
 
 
-def test_a_file_that_may_not_be_looked_at_is_named_as_such(
+def test_an_inaccessible_file_is_reported_by_name(
     python: Open, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(path: Path, **_: Any) -> Any:  # as for another user than root, who may not enter the folder
+    def refused(path: Path, **_: Any) -> Any:  # as for a user without permission for the folder
         raise PermissionError(13, "Permission denied", str(path))
 
     repository.write("m", FILE, HEAD + DOUBLE)
@@ -832,7 +827,7 @@ def test_a_file_that_may_not_be_looked_at_is_named_as_such(
         registry.find("python").verify(config, files)
 
 
-def test_two_models_with_a_file_of_the_same_name_each_get_their_own(python: Open, repository: Repository) -> None:
+def test_two_models_with_a_file_of_the_same_name_get_different_modules(python: Open, repository: Repository) -> None:
     body = "import helper\nfrom helper import mark\n" + executing(answer("x + helper.mark + mark"))
     models = []
     for name, mark in (("one", 1), ("two", 10)):
@@ -854,7 +849,7 @@ def test_relative_imports_packages_and_the_models_own_folder_work(python: Open, 
     assert values(python(source).run({"x": rows(0)})) == [rows(111).tolist()]
 
 
-def test_files_beside_a_model_are_found_while_it_initialises_and_runs(python: Open, repository: Repository) -> None:
+def test_files_beside_a_model_are_found_during_initialize_and_execute(python: Open, repository: Repository) -> None:
     repository.write("m", "1/late.py", "mark = 5\n")
     source = executing(
         f"import late\n{answer('x + late.mark + self.mark')}",
@@ -877,7 +872,7 @@ def test_instances_of_one_model_share_nothing(python: Open) -> None:
 
 
 def test_edited_files_are_read_again_and_no_caches_are_written(python: Open, repository: Repository) -> None:
-    for mark in (1, 2, 3):  # all within a second, all of one length: what Python's own cache cannot tell apart
+    for mark in (1, 2, 3):  # within one second, of equal length: Python's own cache would not notice the change
         repository.write("m", "1/helper.py", f"mark = {mark}\n")
         repository.write("m", "1/parts/__init__.py", "")
         repository.write("m", "1/parts/inner.py", f"mark = {mark}\n")
@@ -887,13 +882,13 @@ def test_edited_files_are_read_again_and_no_caches_are_written(python: Open, rep
     assert list(repository.path.rglob("__pycache__")) == []
 
 
-def test_a_closed_instance_leaves_no_modules_behind(python: Open) -> None:
+def test_a_closed_instance_leaves_no_modules(python: Open) -> None:
     before = set(sys.modules)
     python(HEAD + DOUBLE).instance.close()
     assert {name for name in set(sys.modules) - before if "flowserve_model" in name} == set()
 
 
-def test_models_on_several_threads_keep_their_names_and_files_apart(python: Open, repository: Repository) -> None:
+def test_models_on_several_threads_have_separate_names_and_files(python: Open, repository: Repository) -> None:
     models = []
     for mark in range(4):
         repository.write(f"m{mark}", "1/helper.py", f"mark = {mark}\n")
@@ -915,7 +910,7 @@ def test_models_on_several_threads_keep_their_names_and_files_apart(python: Open
     ("options", "allowed"),
     [({}, False), ({"execution": "thread"}, False), ({"execution": "inline"}, True), ({"execution": "auto"}, True)],
 )
-def test_other_peoples_code_runs_on_the_loop_only_where_somebody_asked(
+def test_a_python_model_runs_inline_only_if_it_is_configured(
     repository: Repository, options: dict[str, str], allowed: bool
 ) -> None:
     repository.write("m", FILE, HEAD + DOUBLE)
@@ -952,7 +947,7 @@ def test_a_model_completes_its_configuration(repository: Repository) -> None:
     assert (found.max_batch_size, found.dynamic_batching) == (16, True)
 
 
-def test_what_the_user_wrote_stays(repository: Repository) -> None:
+def test_fields_that_the_user_wrote_are_kept(repository: Repository) -> None:
     written = config_of(inputs=[spec("x")], max_batch_size=2)
     written = replace(written, dynamic_batching=DynamicBatching(), json={**written.json, "dynamic_batching": {}})
     found = complete(repository, FILL, written)
@@ -960,7 +955,7 @@ def test_what_the_user_wrote_stays(repository: Repository) -> None:
     assert found.inputs == (spec("x"),)
 
 
-def test_a_model_without_auto_complete_config_is_not_even_imported(repository: Repository) -> None:
+def test_a_model_without_auto_complete_config_is_not_imported(repository: Repository) -> None:
     repository.write("m", FILE, "raise RuntimeError('imported')\n")
     assert registry.find("python").complete(config_of(), repository.files()) == Completion()
 
@@ -1030,9 +1025,9 @@ def test_a_completion_of_other_types_is_refused_by_its_field(repository: Reposit
     assert text in str(caught.value)
 
 
-def test_models_on_threads_are_forgotten_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_removed_while_other_threads_import(monkeypatch: pytest.MonkeyPatch) -> None:
     class Meanwhile(str):
-        """A name that is looked at while another thread forgets its own module."""
+        """A module name whose comparison lets another thread remove its own module meanwhile."""
 
         def __eq__(self, other: object) -> bool:
             sys.modules.pop("_of_another_thread", None)

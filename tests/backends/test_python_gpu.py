@@ -1,4 +1,4 @@
-"""Python models with tensors on a GPU, here one that is not there: what they are told, and what becomes of answers."""
+"""Python models with tensors on a GPU (a fake one): inputs, outputs, and DLPack."""
 
 from __future__ import annotations
 
@@ -12,36 +12,34 @@ import numpy as np
 import pytest
 
 from flowserve.backends import registry
-from flowserve.backends import triton_python_backend_utils as pb_utils
-from flowserve.backends.base import Results
-from flowserve.backends.device import DeviceWork, OnDevice
-from flowserve.backends.triton_tensors import GpuTensor
+from flowserve.backends.base import DeviceWork, OnDevice, Results
+from flowserve.backends.python.pb_utils import triton_python_backend_utils as pb_utils
+from flowserve.backends.python.pb_utils.tensors import GpuTensor
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Invalid
 from flowserve.memory import dlpack
-from flowserve.memory.delivery import ON_DEVICE, ON_HOST
+from flowserve.memory.column import Column
 from flowserve.memory.device_tensor import DeviceTensor, Mirror
 from flowserve.memory.devices import Devices, devices, using
-from flowserve.memory.dlpack import Foreign, capsule_of, described
-from flowserve.memory.landing import landed
-from flowserve.memory.stream import DeviceStream
+from flowserve.memory.dlpack import ForeignTensor, export_capsule, import_capsule
+from flowserve.memory.stream import ON_DEVICE, ON_HOST, DeviceStream
 from flowserve.memory.tensor import Tensor
-from flowserve.testing.backends import Repository, config_of, open_instance, spec, values
-from flowserve.testing.fake_device import FakeMachine
 from flowserve.values import HOST_MEMORY, Array, Request, gpu_memory
+from tests.support.backends import Repository, config_of, open_instance, spec, values
+from tests.support.fake_device import FakeMachine
 
 
 class Offered:
-    """An array of some library's on the GPU."""
+    """An array of a GPU library."""
 
     def __init__(self, tensor: DeviceTensor) -> None:
         self.tensor = tensor
-        self.streams: list[Any] = []  # on which it was to be ready
+        self.streams: list[Any] = []  # given to __dlpack__
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         self.streams.append(stream)
         array = self.tensor.elements
-        return capsule_of(Foreign(array.address, array.dtype, array.shape, array.place.number, self.tensor))
+        return export_capsule(ForeignTensor(array.address, array.dtype, array.shape, array.place.number, self.tensor))
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return dlpack.CUDA, self.tensor.place.number
@@ -49,13 +47,13 @@ class Offered:
 
 @pytest.fixture
 def machine() -> Iterator[FakeMachine]:
-    """A machine with two GPUs, and a library `gpu` whose arrays lie on the second."""
+    """A machine with two GPUs, and a library `gpu` whose arrays are on the second."""
     machine = FakeMachine(2)
     with using(Devices(machine.devices)) as found:
         stream = DeviceStream(found[1])
 
         def asarray(array: Array) -> Offered:
-            there = Tensor(array, 0, len(array)).to(gpu_memory(1), stream)
+            there = stream.move(Tensor(array, 0, len(array)), gpu_memory(1))
             assert isinstance(there, DeviceTensor)
             return Offered(there)
 
@@ -70,7 +68,7 @@ def on_gpu(array: Array) -> Offered:
     return made
 
 
-def test_a_tensor_on_a_gpu_tells_where_it_is_and_is_no_numpy_array(machine: FakeMachine) -> None:
+def test_a_gpu_tensor_reports_its_device_and_refuses_as_numpy(machine: FakeMachine) -> None:
     for offered in (on_gpu(np.ones((2, 3), np.float16)), on_gpu(np.ones((2, 3), np.float16)).__dlpack__()):
         tensor = pb_utils.Tensor.from_dlpack("x", offered)
         assert not tensor.is_cpu()
@@ -82,7 +80,7 @@ def test_a_tensor_on_a_gpu_tells_where_it_is_and_is_no_numpy_array(machine: Fake
     assert not machine.copies[gpu_memory(1), HOST_MEMORY]
 
 
-def test_a_tensor_goes_on_to_another_library_as_it_came_and_ordered_by_whom_it_came_from(machine: FakeMachine) -> None:
+def test_a_dlpack_tensor_is_exported_by_the_object_it_came_from(machine: FakeMachine) -> None:
     source = on_gpu(np.arange(3.0))
     tensor = pb_utils.Tensor.from_dlpack("x", source)
     again = pb_utils.Tensor.from_dlpack("y", tensor.to_dlpack())
@@ -93,7 +91,7 @@ def test_a_tensor_goes_on_to_another_library_as_it_came_and_ordered_by_whom_it_c
     assert not machine.copies[gpu_memory(1), HOST_MEMORY]
 
 
-def test_bfloat16_travels_by_dlpack_on_the_host() -> None:
+def test_bfloat16_is_exported_and_imported_by_dlpack_in_host_memory() -> None:
     array = np.array([1.5, -2], pb_utils.triton_string_to_numpy("TYPE_BF16"))
     tensor = pb_utils.Tensor.from_dlpack("x", pb_utils.Tensor("y", array).to_dlpack())
     assert tensor.is_cpu()
@@ -101,7 +99,7 @@ def test_bfloat16_travels_by_dlpack_on_the_host() -> None:
     assert np.shares_memory(tensor.as_numpy(), array)
 
 
-def test_what_has_gaps_is_refused_as_on_triton() -> None:
+def test_a_tensor_that_is_not_contiguous_is_refused_as_on_triton() -> None:
     with pytest.raises(pb_utils.TritonModelException, match="Only contiguous DLPack tensors"):
         pb_utils.Tensor.from_dlpack("x", np.zeros((3, 2)).T.__dlpack__())
 
@@ -124,9 +122,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("members", [1, 3])
-def test_what_a_model_answers_with_from_a_gpu_comes_to_the_host_once(
-    repository: Repository, machine: FakeMachine, members: int
-) -> None:
+def test_a_gpu_output_is_copied_to_the_host_once(repository: Repository, machine: FakeMachine, members: int) -> None:
     repository.write("m", "1/model.py", MODEL)
     config = config_of(inputs=[spec("x")], outputs=[spec("y"), spec("z")], max_batch_size=8)
     opened = open_instance(repository, config)
@@ -138,7 +134,7 @@ def test_what_a_model_answers_with_from_a_gpu_comes_to_the_host_once(
     assert machine.copies[gpu_memory(1), HOST_MEMORY] == members
 
 
-def test_a_request_tells_where_its_answers_are_wanted() -> None:
+def test_a_request_keeps_its_preferred_memory() -> None:
     wanted = pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 1)
     asked = pb_utils.InferenceRequest(model_name="m", preferred_memory=wanted).preferred_memory()
     assert (asked.preferred_memory_type, asked.preferred_device_id) == (1, 1)
@@ -146,7 +142,7 @@ def test_a_request_tells_where_its_answers_are_wanted() -> None:
     assert plain.preferred_memory_type == pb_utils.MemoryType.TRITONSERVER_MEMORY_CPU
 
 
-# ----------------------------------------------------------------------------------- models that take tensors on a GPU
+# ---------------------------------------------------------------------------------- models that take tensors on a GPU
 
 KEEPS = """
 import gpu
@@ -170,13 +166,14 @@ ON_GPU1 = InstanceGroup("m", "KIND_GPU", 1, (1,))
 @dataclass
 class Device:
     instance: Any
-    places: list[str]  # where the model found its inputs
+    places: list[str]  # the devices of its inputs
 
     def run(self, *tensors: Tensor, read_at: int) -> list[Tensor | None]:
         count = len(tensors)
+        rows = [tensor.shape[0] for tensor in tensors]
         work = DeviceWork(
-            [[*tensors]],
-            [tensor.shape[0] for tensor in tensors],
+            [Column.of([*tensors], rows)],
+            rows,
             [Request({})] * count,
             [("y",)] * count,
             [[True] * count],
@@ -189,7 +186,7 @@ class Device:
 
 @pytest.fixture
 def keeping(repository: Repository, machine: FakeMachine) -> Iterator[Callable[..., Device]]:
-    """`keeping()` opens a model on the second GPU that takes tensors there, and answers there with one more."""
+    """`keeping()` opens a model on the second GPU that takes tensors there and returns x + 1 there."""
     opened: list[Any] = []
 
     def start(dims: tuple[int, ...] = (4,)) -> Device:
@@ -217,7 +214,7 @@ def keeping(repository: Repository, machine: FakeMachine) -> Iterator[Callable[.
 
 
 def _asnumpy(tensor: Any) -> Array:
-    return landed(described(tensor.__dlpack__()))
+    return import_capsule(tensor.__dlpack__()).on_host()
 
 
 def test_a_tensor_stays_on_the_gpu_from_one_python_model_to_the_next(
@@ -235,14 +232,14 @@ def test_a_tensor_stays_on_the_gpu_from_one_python_model_to_the_next(
     ]
 
 
-def test_what_is_read_on_both_sides_is_on_both(keeping: Callable[..., Device]) -> None:
+def test_an_output_read_on_host_and_device_is_on_both(keeping: Callable[..., Device]) -> None:
     (answer,) = keeping().run(Tensor(np.ones((1, 4), np.float32), 0, 1), read_at=ON_DEVICE | ON_HOST)
     assert isinstance(answer, Mirror)
     assert answer.array.tolist() == [[2.0] * 4]
     assert 1 in answer.copies
 
 
-def test_a_model_that_does_not_start_leaves_no_stream_behind(repository: Repository, machine: FakeMachine) -> None:
+def test_a_failed_initialize_closes_the_stream(repository: Repository, machine: FakeMachine) -> None:
     repository.write("m", "1/model.py", "class TritonPythonModel:\n    pass\n")
     config = config_of(
         inputs=[spec("x")],
@@ -270,7 +267,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_model_that_answers_with_its_input_holds_its_memory_no_longer_than_somebody_reads_it(
+def test_an_input_returned_as_output_keeps_its_memory_only_while_it_is_read(
     repository: Repository, machine: FakeMachine, times: int
 ) -> None:
     repository.write("m", "1/model.py", TWICE.replace("TIMES", str(times)))
@@ -284,7 +281,12 @@ def test_a_model_that_answers_with_its_input_holds_its_memory_no_longer_than_som
     instance = registry.find("python").load(config, repository.files(), {}).instance("m_0", ON_GPU1)
     instance.open()
     work = DeviceWork(
-        [[on_gpu(np.ones((1, 4), np.float32)).tensor]], [1], [Request({})], [("y",)], [[True]], read_at=[[ON_DEVICE]]
+        [Column.of([on_gpu(np.ones((1, 4), np.float32)).tensor], [1])],
+        [1],
+        [Request({})],
+        [("y",)],
+        [[True]],
+        read_at=[[ON_DEVICE]],
     )
     results = instance.run(work, lambda: 0)
     if times == 1:
@@ -296,9 +298,14 @@ def test_a_model_that_answers_with_its_input_holds_its_memory_no_longer_than_som
     assert devices()[1].pool.statistics().lent_bytes == 0
 
 
-def test_an_answer_on_the_gpu_of_another_shape_fails_its_request(keeping: Callable[..., Device]) -> None:
+def test_a_gpu_output_of_another_shape_fails_its_request(keeping: Callable[..., Device]) -> None:
     work = DeviceWork(
-        [[Tensor(np.ones((1, 4), np.float32), 0, 1)]], [1], [Request({})], [("y",)], [[True]], read_at=[[ON_DEVICE]]
+        [Column.of([Tensor(np.ones((1, 4), np.float32), 0, 1)], [1])],
+        [1],
+        [Request({})],
+        [("y",)],
+        [[True]],
+        read_at=[[ON_DEVICE]],
     )
     results = keeping((5,)).instance.run(work, lambda: 0)
     assert str(results.errors[0]) == (
@@ -307,7 +314,7 @@ def test_an_answer_on_the_gpu_of_another_shape_fails_its_request(keeping: Callab
 
 
 @pytest.mark.parametrize("parameters", [{}, {"execution": "thread"}, {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}])
-def test_a_model_that_does_not_ask_for_it_gets_tensors_on_the_host(
+def test_without_the_parameter_tensors_are_in_host_memory(
     repository: Repository, machine: FakeMachine, parameters: dict[str, str]
 ) -> None:
     repository.write("m", "1/model.py", MODEL)

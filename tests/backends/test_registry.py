@@ -1,4 +1,4 @@
-"""Backends by name, ours and other packages'."""
+"""The registry: built-in backends and those of other packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowserve.errors import Unsupported
 
 
 class Third:
-    """Somebody else's backend."""
+    """A third-party backend."""
 
     name = "third"
     default_filename = "model.third"
@@ -44,7 +44,7 @@ def test_built_in_backends_are_found_by_name() -> None:
     assert registry.find("python") is registry.find("python")
 
 
-def test_the_table_of_default_files_agrees_with_the_backends() -> None:
+def test_default_files_agree_with_the_backends() -> None:
     files = registry.default_files()
     assert (
         {name: registry.find(name).default_filename for name in files}
@@ -58,7 +58,7 @@ def test_the_table_of_default_files_agrees_with_the_backends() -> None:
     )
 
 
-def test_an_unknown_backend_is_refused_listing_the_known_ones() -> None:
+def test_an_unknown_backend_is_refused_with_the_list_of_backends() -> None:
     with pytest.raises(Unsupported) as caught:
         registry.find("openvino")
     assert str(caught.value) == (
@@ -74,7 +74,7 @@ def test_a_package_adds_its_backend_by_an_entry_point() -> None:
 
 
 @pytest.mark.usefixtures("third_party")
-def test_a_backend_that_cannot_be_imported_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backend_that_cannot_be_imported_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Unsupported, match=r"backend 'broken' \(no_such_module:Broken\) cannot be loaded"):
         registry.find("broken")
     assert registry.default_files() == {

@@ -1,6 +1,4 @@
-"""TensorRT plans on a TensorRT that is not there: which profile runs a batch, in which order calls are made, and what
-becomes of plans, configurations and batches that are wrong.
-"""
+"""TensorRT plans on a fake TensorRT: profiles, the order of calls, and invalid plans, configurations and batches."""
 
 from __future__ import annotations
 
@@ -18,25 +16,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.backends.base import Results, Work
-from flowserve.backends.device import DeviceWork, OnDevice
-from flowserve.backends.tensorrt import TensorRtBackend
-from flowserve.backends.tensorrt_build import build_plan
-from flowserve.backends.tensorrt_library import tensorrt_library
-from flowserve.backends.tensorrt_profiles import Profile, choose
+from flowserve.backends.base import DeviceWork, OnDevice, Results, Work
+from flowserve.backends.tensorrt.backend import TensorRtBackend
+from flowserve.backends.tensorrt.library import build_plan, tensorrt_library
+from flowserve.backends.tensorrt.plan import Profile, choose
 from flowserve.cli.build_plan import profile
 from flowserve.cli.main import main
 from flowserve.config.types import BatchInput, BatchOutput, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Unsupported
-from flowserve.memory.delivery import ON_DEVICE
 from flowserve.memory.device_tensor import DeviceTensor
 from flowserve.memory.devices import Devices, devices, using
+from flowserve.memory.stream import ON_DEVICE
 from flowserve.memory.tensor import Tensor
-from flowserve.testing.backends import Repository, config_of, spec
-from flowserve.testing.fake_device import FakeMachine
-from flowserve.testing.fake_tensorrt import FakePlan, FakeTensorRt, Shape
-from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
 from flowserve.values import PINNED_MEMORY, Array, DType, Request, gpu_memory
+from tests.support.backends import Repository, config_of, spec
+from tests.support.fake_device import FakeMachine
+from tests.support.fake_tensorrt import FakePlan, FakeTensorRt, Shape
+from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 DOUBLE = FakePlan(
     inputs={"X": ("FLOAT", (-1, 4))},
@@ -45,7 +41,7 @@ DOUBLE = FakePlan(
     compute=lambda given: {"Y": given["X"] * 2},
     shapes=lambda shapes: {"Y": shapes["X"]},
 )
-# As many rows as the first element says, of a model without batches.
+# The first element is the number of rows; the model has no batching.
 SOME = FakePlan(
     inputs={"X": ("FLOAT", (4,))},
     outputs={"Y": ("FLOAT", (-1,)), "N": ("INT32", (1,))},
@@ -109,7 +105,7 @@ def machine() -> Iterator[FakeMachine]:
 
 @pytest.fixture
 def plan(repository: Repository, machine: FakeMachine) -> Iterator[Open]:
-    """`plan(b"double", config)` opens an instance of it; afterwards nothing of it is left on the device."""
+    """`plan(b"double", config)` opens an instance; at the end the device memory must be free."""
     open_instances: list[tuple[Any, Any]] = []
 
     def start(content: bytes, config: ModelConfig, gpu: int = 0) -> Opened:
@@ -135,7 +131,7 @@ def four(*values: float) -> Array:
     return np.array([[value] * 4 for value in values], np.float32)
 
 
-def test_a_batch_runs_as_one_and_its_members_get_their_rows(plan: Open, machine: FakeMachine) -> None:
+def test_a_batch_is_one_execution_and_members_get_their_rows(plan: Open, machine: FakeMachine) -> None:
     opened = plan(b"double", configuration())
     results = opened.run(four(1), four(2, 3))
     assert rows(results) == [four(2).tolist(), four(4, 6).tolist()]
@@ -143,7 +139,7 @@ def test_a_batch_runs_as_one_and_its_members_get_their_rows(plan: Open, machine:
     assert opened.library.calls == ["profile 0", "execute"]
 
 
-def test_the_profile_is_that_of_the_batch_and_set_only_when_it_changes(plan: Open) -> None:
+def test_the_profile_follows_the_batch_and_is_set_only_when_it_changes(plan: Open) -> None:
     opened = plan(b"double", configuration())
     for count in (1, 3, 4, 5, 16, 2):
         assert rows(opened.run(four(*range(count)))) == [(four(*range(count)) * 2).tolist()]
@@ -154,7 +150,7 @@ def test_the_profile_is_that_of_the_batch_and_set_only_when_it_changes(plan: Ope
     ]
 
 
-def test_a_group_has_the_profiles_that_it_names(plan: Open) -> None:
+def test_a_group_uses_the_profiles_that_it_names(plan: Open) -> None:
     opened = plan(b"double", configuration(instance_groups=(replace(ON_GPU, profiles=(1,)),)))
     opened.run(four(1))
     assert opened.library.calls[0] == "profile 1"
@@ -162,7 +158,7 @@ def test_a_group_has_the_profiles_that_it_names(plan: Open) -> None:
         plan(b"double", configuration(instance_groups=(replace(ON_GPU, profiles=(2,)),)))
 
 
-def test_a_batch_that_no_profile_takes_says_what_they_take(plan: Open) -> None:
+def test_a_batch_without_a_fitting_profile_fails_with_the_allowed_shapes(plan: Open) -> None:
     opened = plan(b"double", configuration(max_batch_size=32))
     with pytest.raises(Invalid) as caught:
         opened.run(four(*range(17)))
@@ -173,7 +169,7 @@ def test_a_batch_that_no_profile_takes_says_what_they_take(plan: Open) -> None:
     assert rows(opened.run(four(1))) == [four(2).tolist()], "and it goes on"
 
 
-def test_what_is_read_on_the_device_stays_there(plan: Open, machine: FakeMachine) -> None:
+def test_outputs_read_on_the_device_stay_there(plan: Open, machine: FakeMachine) -> None:
     opened = plan(b"double", configuration())
     assert isinstance(opened.instance, OnDevice)
     (first,) = opened.run(four(1), read_at=[[ON_DEVICE]]).outputs
@@ -184,7 +180,7 @@ def test_what_is_read_on_the_device_stays_there(plan: Open, machine: FakeMachine
     assert rows(opened.give(again)) == [four(8).tolist()]
 
 
-def test_an_output_whose_size_only_the_execution_tells_is_made_room_for_then(plan: Open) -> None:
+def test_an_output_of_unknown_size_is_allocated_during_the_execution(plan: Open) -> None:
     outputs = [spec("Y", (-1,)), spec("N", (1,), DType.INT32)]
     opened = plan(b"some", configuration(max_batch_size=0, outputs=outputs))
     results = opened.run(np.array([3, -1, 2, 0], np.float32))
@@ -195,7 +191,7 @@ def test_an_output_whose_size_only_the_execution_tells_is_made_room_for_then(pla
     assert (rows(only), rows(only, 1)) == ([None], [[4]])
 
 
-def test_ragged_inputs_are_laid_end_to_end_and_flat_outputs_cut_apart(plan: Open) -> None:
+def test_ragged_inputs_are_concatenated_and_flat_outputs_split(plan: Open) -> None:
     config = configuration(
         inputs=[replace(spec("X", (-1,)), ragged=True)],
         outputs=[spec("Y", (-1,)), spec("S", (1,))],
@@ -233,16 +229,14 @@ def refused(repository: Repository, library: FakeTensorRt, config: ModelConfig, 
     return str(caught.value)
 
 
-def test_a_plan_for_another_gpu_or_version_says_so(repository: Repository, machine: FakeMachine) -> None:
+def test_a_plan_for_another_gpu_or_version_is_refused(repository: Repository, machine: FakeMachine) -> None:
     library = FakeTensorRt(machine, {b"elsewhere": replace(DOUBLE, gpus=(1,))})
     told = refused(repository, library, configuration(), b"elsewhere")
     assert "failed to load 'm': m/1/model.plan cannot be opened by TensorRT 10.13 on gpu0: a plan is for" in told
     assert "cannot be opened" in refused(repository, library, configuration(), b"no plan at all")
 
 
-def test_a_configuration_that_says_something_else_than_the_plan_is_refused(
-    repository: Repository, machine: FakeMachine
-) -> None:
+def test_a_configuration_that_disagrees_with_the_plan_is_refused(repository: Repository, machine: FakeMachine) -> None:
     library = FakeTensorRt(machine, PLANS)
     wrong = configuration(inputs=[spec("X", (5,), DType.INT32)], outputs=[spec("Z")])
     told = refused(repository, library, wrong, b"double")
@@ -254,7 +248,7 @@ def test_a_configuration_that_says_something_else_than_the_plan_is_refused(
     )
 
 
-def test_without_a_gpu_a_plan_does_not_load_and_says_why(repository: Repository) -> None:
+def test_without_a_gpu_a_plan_is_refused_with_the_reason(repository: Repository) -> None:
     config = configuration(instance_groups=(InstanceGroup("m", "KIND_CPU"),))
     with using(Devices((), "this machine has no GPU")):
         library = FakeTensorRt(FakeMachine(), PLANS)
@@ -262,15 +256,13 @@ def test_without_a_gpu_a_plan_does_not_load_and_says_why(repository: Repository)
     assert told == "failed to load 'm': TensorRT plans run on GPUs only: this machine has no GPU"
 
 
-def test_a_plan_that_was_put_on_the_cpu_says_who_may_have_put_it_there(
-    repository: Repository, machine: FakeMachine
-) -> None:
+def test_a_plan_on_the_cpu_is_refused_with_the_possible_causes(repository: Repository, machine: FakeMachine) -> None:
     config = configuration(instance_groups=(InstanceGroup("m", "KIND_CPU"),))
     told = refused(repository, FakeTensorRt(machine, PLANS), config, b"double")
     assert told.endswith("run on GPUs only: write kind: KIND_GPU, or leave `kind` out, and start without --gpu=off")
 
 
-def test_what_a_configuration_leaves_out_comes_from_the_plan(repository: Repository, machine: FakeMachine) -> None:
+def test_missing_fields_are_completed_from_the_plan(repository: Repository, machine: FakeMachine) -> None:
     repository.write("m", "1/model.plan", b"double")
     library = FakeTensorRt(machine, PLANS)
     silent = config_of("tensorrt")
@@ -288,7 +280,7 @@ def test_what_a_configuration_leaves_out_comes_from_the_plan(repository: Reposit
         ("execute_async_v3", "execute_async_v3"),
     ],
 )
-def test_a_call_that_fails_fails_the_batch_by_name_and_leaves_nothing_behind(
+def test_a_failed_call_fails_the_batch_by_name_and_frees_its_memory(
     plan: Open, machine: FakeMachine, call: str, said: str
 ) -> None:
     opened = plan(b"double", configuration())
@@ -307,7 +299,7 @@ def _lent(machine: FakeMachine) -> int:
     return devices()[0].pool.statistics().lent_bytes
 
 
-def test_where_the_device_has_no_room_the_batch_fails_and_says_for_what(repository: Repository) -> None:
+def test_without_device_memory_the_batch_fails_and_names_the_tensor(repository: Repository) -> None:
     machine = FakeMachine(1, memory_bytes=64)
     with using(Devices(machine.devices)):
         repository.write("m", "1/model.plan", b"double")
@@ -320,12 +312,12 @@ def test_where_the_device_has_no_room_the_batch_fails_and_says_for_what(reposito
         instance.close()
 
 
-def test_without_tensorrt_it_says_how_to_get_it_and_imports_nothing() -> None:
+def test_without_tensorrt_the_error_says_how_to_install_it() -> None:
     if "tensorrt" in sys.modules:
         pytest.skip("TensorRT is installed")
     with pytest.raises(Unsupported, match=r"TensorRT cannot be used here \(No module named 'tensorrt'\): pip install"):
         tensorrt_library()
-    code = "import flowserve.backends.tensorrt, sys; print({'tensorrt', 'cupy'} & {*sys.modules})"
+    code = "import flowserve.backends.tensorrt.backend, sys; print({'tensorrt', 'cupy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "set()\n"
 
@@ -334,7 +326,7 @@ def test_without_tensorrt_it_says_how_to_get_it_and_imports_nothing() -> None:
 
 
 class Builder:
-    """TensorRT's module as far as building takes it, for a network with inputs X [-1,4] and Z [2]; `calls` in order."""
+    """The part of TensorRT's module that building uses, with a network of inputs X [-1,4] and Z [2]. Records calls."""
 
     version = "10.13"
     logger = object()
@@ -375,7 +367,7 @@ class Builder:
         return self.plan
 
 
-def test_a_plan_is_built_with_the_profiles_that_were_asked_for() -> None:
+def test_a_plan_is_built_with_the_requested_profiles() -> None:
     library = Builder()
     ranges = [profile("X:1x4:8x4:16x4"), profile("X:1x4:1x4:1x4")]
     assert build_plan(library, b"onnx", ranges, half=True, workspace_bytes=7) == b"plan"
@@ -388,7 +380,7 @@ def test_a_plan_is_built_with_the_profiles_that_were_asked_for() -> None:
     ]
 
 
-def test_what_keeps_a_plan_from_being_built_is_said() -> None:
+def test_a_failed_build_reports_the_reason() -> None:
     whole = [profile("X:1x4:8x4:16x4")]
     with pytest.raises(Invalid, match="cannot read the ONNX file: no such operator; and another"):
         build_plan(Builder(errors=("no such operator", "and another")), b"", whole)
@@ -403,12 +395,12 @@ def test_what_keeps_a_plan_from_being_built_is_said() -> None:
 
 
 @pytest.mark.parametrize("text", ["X", "X:1x4:8x4", "X:1x4:8:16x4", "X:4:2:8", ":1:1:1", "X:a:b:c"])
-def test_a_range_of_shapes_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_range_of_shapes_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         profile(text)
 
 
-def test_the_command_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_missing_tensorrt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if "tensorrt" in sys.modules:
         pytest.skip("TensorRT is installed")
     assert main(["build-plan", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "model.plan")]) == 1
@@ -440,7 +432,7 @@ def test_on_hardware_a_plan_is_built_and_served(repository: Repository) -> None:
 # ------------------------------------------------------------------------------------------------------------- profiles
 
 
-def test_of_profiles_that_take_a_batch_the_nearest_is_chosen_and_the_first_of_equals() -> None:
+def test_the_nearest_allowed_profile_is_chosen_and_the_first_of_equals() -> None:
     def of(index: int, low: int, best: int, high: int) -> Profile:
         return Profile(index, {"X": ((low, 2), (best, 2), (high, 2))})
 
@@ -457,7 +449,7 @@ ranges_of = (
 
 
 @given(st.lists(ranges_of, min_size=1, max_size=4), sizes)
-def test_a_batch_gets_a_profile_exactly_where_one_takes_it(ranges: list[Mapping[str, Any]], rows: int) -> None:
+def test_a_batch_gets_a_profile_exactly_if_one_allows_it(ranges: list[Mapping[str, Any]], rows: int) -> None:
     found = [Profile(index, one) for index, one in enumerate(ranges)]
     shape: Mapping[str, Shape] = {"X": (rows,)}
     fitting = [one for one in found if one.ranges["X"][0] <= (rows,) <= one.ranges["X"][2]]

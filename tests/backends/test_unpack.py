@@ -1,4 +1,4 @@
-"""Archives of Python environments: nothing of one lies outside of its folder, and nothing stays that nobody holds."""
+"""Unpacking of Python environments: no file outside the folder, and no folder is left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.backends.child.unpack import unpack
+from flowserve.backends.worker.unpack import unpack_environment
 from flowserve.errors import Invalid
 from flowserve.temporary import UNPACKED, claim, give_up
 
@@ -29,7 +29,7 @@ def entry(
 ) -> tarfile.TarInfo:
     made = tarfile.TarInfo(name)
     made.type, made.linkname, made.mode, made.mtime, made.uid = kind, link, mode, mtime, 12345
-    if "\0" in name:  # which the usual header ends at
+    if "\0" in name:  # the usual header ends at a NUL
         made.pax_headers = {"path": name}
     return made
 
@@ -41,7 +41,7 @@ def unpacked(folder: Path, *entries: tarfile.TarInfo, content: bytes = b"x") -> 
             tar.addfile(one, io.BytesIO(content) if one.isreg() else None)
     made, fd = claim(UNPACKED)
     try:
-        unpack(str(folder / "env.tar.gz"), made)
+        unpack_environment(str(folder / "env.tar.gz"), made)
     except BaseException:
         give_up(made, fd)
         raise
@@ -63,7 +63,7 @@ def unpacked(folder: Path, *entries: tarfile.TarInfo, content: bytes = b"x") -> 
         [entry("device", tarfile.CHRTYPE)],
     ],
 )
-def test_an_archive_that_leads_out_of_its_folder_is_refused(
+def test_an_archive_with_an_entry_outside_its_folder_is_refused(
     tmp_path: Path, places: Path, entries: list[tarfile.TarInfo]
 ) -> None:
     (places / "precious").write_text("precious")
@@ -81,12 +81,12 @@ def test_an_archive_that_leads_out_of_its_folder_is_refused(
         (entry("a", mtime=1e30), "timestamp out of range"),
     ],
 )
-def test_an_entry_that_no_file_can_be_made_of_is_refused(tmp_path: Path, one: tarfile.TarInfo, why: str) -> None:
+def test_an_entry_that_is_no_file_folder_or_link_is_refused(tmp_path: Path, one: tarfile.TarInfo, why: str) -> None:
     with pytest.raises(Invalid, match=f"it cannot be unpacked: .*{why}"):
         unpacked(tmp_path, one)
 
 
-def test_links_stay_what_they_are_and_rights_become_usual_ones(tmp_path: Path) -> None:
+def test_links_are_kept_and_permissions_are_set_to_defaults(tmp_path: Path) -> None:
     folder = unpacked(
         tmp_path,
         entry("bin", tarfile.DIRTYPE, mode=0o555),
@@ -103,9 +103,7 @@ def test_links_stay_what_they_are_and_rights_become_usual_ones(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_an_environment_is_told_where_it_lies_as_conda_does(
-    tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_conda_unpack_is_run_in_the_new_folder(tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture) -> None:
     script = f"import os, sys; os.mkdir('told'); sys.exit('no such prefix' if {status} else 0)".encode()
     python = entry("bin/python", tarfile.SYMTYPE, sys.executable)
     with caplog.at_level(logging.WARNING):
@@ -114,8 +112,8 @@ def test_an_environment_is_told_where_it_lies_as_conda_does(
     assert caplog.messages == ["bin/conda-unpack failed: no such prefix"][:status]
 
 
-def test_what_a_killed_server_left_is_removed_by_whoever_unpacks_next(tmp_path: Path, places: Path) -> None:
+def test_folders_of_a_killed_server_are_removed_by_the_next_unpacking(tmp_path: Path, places: Path) -> None:
     _, fd = claim(UNPACKED)
-    os.close(fd)  # as the end of a process does
+    os.close(fd)  # as at the end of a process
     latest = unpacked(tmp_path, entry("x"))
     assert [*places.iterdir()] == [latest]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,16 @@ import pytest
 
 from bench.batches import EdgeBytes
 from bench.load import Measured
+from bench.measure import offered_rate
 from bench.processes import cpu_seconds
-from bench.ratios import Ratio, compare, echo_ratio, together
+from bench.ratios import Ratio, Target, compare, echo_ratio, together
 from bench.report import Results, as_json, write_plot
-from bench.runs import Best, Limit, Plan, Run, best_limits, summarise
-from bench.servers import BenchFailed, serving
-from bench.targets import Target
+from bench.runs import Best, Limit, Plan, Run, Variant, best_limits, summarise
+from bench.servers import BenchFailed, other_flowserve, serving
+
+INLINE = Variant("inline", "varying")
+PROCESS = Variant("process", "varying")
+VARYING = Variant("", "varying")
 
 
 def run(
@@ -30,10 +36,13 @@ def run(
     mean_batch: tuple[float, ...] = (2.0,),
     edges: dict[str, EdgeBytes] | None = None,
     cpu_s: float = 1.0,
+    variant: Variant | None = None,
 ) -> Run:
     measured = Measured(requests, 2.0, 1.0, 4.0 if server == "triton" else 1.0, 0.5, cpu_s)
     means = {f"node{i}": mean for i, mean in enumerate(mean_batch)}
-    return Run.of(work, server, concurrency, number, measured, means, edges)
+    if variant is None:
+        variant = {"triton": VARYING, "echo": Variant(), "uvicorn": Variant()}.get(server, INLINE)
+    return Run.of(work, variant, server, concurrency, number, measured, means, edges)
 
 
 def figures(ratios: list[Ratio]) -> dict[str, tuple[float, str | None]]:
@@ -58,40 +67,59 @@ def test_the_limit_is_the_batch_size_whose_median_is_best() -> None:
 
 
 def test_trusted_nodes_are_held_against_their_targets_and_threads_are_not() -> None:
-    rows = summarise([run("flowserve", 6000), run("triton", 2000)])
-    inline = {ratio.what: ratio for ratio in compare(rows, {}, "inline")}
-    assert inline["requests/s over Triton's"].figure == 3.0
+    rows = summarise([run("flowserve", 6800), run("triton", 2000)])
+    inline = {ratio.what: ratio for ratio in compare(rows, {})}
+    assert inline["requests/s over Triton's"].figure == 3.4
     assert inline["requests/s over Triton's"].verdict == "must"
     assert inline["p99 over Triton's"].verdict == "want"
-    assert {ratio.verdict for ratio in compare(rows, {}, "thread")} == {None}
+    rows = summarise([run("flowserve", 6800, variant=Variant("thread", "varying")), run("triton", 2000)])
+    assert {ratio.verdict for ratio in compare(rows, {})} == {None}
 
 
 def test_nodes_in_processes_are_held_against_targets_of_their_own() -> None:
-    rows = summarise([run("flowserve", 4000), run("triton", 2000)])
-    found = {ratio.what: ratio for ratio in compare(rows, {}, "process")}["requests/s over Triton's"]
-    assert (found.must, found.want, found.verdict) == (2.0, 3.0, "must")
+    rows = summarise([run("flowserve", 4400, variant=PROCESS), run("triton", 2000)])
+    found = {ratio.what: ratio for ratio in compare(rows, {})}["requests/s over Triton's"]
+    assert (found.must, found.want, found.verdict) == (2.1, 3.0, "must")
+
+
+def test_other_loads_than_the_plain_one_have_no_targets_and_an_open_loop_no_throughput() -> None:
+    def ratios(**fields: str) -> dict[str, tuple[float, str | None]]:
+        ours, peer = replace(INLINE, **fields), replace(VARYING, **fields)
+        rows = summarise([run("flowserve", 4000, variant=ours), run("triton", 2000, variant=peer)])
+        return figures(compare(rows, {"chain": Best(8, 1000.0, 1900.0)}))
+
+    both = {"requests/s over Triton's": (2.0, None), "p99 over Triton's": (0.25, None)}
+    assert ratios(shapes="rows") == ratios(heads="changing") == both
+    assert ratios(arrivals="60%") == {"p99 over Triton's": (0.25, None)}
+
+
+def test_fixed_and_varying_dims_are_different_loads() -> None:
+    runs = [run("flowserve", 4000), run("flowserve", 8000, variant=replace(INLINE, dims="fixed")), run("triton", 2000)]
+    rows = summarise(runs)
+    assert [row.requests_per_second for row in rows] == [2000.0, 4000.0, 1000.0]
+    assert [ratio.figure for ratio in compare(rows, {}) if ratio.what == "requests/s over Triton's"] == [2.0]
 
 
 def test_an_ensemble_is_compared_with_its_slowest_step_and_with_another_flowserve() -> None:
     runs = [run("flowserve", 900), run("slowest alone", 1000), run("before", 1000)]
-    assert figures(compare(summarise(runs), {}, "inline")) == {
+    assert figures(compare(summarise(runs), {})) == {
         "requests/s over its slowest step's": (0.9, "want"),
         "requests/s over before's": (0.9, "below"),
     }
 
 
-def test_what_a_work_costs_is_what_the_server_costs_less_an_echo() -> None:
+def test_the_cost_of_a_workload_excludes_that_of_an_echo() -> None:
     runs = [run("flowserve", 1000, work="cnn", cpu_s=3.0), run("echo", 1000, work="cnn", cpu_s=1.0)]
     limits = {"cnn": Best(8, 1000.0, 1900.0)}
-    share = figures(compare(summarise(runs), limits, "inline"))["direct CPU over the server's less an echo's"]
+    share = figures(compare(summarise(runs), limits))["direct CPU over the server's less an echo's"]
     assert share == (0.95, "want")
 
 
-def test_batches_that_stay_together_are_told_from_those_that_fall_apart() -> None:
+def test_batches_that_stay_together_are_distinguished_from_split_ones() -> None:
     edges = {"request > a": EdgeBytes(0, 256, 0, 0), "a > b": EdgeBytes(256, 0, 0, 256)}
     whole = run("flowserve", 1000, mean_batch=(16.0, 16.0, 15.9), edges=edges)
     assert figures(together(summarise([whole]))) == {
-        "rows the first node saw": (16.0, "want"),
+        "rows per batch of the first node": (16.0, "want"),
         "the last node's over them": (0.994, "must"),
         "bytes/request copied out of one batch": (0.0, "want"),
     }
@@ -102,13 +130,13 @@ def test_batches_that_stay_together_are_told_from_those_that_fall_apart() -> Non
 
 def test_an_extra_step_costs_half_of_what_two_more_steps_cost() -> None:
     rows = summarise([run("flowserve", 100_000, work="identity"), run("flowserve", 50_000)])
-    (step,) = compare(rows, {}, "inline")
+    (step,) = compare(rows, {})
     assert (step.what, round(step.figure, 3), step.verdict) == ("CPU us of an extra step", 5.0, "must")
 
 
 def test_noise_that_makes_three_steps_cheaper_than_one_is_shown_and_not_judged() -> None:
     rows = summarise([run("flowserve", 50_000, work="identity"), run("flowserve", 100_000)])
-    (step,) = compare(rows, {}, "inline")
+    (step,) = compare(rows, {})
     assert step.figure < 0
     assert step.verdict is None
 
@@ -121,22 +149,24 @@ def test_the_echo_is_compared_with_uvicorns() -> None:
 
 
 @pytest.mark.parametrize(("figure", "verdict"), [(5.1, "below"), (5.0, "must"), (2.1, "must"), (2.0, "want")])
-def test_where_less_is_better_the_verdicts_turn_round(figure: float, verdict: str) -> None:
+def test_verdicts_are_reversed_where_less_is_better(figure: float, verdict: str) -> None:
     assert Target(5.0, 2.0, less_is_better=True).verdict(figure) == verdict
 
 
 def results() -> Results:
     runs = [run("flowserve", 6000), run("triton", 2000), run("flowserve", 10, work="cnn", concurrency=8)]
-    return Results.of(Plan((8, 32), 2.0, 1, "inline"), 0.1, runs, [Limit("cnn", 1, 0, 10.0, 5.0)])
+    return Results.of(Plan((8, 32), 2.0, 1), 0.1, ["flowserve: here"], runs, [Limit("cnn", 1, 0, 10.0, 5.0)])
 
 
-def test_the_json_holds_the_raw_runs_and_what_was_made_of_them() -> None:
+def test_the_json_holds_the_raw_runs_and_the_derived_figures() -> None:
     record = json.loads(json.dumps(as_json(results())))
-    assert record["schema"] == 1
+    assert record["schema"] == 2
     assert record["limits"] == {"cnn": {"batch": 1, "rows_per_second": 10.0, "cpu_us": 5.0}}
     assert {row["server"] for row in record["summary"]} == {"flowserve", "triton"}
     assert len(record["runs"]) == 3
-    assert record["options"]["python_execution"] == "inline"
+    assert record["options"]["executions"] == ["inline"]
+    assert record["runs"][0]["variant"]["dims"] == "varying"
+    assert record["configuration"] == ["flowserve: here"]
 
 
 @pytest.mark.slow
@@ -158,13 +188,28 @@ def test_the_cpu_time_of_children_counts() -> None:
 
 
 @pytest.mark.server
-def test_a_server_that_does_not_start_is_reported_with_what_it_said(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such repository')"]
     with (
         pytest.raises(BenchFailed, match="status 1:\nno such repository"),
         serving("x", command, tmp_path / "log", environment={}),
     ):
         pass
+
+
+def test_another_flowserve_is_a_checkout_a_python_or_a_command(tmp_path: Path) -> None:
+    here = [sys.executable, "-m", "flowserve"]
+    assert other_flowserve(str(tmp_path)) == (here, tmp_path.resolve())
+    python = tmp_path / "python3"
+    python.touch()
+    # Not in the current folder, whose flowserve it would import instead of the installed one.
+    assert other_flowserve(str(python)) == ([str(python), "-m", "flowserve"], tmp_path)
+    assert other_flowserve("docker run image flowserve") == (["docker", "run", "image", "flowserve"], None)
+
+
+@pytest.mark.parametrize("arrivals", ["60%", "1500/s"])
+def test_a_rate_is_a_share_of_the_capacity_or_absolute(arrivals: str) -> None:
+    assert offered_rate(arrivals, 2000.0) == {"60%": 1200.0, "1500/s": 1500.0}[arrivals]
 
 
 def beside(root: Path, folder: Path) -> tuple[str, Any]:
@@ -186,7 +231,7 @@ def beside(root: Path, folder: Path) -> tuple[str, Any]:
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_a_checkout_of_another_flowserve_is_measured_in_turns_with_this_one(done_beside: tuple[str, Any]) -> None:
+def test_a_checkout_of_another_flowserve_is_measured_interleaved_with_this_one(done_beside: tuple[str, Any]) -> None:
     printed, record = done_beside
     assert [run["server"] for run in record["runs"]] == ["flowserve", "before"]
     assert set(record["runs"][0]["edges"]) == {
@@ -196,3 +241,5 @@ def test_a_checkout_of_another_flowserve_is_measured_in_turns_with_this_one(done
     }
     assert "do batches stay together?" in printed
     assert "requests/s over before's" in printed
+    assert f"flowserve: Python {platform.python_version()}" in printed
+    assert f"before: Python {platform.python_version()}" in printed

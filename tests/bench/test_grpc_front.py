@@ -21,7 +21,9 @@ def beside(root: Path, folder: Path) -> str:
 @pytest.mark.server
 def test_our_calls_are_held_against_those_of_empty_handlers(done_beside: str) -> None:
     rows = re.findall(
-        r"concurrency +(\d+): flowserve +(\d+), empty on asyncio +(\d+): .*, empty on pool +(\d+): ", done_beside
+        r"concurrency +(\d+): flowserve +(\d+) \(\d+ us\), "
+        r"empty on asyncio +(\d+) .*, empty on pool +(\d+) \(\d+ us\): ",
+        done_beside,
     )
     assert [row[0] for row in rows] == ["2"]
     assert all(int(rate) > 0 for row in rows for rate in row[1:])

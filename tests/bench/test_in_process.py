@@ -16,6 +16,6 @@ def test_all_three_ways_of_asking_are_timed(capsys: pytest.CaptureFixture[str]) 
         assert way in printed
 
 
-def test_the_target_is_said_to_be_reached_or_missed() -> None:
+def test_the_target_is_reported_as_reached_or_missed() -> None:
     assert "2.00 times (at most 3: reached)" in str(Costs(10, 20, 50))
     assert "4.00 times (at most 3: missed)" in str(Costs(10, 40, 50))

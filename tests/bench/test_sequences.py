@@ -15,7 +15,8 @@ def test_a_stateful_model_is_set_against_the_same_model_without_state(capsys: py
     main(["--sequences", "4", "--seconds", "0.2", "--rounds", "1"])
     said = capsys.readouterr().out
     found = re.fullmatch(
-        r"4 sequences: (\d+) requests/s, (\d+) without state; (\d\.\d\d) of it \((want|must|below): at least 0\.7\)\n",
+        r"4 sequences: (\d+) requests/s \(\d+ us CPU each\), (\d+) \(\d+ us\) without state; "
+        r"(\d\.\d\d) of it \((want|must|below): at least 0\.7\)\n",
         said,
     )
     assert found, said

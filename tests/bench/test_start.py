@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bench.__main__ import main
-from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.processes.children import SUPPORTED
 
 pytestmark = [pytest.mark.server, pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")]
 
@@ -27,7 +27,9 @@ def test_the_start_of_some_models_is_timed_and_all_their_processes_are_weighed(
     # The server, the process that forks, and one for each model.
     assert [(int(one[1]), int(one[3])) for one in said if one] == [(1, 3), (3, 5)]
     one, three = (int(found[4]) for found in said if found)
-    assert 10 < one < three < 400
+    # Pages that other processes of the machine share count less, so the two readings cannot be compared exactly.
+    assert 10 < one < 400
+    assert 10 < three < 400
 
 
 def test_a_hundred_models_in_processes_start_in_less_than_half_a_minute(capsys: pytest.CaptureFixture[str]) -> None:

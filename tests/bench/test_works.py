@@ -15,17 +15,22 @@ from flowserve.config.parse import parse_model_config
 
 @pytest.mark.parametrize("name", WORKS)
 @pytest.mark.parametrize("onnx_steps", Onnxruntime)
-def test_every_model_of_a_repository_has_a_config_that_parses_and_what_its_backend_loads(
-    name: str, onnx_steps: Onnxruntime, tmp_path: Path
+@pytest.mark.parametrize("varying", [False, True], ids=["fixed", "varying"])
+def test_every_model_of_a_repository_has_a_valid_config_and_its_model_file(
+    name: str, onnx_steps: Onnxruntime, varying: bool, tmp_path: Path
 ) -> None:
     work = WORKS[name]
-    write_repository(work, tmp_path, onnx_steps)
-    assert {folder.name for folder in tmp_path.iterdir()} == {*served_models(work), work.name}
+    write_repository(work, tmp_path, onnx_steps, varying=varying)
+    deployments = {deployment.name for deployment in work.deployments}
+    assert {folder.name for folder in tmp_path.iterdir()} == {*served_models(work), *deployments}
 
     needs = {"python": "model.py", "onnxruntime": "model.onnx"}
     for folder in tmp_path.iterdir():
         message, _ = parse_model_config((folder / "config.pbtxt").read_text(), f"{folder.name}/config.pbtxt", "pbtxt")
         assert message.name == folder.name
+        if folder.name in deployments:
+            dims = [-1] * len(work.dims) if varying else [*work.dims]
+            assert [*message.input[0].dims] == dims
         if message.backend:
             assert (folder / "1" / needs[message.backend]).is_file()
         else:
@@ -42,7 +47,7 @@ def test_answers_differ_by_far_more_than_the_generator_tolerates(name: str) -> N
 
 
 @pytest.mark.parametrize("name", [name for name, work in WORKS.items() if work.slowest])
-def test_a_slowest_step_alone_is_one_of_the_served_models_and_answers_for_itself(name: str) -> None:
+def test_the_slowest_step_is_also_served_as_a_model_of_its_own(name: str) -> None:
     work = WORKS[name]
     alone = work.alone()
     rows = alone.rows(2)
@@ -50,10 +55,19 @@ def test_a_slowest_step_alone_is_one_of_the_served_models_and_answers_for_itself
     np.testing.assert_array_equal(alone.direct()(rows), rows + 1)
 
 
-def test_the_chain_computes_what_its_three_steps_say() -> None:
+def test_the_chain_computes_the_composition_of_its_three_steps() -> None:
     chain = WORKS["chain"]
     rows = chain.rows(2)
     np.testing.assert_array_equal(chain.direct()(rows), rows * 2 + 1 - 3)
+
+
+def test_two_deployments_share_the_model_in_the_middle_and_compute_different_numbers() -> None:
+    work = WORKS["shared"]
+    assert work.partner is not None
+    assert served_models(work).count("shared_add") == 1
+    rows = work.rows(2)
+    np.testing.assert_array_equal(work.direct()(rows), rows * 2 + 1 - 3)
+    np.testing.assert_array_equal(work.partner.direct()(rows), rows * 3 + 1 - 3)
 
 
 def test_the_diamond_joins_both_its_branches() -> None:

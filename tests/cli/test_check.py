@@ -1,4 +1,4 @@
-"""`flowserve check` on real folders: what it prints, where, and its exit status."""
+"""`flowserve check` on real folders: output and exit status."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Checked = tuple[int, str, str]
 
 
 def write_identity(path: Path) -> None:
-    """An ONNX file that hands on X [batch, 4] as Y."""
-    shape = ["batch", 4]
+    """An ONNX file that returns X [batch, 4] as Y."""
+    shape: list[str | int | None] = ["batch", 4]
     graph = onnx.helper.make_graph(
         [onnx.helper.make_node("Identity", ["X"], ["Y"])],
         "identity",
@@ -54,7 +54,7 @@ ensemble_scheduling {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """The model "same" without any configuration, and the ensemble "pipe" of it."""
+    """The model "same" without a configuration, and the ensemble "pipe" around it."""
     write_identity(tmp_path / "models" / "same" / "1" / "model.onnx")
     (tmp_path / "models" / "pipe" / "1").mkdir(parents=True)
     (tmp_path / "models" / "pipe" / "config.pbtxt").write_text(ENSEMBLE)
@@ -100,10 +100,10 @@ def test_every_problem_of_every_model_is_printed_with_its_place(
     assert any(line.startswith("pipe/config.pbtxt:2:1: error: ensemble pipe allows maximum") for line in lines)
     assert any(line.startswith("pipe/config.pbtxt:9:") and line.endswith(" [G5]") for line in lines)
     assert any("input X in model same is not mapped" in line and line.endswith(" [G7]") for line in lines)
-    assert lines[-1].endswith("1 of 3 deployments are right")
+    assert lines[-1].endswith("1 of 3 deployments are valid")
 
 
-def test_one_deployments_folder_is_checked_with_what_it_is_made_of(repository: Path) -> None:
+def test_one_deployments_folder_is_checked_with_its_models(repository: Path) -> None:
     def of(name: str) -> Checked:
         out, err = io.StringIO(), io.StringIO()
         return check([repository / name], out, err, color=False), out.getvalue(), err.getvalue()
@@ -120,7 +120,7 @@ def test_one_deployments_folder_is_checked_with_what_it_is_made_of(repository: P
 
 
 @pytest.mark.fault("C1")
-def test_a_file_that_is_no_configuration_at_all_is_one_problem_among_the_others(
+def test_an_unparsable_configuration_is_one_problem_among_others(
     checked: Callable[..., Checked], repository: Path
 ) -> None:
     (repository / "same" / "config.pbtxt").write_bytes(bytes(range(256)) * 40)
@@ -157,7 +157,7 @@ def test_repositories_that_are_served_together_are_checked_together(
     assert json.loads(capsys.readouterr().out)["right"] == ["pipe", "same"]
 
 
-def test_a_repository_that_is_not_there_is_a_problem(checked: Callable[..., Checked], tmp_path: Path) -> None:
+def test_a_missing_repository_is_a_problem(checked: Callable[..., Checked], tmp_path: Path) -> None:
     status, _, err = checked(tmp_path / "nowhere")
     assert status == 1
     assert "does not exist" in err
@@ -172,7 +172,7 @@ def test_warnings_do_not_fail_a_check(checked: Callable[..., Checked], repositor
     assert checked()[2].startswith("same/old: warning: ")
 
 
-def test_colors_come_only_where_they_were_asked_for(checked: Callable[..., Checked], repository: Path) -> None:
+def test_colors_are_printed_only_on_request(checked: Callable[..., Checked], repository: Path) -> None:
     edit(repository, '"same"', '"some"')
     assert "\x1b" not in checked()[2]
     assert "\x1b[31merror:\x1b[0m" in checked(color=True)[2]
@@ -181,7 +181,7 @@ def test_colors_come_only_where_they_were_asked_for(checked: Callable[..., Check
 @pytest.mark.parametrize(
     ("environment", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
-def test_a_terminal_gets_colors_unless_it_has_none_or_nobody_wants_them(
+def test_a_terminal_gets_colors_unless_they_are_disabled(
     environment: dict[str, str], is_coloured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = io.StringIO()
@@ -211,9 +211,7 @@ def test_the_command_exits_as_the_check_says(repository: Path) -> None:
     assert 'did you mean "same"?' in bad.stderr
 
 
-def test_a_backend_that_is_not_there_is_found_before_the_server_is_started(
-    repository: Path, checked: Callable[..., Checked]
-) -> None:
+def test_a_missing_backend_is_found_without_a_server(repository: Path, checked: Callable[..., Checked]) -> None:
     (repository / "same" / "config.pbtxt").write_text(
         'backend: "pyton" max_batch_size: 4\n'
         'input { name: "X" data_type: TYPE_FP32 dims: 4 } output { name: "Y" data_type: TYPE_FP32 dims: 4 }\n'
@@ -224,7 +222,7 @@ def test_a_backend_that_is_not_there_is_found_before_the_server_is_started(
     assert 'did you mean "python"?' in err
 
 
-def test_a_configuration_with_a_name_counts_where_a_model_has_it(repository: Path) -> None:
+def test_a_named_configuration_is_used_by_models_that_have_it(repository: Path) -> None:
     def says(config_name: str) -> Checked:
         out, err = io.StringIO(), io.StringIO()
         return check([repository], out, err, color=False, config_name=config_name), out.getvalue(), err.getvalue()
@@ -238,7 +236,7 @@ def test_a_configuration_with_a_name_counts_where_a_model_has_it(repository: Pat
     assert f"{folder.name}/configs/small.pbtxt:1:" in err
 
 
-def test_a_model_whose_own_code_breaks_when_it_is_asked_does_not_take_the_command_with_it(
+def test_a_model_whose_own_code_crashes_during_completion_does_not_end_the_command(
     checked: Callable[..., Checked], repository: Path
 ) -> None:
     (repository / "dies/1").mkdir(parents=True)
@@ -252,7 +250,7 @@ def test_a_model_whose_own_code_breaks_when_it_is_asked_does_not_take_the_comman
     assert "SIGABRT" in err
 
 
-def test_a_models_file_that_is_not_what_its_whole_configuration_says_is_found_without_loading_it(
+def test_a_model_file_that_contradicts_a_complete_configuration_is_found_without_loading_it(
     checked: Callable[..., Checked], repository: Path
 ) -> None:
     (repository / "same" / "config.pbtxt").write_text(
@@ -275,7 +273,7 @@ version_policy { all { } }
 """
 
 
-def test_every_version_and_every_file_beside_it_is_looked_at_and_nothing_is_run(
+def test_every_version_and_every_file_beside_it_is_checked_without_running_code(
     checked: Callable[..., Checked], repository: Path
 ) -> None:
     for path, text in {
@@ -296,7 +294,7 @@ def test_every_version_and_every_file_beside_it_is_looked_at_and_nothing_is_run(
     assert "\n3 problems" in err
 
 
-def test_a_missing_version_is_told_once_and_a_file_that_cannot_be_read_is_named_once(
+def test_a_missing_version_and_an_unreadable_file_are_reported_once(
     checked: Callable[..., Checked], repository: Path
 ) -> None:
     (repository / "own/1/model.py").mkdir(parents=True)
@@ -309,8 +307,8 @@ def test_a_missing_version_is_told_once_and_a_file_that_cannot_be_read_is_named_
     ]
 
 
-def test_a_model_file_that_cannot_be_used_is_what_a_program_is_told(repository: Path) -> None:
-    """Whether it had to be asked, or its configuration is whole; whoever runs code for it tells the line."""
+def test_an_unusable_model_file_is_reported_in_json(repository: Path) -> None:
+    """With and without completion; an exception of the model's own code is reported with its line."""
     whole = (
         'backend: "onnxruntime"\nmax_batch_size: 4\n'
         'input { name: "X" data_type: TYPE_FP32 dims: 4 }\noutput { name: "Y" data_type: TYPE_FP32 dims: 4 }\n'
@@ -338,13 +336,13 @@ def test_a_model_file_that_cannot_be_used_is_what_a_program_is_told(repository: 
 
 
 def rules(err: str) -> list[str]:
-    """Which rules are broken, where."""
+    """The broken rules with their places."""
     return [
         f"{line.split(': ')[0]} {line[line.rindex('[') + 1 : -1]}" for line in err.splitlines() if line.endswith("]")
     ]
 
 
-def test_no_mistake_waits_for_another_to_be_mended(checked: Callable[..., Checked], repository: Path) -> None:
+def test_all_mistakes_are_reported_at_once(checked: Callable[..., Checked], repository: Path) -> None:
     """A model that is wrong by itself is compared with its file, an ensemble with its models; one without any version
     too.
     """
@@ -370,8 +368,8 @@ def test_no_mistake_waits_for_another_to_be_mended(checked: Callable[..., Checke
     assert 'pipe/config.pbtxt:4:1: error: Message type "inference.ModelConfig" has no field named "dyn' in err
 
 
-def test_what_a_mistake_brings_along_is_not_told(checked: Callable[..., Checked], repository: Path) -> None:
-    """Where a batch size or a tensor is wrong, no more is said of what is judged by it, here or in ensembles of it."""
+def test_consequences_of_a_mistake_are_not_reported(checked: Callable[..., Checked], repository: Path) -> None:
+    """If a batch size or a tensor is invalid, checks that depend on it are skipped, here and in ensembles."""
     write_identity(repository / "good/1/model.onnx")
     for name, text in {
         "same": 'max_batch_size: -1\ninput { name: "X" data_type: TYPE_FP32 dims: 4 }\n'
@@ -393,7 +391,7 @@ def test_what_a_mistake_brings_along_is_not_told(checked: Callable[..., Checked]
     ]
 
 
-def test_for_a_program_everything_is_one_line_of_json(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_one_line(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (repository / "same" / "old").mkdir()
     edit(repository, '"X" value', '"Z" value')
     assert main(["check", str(repository), "--json"]) == 1
@@ -439,28 +437,28 @@ def test_ctrl_c_ends_a_check_that_waits_for_a_models_code(repository: Path, tmp_
 
 
 @pytest.mark.parametrize("module", ["argparse", "numpy"])
-def test_ctrl_c_while_the_program_is_still_being_read_ends_it_in_silence(module: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_ends_the_process_silently(module: str, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text("import os, signal\n\nos.kill(os.getpid(), signal.SIGINT)\n")
     command = [sys.executable, "-m", "flowserve", "check", str(tmp_path)]
     checking = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert (checking.returncode, checking.stdout, checking.stderr) == (130, "", "")
 
 
-def test_a_folder_without_any_model_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_models_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path)]) == 0
     assert capsys.readouterr().err.startswith("warning: there is no model here [R11]\n    a repository is a folder of")
     assert main(["graph", str(tmp_path)]) == 1
     assert "nothing to draw" in capsys.readouterr().err
 
 
-def test_a_link_that_leads_in_a_circle_is_no_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_circular_link_is_no_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for command in ("check", "graph"):
         assert main([command, str(tmp_path / "loop")]) == 1
         assert "cannot be read: Too many levels of symbolic links" in capsys.readouterr().err
 
 
-def test_characters_that_the_output_does_not_have_are_escaped_and_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_unencodable_characters_are_escaped_and_a_full_disk_is_reported(tmp_path: Path) -> None:
     write_identity(tmp_path / "größe" / "1" / "model.onnx")
     command = [sys.executable, "-m", "flowserve", "check", str(tmp_path)]
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}

@@ -1,4 +1,4 @@
-"""`flowserve graph`: which deployment it draws, into what, and what it says where it cannot."""
+"""`flowserve graph`: selection of the deployment, output formats, errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from flowserve.cli.main import PICTURES, main
 from flowserve.render.formats import RENDERERS
 from flowserve.render.jsontext import graph_document
-from flowserve.testing.pictures import READ_TEXT_FACTS, read_text_graph
+from tests.support.pictures import READ_TEXT_FACTS, read_text_graph
 
 MODEL = """\
 backend: "python"
@@ -41,7 +41,7 @@ Drawn = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """`same`, the ensemble `inner` of it, and the ensemble `outer` of that."""
+    """The model `same`, the ensemble `inner` around it, and the ensemble `outer` around `inner`."""
     home = tmp_path / "models"
     texts = {"same": MODEL}
     texts |= {"inner": ENSEMBLE % ("same", "X", "Y"), "outer": ENSEMBLE % ("inner", "x", "y")}
@@ -80,7 +80,7 @@ def test_a_model_is_named_after_its_repository_or_by_its_own_folder(drawn: Drawn
 
 
 @pytest.mark.parametrize("suffix", ["txt", "dot", "gv", "mmd", "svg", "png", "html", "json"])
-def test_the_name_of_the_file_says_which_picture_it_holds(drawn: Drawn, repository: Path, suffix: str) -> None:
+def test_the_file_name_selects_the_format(drawn: Drawn, repository: Path, suffix: str) -> None:
     file = repository / f"outer.{suffix}"
     if suffix == "png":
         pytest.importorskip("PIL", reason="needs Pillow")
@@ -97,7 +97,7 @@ def test_json_goes_to_standard_output_for_other_programs(repository: Path) -> No
     assert document["nodes"][0]["place"] == "inner/config.pbtxt:6:3"
 
 
-def test_what_cannot_be_drawn_is_said_in_one_line(drawn: Drawn, repository: Path) -> None:
+def test_an_undrawable_target_is_reported_in_one_line(drawn: Drawn, repository: Path) -> None:
     for arguments, said in {
         (repository, "--format", "svg"): "which deployment shall be drawn? Name one of: inner, outer, same",
         (repository, "uter"): "no deployment is called 'uter' (did you mean \"outer\"?)",
@@ -113,7 +113,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line(drawn: Drawn, repository: Path
         assert err.count("\n") == 1
 
 
-def test_a_mistake_elsewhere_does_not_keep_a_graph_from_being_drawn(drawn: Drawn, repository: Path) -> None:
+def test_a_mistake_in_another_deployment_does_not_prevent_drawing(drawn: Drawn, repository: Path) -> None:
     (repository / "outer" / "config.pbtxt").write_text("max_batch_size: -1")
     assert drawn(repository, "inner")[0] == 0
     for arguments in ((repository, "outer"), (repository,)):

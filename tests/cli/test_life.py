@@ -1,4 +1,4 @@
-"""A server's life as its operator sees it: starting, refusing to start, and ending. Real processes throughout."""
+"""Start and end of server processes, as an operator sees them. End-to-end tests with real processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BODY = {"inputs": [{"name": "X", "shape": [1], "datatype": "FP32", "data": [1.5]
 
 
 def write_model(repository: Path, name: str, *, initialize: str = "pass", execute: str = "pass") -> Path:
-    """A Python model that echoes X as Y. Returns the file it makes when it begins to execute."""
+    """A Python model that echoes X as Y. Returns the file it creates when it starts to execute."""
     version = repository / name / "1"
     version.mkdir(parents=True)
     started = repository.parent / f"{name}.started"
@@ -62,7 +62,7 @@ def write_model(repository: Path, name: str, *, initialize: str = "pass", execut
 
 
 def wait_for(file: Path) -> str:
-    """The body of an `execute` that ends when the test makes `file`."""
+    """The body of an `execute` that returns when the test creates `file`."""
     return f"while not pathlib.Path({str(file)!r}).exists(): time.sleep(0.01)"
 
 
@@ -77,7 +77,7 @@ def get(served: Served, path: str) -> httpx.Response:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Ask again until it holds; nothing tells us when another process has come that far."""
+    """Poll until the condition holds; there is no notification from another process."""
     patience = time.monotonic() + 30
     while time.monotonic() < patience:
         if condition():
@@ -91,12 +91,12 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server without any model, on port zero, for whoever leaves it as it is."""
+    """A server without models, on port zero, for tests that do not change it."""
     with serving(tmp_path_factory.mktemp("empty"), "--http-port", "0") as served:
         yield served
 
 
-def test_a_start_tells_what_loads_what_is_served_and_where(tmp_path: Path, serve: Serve) -> None:
+def test_a_start_prints_loading_models_deployments_and_the_url(tmp_path: Path, serve: Serve) -> None:
     write_model(tmp_path, "echo")
     served = serve(tmp_path)
     assert "loading echo" in served.lines
@@ -164,7 +164,7 @@ def test_a_port_that_is_not_permitted_is_named(tmp_path: Path, serve: Serve) -> 
 
 
 @pytest.mark.fault("K6")
-def test_a_model_that_cannot_be_read_is_unavailable_and_says_why(tmp_path: Path, serve: Serve) -> None:
+def test_an_unreadable_model_is_unavailable_with_the_reason(tmp_path: Path, serve: Serve) -> None:
     if os.geteuid() == 0:
         pytest.skip("the administrator may read everything")
     write_model(tmp_path, "echo")
@@ -192,7 +192,7 @@ def test_a_model_that_fails_to_load_ends_the_start_and_is_explained(tmp_path: Pa
     assert "--exit-on-error false serves the models that did load" in ended.value.log
 
 
-def test_what_does_load_is_served_when_the_operator_says_so(tmp_path: Path, serve: Serve) -> None:
+def test_models_that_load_are_served_with_exit_on_error_false(tmp_path: Path, serve: Serve) -> None:
     write_model(tmp_path, "good")
     write_model(tmp_path, "bad", initialize="raise RuntimeError('no weights today')")
     served = serve(tmp_path, "--exit-on-error", "false")
@@ -201,14 +201,14 @@ def test_what_does_load_is_served_when_the_operator_says_so(tmp_path: Path, serv
     assert any("bad" in line and "not available" in line for line in served.lines)
 
 
-def test_strict_readiness_can_be_given_up(tmp_path: Path, serve: Serve) -> None:
+def test_strict_readiness_can_be_disabled(tmp_path: Path, serve: Serve) -> None:
     write_model(tmp_path, "bad", initialize="raise RuntimeError('no weights today')")
     served = serve(tmp_path, "--exit-on-error=0", "--strict-readiness=0")
     assert get(served, "/v2/health/ready").status_code == 200
 
 
-def test_a_low_limit_of_descriptors_is_raised_as_far_as_it_may_be(tmp_path: Path, serve: Serve) -> None:
-    """Each model in a process takes some; the usual 1024 are few."""
+def test_a_low_descriptor_limit_is_raised_to_the_hard_limit(tmp_path: Path, serve: Serve) -> None:
+    """Each model in a process needs some; the usual 1024 are little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # inherited
     try:
@@ -224,9 +224,7 @@ def test_a_low_limit_of_descriptors_is_raised_as_far_as_it_may_be(tmp_path: Path
 
 @pytest.mark.fault("X1", "X2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_requests_under_way_finish_and_new_ones_are_refused(
-    tmp_path: Path, serve: Serve, number: signal.Signals
-) -> None:
+def test_running_requests_finish_and_new_ones_are_refused(tmp_path: Path, serve: Serve, number: signal.Signals) -> None:
     done = tmp_path / "done"
     started = write_model(tmp_path / "models", "slow", execute=wait_for(done))
     served = serve(tmp_path / "models")
@@ -253,7 +251,7 @@ def test_a_request_on_an_open_connection_is_refused_while_draining(tmp_path: Pat
     with ThreadPoolExecutor(1) as clients, socket.create_connection(("127.0.0.1", served.port), timeout=10) as half:
         answer = clients.submit(infer, served, "slow")
         wait_until(started.exists, "the request runs")
-        half.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n")  # not idle any more, and not complete
+        half.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n")  # neither idle nor complete
         wait_until(lambda: get(served, "/v2/health/ready").status_code == 200, "the half request has arrived")
         served.process.send_signal(signal.SIGTERM)
         wait_until(lambda: _is_stopping(served), "the signal has arrived")
@@ -265,7 +263,7 @@ def test_a_request_on_an_open_connection_is_refused_while_draining(tmp_path: Pat
 
 
 @pytest.mark.fault("X3")
-def test_idle_connections_are_closed_at_once_and_do_not_delay_the_end(tmp_path: Path, serve: Serve) -> None:
+def test_idle_connections_are_closed_at_once_and_do_not_delay_the_exit(tmp_path: Path, serve: Serve) -> None:
     served = serve(tmp_path)
     with socket.create_connection(("127.0.0.1", served.port), timeout=5) as idle:
         idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -275,7 +273,7 @@ def test_idle_connections_are_closed_at_once_and_do_not_delay_the_end(tmp_path: 
 
 
 @pytest.mark.fault("X5")
-def test_a_model_that_hangs_does_not_keep_the_process_past_its_time_and_is_named(tmp_path: Path, serve: Serve) -> None:
+def test_a_hanging_model_does_not_outlast_the_exit_timeout_and_is_named(tmp_path: Path, serve: Serve) -> None:
     started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
     served = serve(tmp_path / "models", "--exit-timeout-secs", "1")
     with ThreadPoolExecutor(1) as clients:
@@ -288,13 +286,11 @@ def test_a_model_that_hangs_does_not_keep_the_process_past_its_time_and_is_named
 
 
 @pytest.mark.fault("X5")
-def test_a_model_that_hangs_is_named_where_its_client_leaves_while_the_server_ends(
-    tmp_path: Path, serve: Serve
-) -> None:
+def test_a_hanging_model_is_named_if_its_client_disconnects_during_the_drain(tmp_path: Path, serve: Serve) -> None:
     started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
     served = serve(tmp_path / "models", "--exit-timeout-secs", "3")
     with ThreadPoolExecutor(1) as clients:
-        answer = clients.submit(infer, served, "stuck", 1.5)  # longer than the loop gets beyond the exit timeout
+        answer = clients.submit(infer, served, "stuck", 1.5)  # longer than the grace period after the exit timeout
         wait_until(started.exists, "the request runs")
         assert served.stop(within_s=10) == 1
         assert isinstance(answer.exception(), httpx.ReadTimeout)
@@ -302,7 +298,7 @@ def test_a_model_that_hangs_is_named_where_its_client_leaves_while_the_server_en
 
 
 @pytest.mark.fault("X5")
-def test_a_model_that_hangs_on_the_event_loop_does_not_keep_the_process_either(tmp_path: Path, serve: Serve) -> None:
+def test_a_model_that_blocks_the_event_loop_does_not_outlast_the_exit_timeout(tmp_path: Path, serve: Serve) -> None:
     started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
     served = serve(tmp_path / "models", "--exit-timeout-secs", "1", "--python-execution", "inline")
     with ThreadPoolExecutor(1) as clients:
@@ -314,9 +310,7 @@ def test_a_model_that_hangs_on_the_event_loop_does_not_keep_the_process_either(t
 
 
 @pytest.mark.fault("X5")
-def test_a_request_that_still_waits_for_company_at_the_end_is_not_passed_over_in_silence(
-    tmp_path: Path, serve: Serve
-) -> None:
+def test_a_request_still_waiting_for_a_batch_at_the_end_is_answered(tmp_path: Path, serve: Serve) -> None:
     write_model(tmp_path / "models", "waits")
     batching = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 600000000 }"
     config = tmp_path / "models/waits/config.pbtxt"
@@ -348,9 +342,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, serve: Serve) 
         assert isinstance(answer.exception(), httpx.HTTPError)
 
 
-def test_a_model_that_computes_for_callers_who_have_left_is_named_when_the_server_stops(
-    tmp_path: Path, serve: Serve
-) -> None:
+def test_a_model_busy_for_disconnected_callers_is_named_when_the_server_stops(tmp_path: Path, serve: Serve) -> None:
     started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
     served = serve(tmp_path / "models")
     with pytest.raises(httpx.ReadTimeout):
@@ -386,5 +378,5 @@ def _pending(served: Served, name: str) -> int:
 
 
 def _is_stopping(served: Served) -> bool:
-    """Asked on a connection of its own: who probes a server that ends is not turned away."""
+    """Uses its own connection: health checks of a draining server are answered."""
     return get(served, "/v2/health/ready").status_code == 400

@@ -1,4 +1,4 @@
-"""The load generator's closed loop, on a clock that jumps."""
+"""The closed-loop load generator, on a mock clock."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import pytest
 import trio
 import trio.testing
 
-from flowserve.cli.load import PATIENCE_S, measure
-from flowserve.cli.sequence_load import Sequences, measure_sequences
+from flowserve.cli.load import ANSWER_TIMEOUT_S, SequenceClient, measure, measure_sequences
 from flowserve.errors import Invalid, Unavailable
 
 
-async def test_a_server_that_never_answers_does_not_hold_up_the_measurement(
+async def test_a_server_that_never_answers_does_not_block_the_measurement(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     with pytest.raises(Unavailable, match="were not answered within 10 s"):
         await measure([trio.sleep_forever], 1)
-    assert trio.current_time() < 2 + PATIENCE_S
+    assert trio.current_time() < 2 + ANSWER_TIMEOUT_S
 
 
-async def test_answers_count_although_one_never_comes(autojump_clock: trio.testing.MockClock) -> None:
+async def test_responses_count_even_if_one_never_arrives(autojump_clock: trio.testing.MockClock) -> None:
     async def quick() -> None:
         await trio.sleep(0.01)
 
@@ -29,7 +28,7 @@ async def test_answers_count_although_one_never_comes(autojump_clock: trio.testi
     assert (measured.failed, "were not answered" in measured.why) == (1, True)
 
 
-async def test_a_sequence_begins_once_ends_once_and_is_given_up_where_a_request_fails() -> None:
+async def test_a_sequence_starts_once_ends_once_and_is_abandoned_if_a_request_fails() -> None:
     sent: list[tuple[int | str, bool, bool]] = []
 
     async def send(sequence_id: int | str, start: bool, end: bool) -> None:
@@ -38,12 +37,12 @@ async def test_a_sequence_begins_once_ends_once_and_is_given_up_where_a_request_
             raise Invalid("no")
 
     ids = iter("abcd")
-    sequences = Sequences(send, 3, lambda: next(ids))
+    sequences = SequenceClient(send, 3, lambda: next(ids))
     for _ in range(3):
-        await sequences.ask()
+        await sequences.send_next()
     with pytest.raises(Invalid):
-        await sequences.ask()
-    await sequences.ask()
+        await sequences.send_next()
+    await sequences.send_next()
     await sequences.end()
     await sequences.end()
     first = [("a", True, False), ("a", False, False), ("a", False, True)]

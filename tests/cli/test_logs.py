@@ -1,4 +1,4 @@
-"""A log line is one line, whoever wrote the words in it."""
+"""A log record is one line, whatever its text contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.cli.logs import LineFormatter, configure, escape, thread_failed
+from flowserve.cli.logs import LineFormatter, configure, escape, log_thread_exception
 from flowserve.cli.options import RunOptions
 from flowserve.cli.run import run
 from flowserve.observe.log_settings import LogChoice
@@ -20,14 +20,14 @@ def _record(message: str, *arguments: object) -> logging.LogRecord:
 
 
 @pytest.mark.fault("Z4")
-def test_what_a_client_sent_cannot_forge_a_line() -> None:
+def test_client_text_cannot_forge_a_log_line() -> None:
     line = LineFormatter("default").format(_record("request %s", "a\nI0101 forged\r\x1b[31m\u2028b\x00"))
     assert line.endswith("request a\\nI0101 forged\\r\\x1b[31m\\u2028b\\x00")
     assert len(line.splitlines()) == 1
 
 
 @pytest.mark.fault("Z4")
-def test_a_traceback_is_lines_below_its_record_none_of_which_can_be_taken_for_another() -> None:
+def test_lines_of_a_traceback_cannot_be_mistaken_for_records() -> None:
     record = _record("a model failed\nI0101 forged")
     try:
         raise ValueError("first\nE1121 14:03:05.250000 flowserve.http] forged\r\x1b[2K\u2028I0101 forged")
@@ -50,7 +50,7 @@ def test_lines_that_a_models_process_printed_as_one_record_are_one() -> None:
     assert below == ["      File", "    ValueError: \\x1b[2Kx"]
 
 
-def test_what_nobody_caught_in_a_thread_is_a_record_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_uncaught_exception_in_a_thread_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     def raised(error: BaseException) -> threading.ExceptHookArgs:
         try:
             raise error
@@ -59,14 +59,14 @@ def test_what_nobody_caught_in_a_thread_is_a_record_with_its_traceback(caplog: p
                 (type(caught), caught, caught.__traceback__, threading.Thread(name="worker"))
             )
 
-    thread_failed(raised(SystemExit(1)))  # with which a thread may end
-    thread_failed(raised(ValueError("not now")))
+    log_thread_exception(raised(SystemExit(1)))  # a normal end of a thread
+    log_thread_exception(raised(ValueError("not now")))
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == ("ERROR", "exception in thread worker")
     assert LineFormatter("default").format(record).splitlines()[-1] == "    ValueError: not now"
 
 
-def test_both_formats_tell_time_level_and_room() -> None:
+def test_both_formats_show_time_level_and_logger() -> None:
     record = _record("text")
     record.created = 1_763_733_785.25
     assert LineFormatter("default").format(record) == "W1121 14:03:05.250000 flowserve.http] text"
@@ -79,7 +79,7 @@ def test_letters_of_every_script_pass_unchanged() -> None:
 
 @pytest.fixture
 def loggers() -> Iterator[logging.Logger]:
-    """The loggers of the program, put back afterwards."""
+    """The program's loggers, restored afterwards."""
     root, own = logging.getLogger(), logging.getLogger("flowserve")
     before = root.handlers[:], root.level, own.level
     yield own
@@ -88,7 +88,7 @@ def loggers() -> Iterator[logging.Logger]:
     own.setLevel(before[2])
 
 
-def test_what_the_log_says_changes_while_the_server_runs(
+def test_log_settings_can_change_while_the_server_runs(
     loggers: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said() -> list[str]:
@@ -109,7 +109,7 @@ def test_what_the_log_says_changes_while_the_server_runs(
     assert capsys.readouterr().err.split(" ", 1)[1] == "WARNING flowserve] text\n"
 
 
-def test_the_log_goes_into_the_operators_file_and_follows_it_when_it_is_moved_away(
+def test_the_log_goes_to_the_operators_file_and_reopens_it_after_rotation(
     loggers: logging.Logger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "server.log"

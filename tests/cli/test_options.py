@@ -1,4 +1,4 @@
-"""What the command understands, and what it says when it does not: one line on standard error, exit status 2."""
+"""Options of the command, and usage errors: one line on standard error, exit status 2."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.cli.grpc_options import GrpcChoice, grpc_choice
 from flowserve.cli.main import main
-from flowserve.cli.metrics_options import QUANTILES, MetricsOptions, metrics_options
-from flowserve.cli.options import add_run_arguments, run_options
+from flowserve.cli.options import (
+    QUANTILES,
+    GrpcChoice,
+    MetricsOptions,
+    add_run_arguments,
+    grpc_choice,
+    metrics_options,
+    run_options,
+)
 from flowserve.cli.refused_options import AGREED, INSTEAD, NOT_YET, WITHOUT_EFFECT, warning_of
 from flowserve.observe.metrics_choice import MetricsChoice
-from flowserve.runtime.restriction import Restriction
+from flowserve.runtime.protocol.restriction import Restriction
 from flowserve.version import __version__
 
 
@@ -79,9 +85,9 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (
             ["--grpc-use-ssl=1", "--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r"],
-            "--grpc-root-cert says nothing without --grpc-use-ssl-mutual true: clients would not be asked",
+            "--grpc-root-cert has no effect without --grpc-use-ssl-mutual true: clients would not be asked",
         ),
-        (["--grpc-server-cert=c"], "certificates for gRPC say nothing without --grpc-use-ssl true"),
+        (["--grpc-server-cert=c"], "certificates for gRPC have no effect without --grpc-use-ssl true"),
         (["--grpc-header-forward-pattern", "("], "--grpc-header-forward-pattern: expected a regular expression"),
         (["--grpc-infer-response-compression-level=max"], "expected none or low or medium or high, got 'max'"),
         (["--http-restricted-api", "inference:=x"], "expected GROUP[,GROUP...]:HEADER=VALUE"),
@@ -91,7 +97,7 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             "restricted api 'trace' can not be specified in multiple config groups",
         ),
         (["--http-server-cert", "c.pem"], "--http-server-cert and --http-server-key go together"),
-        (["--http-root-cert", "c.pem"], "--http-root-cert says nothing without --http-server-cert"),
+        (["--http-root-cert", "c.pem"], "--http-root-cert has no effect without --http-server-cert"),
         (["--http-header-forward-pattern", "("], "--http-header-forward-pattern: expected a regular expression"),
         (["--metrics-port", "x"], "--metrics-port: expected a whole number from 0 to 65535, got 'x'"),
         (["--trace-config", "level"], "--trace-config: expected SETTING=VALUE or MODE,SETTING=VALUE, got 'level'"),
@@ -105,7 +111,7 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--trace-file", "x"], "--trace-file: the option is --trace-config triton,file=PATH"),
         (["--model-config-name", "a/b"], "--model-config-name: expected a name without slashes and spaces, got 'a/b'"),
         (["--model-config-name", ".."], "expected a name without slashes and spaces, got '..'"),
-        (["--metrics-address", "0.0.0.0"], "--metrics-address says nothing without --metrics-port"),
+        (["--metrics-address", "0.0.0.0"], "--metrics-address has no effect without --metrics-port"),
         (
             ["--allow-metrics=false", "--metrics-port=0"],
             "--metrics-port has nothing to serve with --allow-metrics false",
@@ -133,7 +139,7 @@ def test_every_option_of_tritonserver_that_is_missing_names_its_feature(
 
 
 @pytest.mark.parametrize("option", sorted(AGREED))
-def test_a_switch_is_taken_as_it_is_anyway_and_names_its_feature_the_other_way(
+def test_a_switch_is_accepted_at_the_existing_behaviour_and_refused_otherwise(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     value, feature = AGREED[option]
@@ -145,7 +151,7 @@ def test_a_switch_is_taken_as_it_is_anyway_and_names_its_feature_the_other_way(
     assert f"{option}: {feature} not supported yet" in refused
 
 
-def test_options_that_only_tune_are_taken_with_a_word_about_each() -> None:
+def test_tuning_options_are_accepted_with_a_warning() -> None:
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
     given = run_options(parser.parse_args(["models", *(f"{option}=4" for option in WITHOUT_EFFECT)])).without_effect
@@ -160,7 +166,7 @@ def test_options_that_only_tune_are_taken_with_a_word_about_each() -> None:
     )
 
 
-# What tritonserver can be told, in the order of its help; some are there only where it was built with the feature.
+# Options of tritonserver, in the order of its help; some exist only in builds with the feature.
 TRITONSERVER = """
     id exit-timeout-secs model-store model-repository exit-on-error disable-auto-complete-config strict-readiness
     strict-model-config model-control-mode repository-poll-secs load-model model-config-name model-load-thread-count
@@ -182,7 +188,7 @@ TRITONSERVER = """
 """
 
 
-def test_every_option_of_tritonserver_is_taken_or_refused_by_its_feature() -> None:
+def test_every_option_of_tritonserver_is_accepted_or_refused_by_its_feature() -> None:
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
     taken = {option for action in parser._actions for option in action.option_strings}
@@ -217,7 +223,7 @@ def test_help_shows_examples_and_the_version_comes_from_one_place(capsys: pytest
     assert done.stdout == f"flowserve {__version__}\n"
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys; from flowserve.cli import main; print(sorted({'numpy', 'trio', 'onnxruntime'} & set(sys.modules)))"
     )
@@ -242,7 +248,7 @@ def choice(*options: str) -> GrpcChoice:
     return grpc_choice(parser.parse_args(["graphs", *options]))
 
 
-def test_what_is_restricted_over_http_is_so_over_grpc_where_nothing_else_is_said() -> None:
+def test_restrictions_of_http_apply_to_grpc_by_default() -> None:
     http, grpc = "--http-restricted-api=inference,health:key=value", "--grpc-restricted-protocol=health,trace:mine=v"
     assert choice(http, grpc).options.restrictions == (
         Restriction(("health", "trace"), "triton-grpc-protocol-mine", "v"),
@@ -252,7 +258,7 @@ def test_what_is_restricted_over_http_is_so_over_grpc_where_nothing_else_is_said
     assert choice(http).open_over_http == choice().options.restrictions == ()
 
 
-def test_options_of_connections_have_grpcs_names_and_tritons_defaults() -> None:
+def test_connection_options_have_grpcs_names_and_tritons_defaults() -> None:
     assert dict(choice().options.channel) == {
         "grpc.keepalive_permit_without_calls": 0,
         "grpc.keepalive_time_ms": 7_200_000,
@@ -301,7 +307,7 @@ def test_metrics_are_chosen_as_for_tritonserver() -> None:
     )
 
 
-def test_a_certificate_counts_only_where_tls_is_asked_for() -> None:
+def test_a_certificate_is_used_only_with_tls() -> None:
     files = ("--grpc-server-cert=c", "--grpc-server-key=k")
     assert choice("--grpc-use-ssl=true", *files).options.certificate == (Path("c"), Path("k"), None)
     assert choice("--grpc-use-ssl=false", *files).options.certificate is None

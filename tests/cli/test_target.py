@@ -1,4 +1,4 @@
-"""Commands on "module:graph", a graph that is written in Python."""
+"""Commands with "module:graph", a graph written in Python."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_graph_of_a_module_is_checked_and_drawn(home: str, capsysbinary: pytes
 
 
 @pytest.mark.parametrize("command", ["check --json", "graph --format json"])
-def test_what_a_module_prints_does_not_stand_in_the_output(
+def test_output_of_a_module_is_not_in_the_result(
     command: str, home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"loud_{home}_{command.partition(' ')[0]}"
@@ -80,7 +80,7 @@ def test_what_a_module_prints_does_not_stand_in_the_output(
     assert json.loads(printed.out)["schema"].startswith("flowserve.")
 
 
-def test_what_makes_it_slow_is_said_of_the_line_of_python(home: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_performance_advice_names_the_line_of_python(home: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{home}:slow"]) == 0
     assert capsys.readouterr().err == (
         f"{home}.py:18:2: warning: ensemble 'slow': batches fall apart at model 'plus':"
@@ -109,7 +109,7 @@ def test_what_makes_it_slow_is_said_of_the_line_of_python(home: str, capsys: pyt
     ],
 )
 @pytest.mark.parametrize("command", ["run", "check", "graph"])
-def test_what_is_no_graph_is_said_and_nothing_is_served(
+def test_a_target_that_is_no_graph_is_reported_and_not_served(
     command: str, word: str, said: str, home: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, word.format(home=home)]) == 1
@@ -127,14 +127,14 @@ def test_what_is_no_graph_is_said_and_nothing_is_served(
         ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
     ],
 )
-def test_a_graph_beside_a_folder_is_said_to_stand_alone_or_what_is_wrong_with_it(
+def test_a_graph_combined_with_a_folder_is_refused_or_its_own_error_reported(
     command: str, word: str, said: str, home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(tmp_path), word.format(home=home)]) == 1
     assert said.format(home=home) in capsys.readouterr().err
 
 
-def test_a_folder_of_that_name_comes_first(home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_that_name_takes_precedence(home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / f"{home}:graph").mkdir()
     assert main(["check", f"{home}:graph"]) == 0
     assert "no problems in 0 deployments" in capsys.readouterr().out

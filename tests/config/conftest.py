@@ -1,4 +1,4 @@
-"""Model folders on disk, from the text of a configuration."""
+"""Fixtures: model folders on disk from the text of a configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.load import Draft, read_draft
 from flowserve.config.rules import find_problems
-from flowserve.config.rules.subject import Subject
+from flowserve.config.rules.subject import RuleInput
 from flowserve.errors import Problem
 
 DEFAULT_FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan", "python": "model.py"}
@@ -35,12 +35,12 @@ def draft(tmp_path: Path) -> Callable[..., Draft]:
 
 @pytest.fixture
 def judge(draft: Callable[..., Draft]) -> Callable[..., list[Problem]]:
-    """`judge(text)`: what the numbered rules say about a configuration, features left aside."""
+    """`judge(text)`: the problems of a configuration by the numbered rules, without unsupported features."""
 
     def problems(
         text: str | None, *files: str, name: str = "m", gpus: Gpus = NO_GPUS, uses_gpus: bool = True
     ) -> list[Problem]:
         read = draft(text, *files, name=name)
-        return find_problems(Subject(read.message, read.source, read.name, read.folder, gpus, uses_gpus))
+        return find_problems(RuleInput(read.message, read.source, read.name, read.folder, gpus, uses_gpus))
 
     return problems

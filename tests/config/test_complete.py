@@ -1,4 +1,4 @@
-"""What the user wrote and what the model's own file says: one completes the other, or both are named."""
+"""Completion of the user's configuration from the model's own file, and contradictions between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refusals(complete: Complete, text: str, completion: Completion, file: str = 
     return [str(problem).removesuffix(" [M90]").replace("m/config.pbtxt:", "") for problem in caught.value.problems]
 
 
-def test_a_model_without_configuration_is_what_its_file_says(complete: Complete) -> None:
+def test_a_model_without_configuration_is_completed_from_its_file(complete: Complete) -> None:
     config = complete(None, ONNX)
     assert (config.name, config.backend, config.platform) == ("m", "onnxruntime", "onnxruntime_onnx")
     assert (config.inputs, config.outputs, config.max_batch_size) == ((X,), (Y,), 4)
@@ -45,47 +45,47 @@ def test_a_model_without_configuration_is_what_its_file_says(complete: Complete)
     assert config.json["input"][0]["dims"] == [4]
 
 
-def test_what_is_missing_in_a_tensor_is_filled_in(complete: Complete) -> None:
+def test_missing_fields_of_a_tensor_are_filled_in(complete: Complete) -> None:
     config = complete('input { name: "X" } output { name: "Y" data_type: TYPE_INT64 dims: [ 7 ] }', ONNX)
     assert config.max_batch_size == 4
     assert config.inputs == (X,)
     assert config.outputs == (TensorSpec("Y", DType.INT64, (7,)),)
 
 
-def test_inputs_and_outputs_both_written_leave_the_batch_size_at_none(complete: Complete) -> None:
+def test_complete_inputs_and_outputs_leave_the_batch_size_at_zero(complete: Complete) -> None:
     text = """input { name: "X" data_type: TYPE_FP32 dims: [ -1, 4 ] }
     output { name: "Y" data_type: TYPE_INT64 dims: [ -1, -1 ] }"""
     config = complete(text, ONNX)
     assert (config.max_batch_size, config.dynamic_batching) == (0, None)
 
 
-def test_a_batch_size_of_zero_that_is_written_is_meant(complete: Complete) -> None:
+def test_an_explicit_batch_size_of_zero_is_kept(complete: Complete) -> None:
     config = complete("max_batch_size: 0", ONNX)
     assert config.max_batch_size == 0
     assert config.inputs == (TensorSpec("X", DType.FP32, (-1, 4)),)
 
 
-def test_a_batch_size_that_is_written_stays_and_brings_the_batcher(complete: Complete) -> None:
+def test_an_explicit_batch_size_is_kept_and_enables_the_batcher(complete: Complete) -> None:
     config = complete("max_batch_size: 16", ONNX)
     assert config.max_batch_size == 16
     assert config.dynamic_batching is not None
     assert complete("max_batch_size: 1", ONNX).dynamic_batching is None
 
 
-def test_outputs_that_a_configuration_leaves_out_stay_out(complete: Complete) -> None:
+def test_omitted_outputs_are_not_added(complete: Complete) -> None:
     extra = Completion((X,), (Y, TensorSpec("Z", DType.FP32, (2,))), max_batch_size=4)
     config = complete('output { name: "Y" data_type: TYPE_INT64 dims: [ -1 ] }', extra)
     assert [spec.name for spec in config.outputs] == ["Y"]
 
 
-def test_optional_inputs_may_be_left_out_and_are_where_nothing_is_written(complete: Complete) -> None:
+def test_optional_inputs_may_be_omitted_and_are_omitted_by_default(complete: Complete) -> None:
     extra = Completion((X, TensorSpec("O", DType.FP32, (2,), optional=True)), (Y,), max_batch_size=4)
     config = complete('input { name: "X" data_type: TYPE_FP32 dims: [ 4 ] }', extra)
     assert [spec.name for spec in config.inputs] == ["X"]
     assert [spec.name for spec in complete(None, extra).inputs] == ["X"]
 
 
-def test_a_single_value_without_batching_is_a_tensor_of_one(complete: Complete) -> None:
+def test_a_scalar_without_batching_has_dims_one(complete: Complete) -> None:
     config = complete(None, Completion((X,), (TensorSpec("S", DType.FP32, ()),), max_batch_size=0))
     assert config.outputs == (TensorSpec("S", DType.FP32, (1,)),)
     written = 'output { name: "S" data_type: TYPE_FP32 dims: [ 1 ] }'
@@ -94,13 +94,13 @@ def test_a_single_value_without_batching_is_a_tensor_of_one(complete: Complete) 
     ].dims == (1,)
 
 
-def test_a_batched_single_value_is_one_value_to_clients_and_none_to_the_model(complete: Complete) -> None:
+def test_a_batched_scalar_has_dims_one_for_clients_and_is_reshaped_for_the_model(complete: Complete) -> None:
     (made,) = complete(None, Completion((X,), (TensorSpec("S", DType.FP32, ()),), max_batch_size=4)).outputs
     assert (made.dims, made.reshape) == ((1,), ())
 
 
 @pytest.mark.fault("C12")
-def test_a_file_that_does_not_batch_refuses_a_batch_size_and_nothing_else_is_said(complete: Complete) -> None:
+def test_a_file_without_batching_refuses_a_batch_size_as_the_only_problem(complete: Complete) -> None:
     text = 'max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: [ 4 ] }'
     (told,) = refusals(complete, text, Completion((X,), (Y,), max_batch_size=0))
     assert told.startswith(
@@ -109,7 +109,7 @@ def test_a_file_that_does_not_batch_refuses_a_batch_size_and_nothing_else_is_sai
 
 
 @pytest.mark.fault("C12")
-def test_names_on_one_side_only_are_told_with_both(complete: Complete) -> None:
+def test_names_on_one_side_only_are_reported_with_both_sides(complete: Complete) -> None:
     text = (
         'input { name: "XX" data_type: TYPE_FP32 dims: [ 4 ] }\noutput { name: "Q" data_type: TYPE_FP32 dims: [ 4 ] }'
     )
@@ -123,7 +123,7 @@ def test_names_on_one_side_only_are_told_with_both(complete: Complete) -> None:
 
 
 @pytest.mark.fault("C12")
-def test_types_and_shapes_that_disagree_are_told_with_both(complete: Complete) -> None:
+def test_contradicting_types_and_shapes_are_reported_with_both_sides(complete: Complete) -> None:
     text = (
         'max_batch_size: 4 input { name: "X" data_type: TYPE_INT32 dims: [ 4, 4 ] } output { name: "Y" dims: [ 1, 1 ] }'
     )
@@ -139,17 +139,17 @@ def test_types_and_shapes_that_disagree_are_told_with_both(complete: Complete) -
 
 
 @pytest.mark.fault("C12")
-def test_a_fixed_dim_is_not_free_to_be_another(complete: Complete) -> None:
+def test_a_fixed_dim_of_the_file_cannot_be_changed(complete: Complete) -> None:
     text = 'max_batch_size: 0 input { name: "X" data_type: TYPE_FP32 dims: [ -1, -1 ] }'
     (told,) = refusals(complete, text, ONNX)
     assert "(shape [-1,4])" in told
     assert "(shape [-1,-1])" in told
 
 
-# A model.py is its author's word
+# A model.py declares its own configuration
 
 
-def test_a_python_model_may_add_tensors_to_those_that_are_written(complete: Complete) -> None:
+def test_a_python_model_may_add_tensors(complete: Complete) -> None:
     text = 'input { name: "A" data_type: TYPE_STRING dims: [ 1 ] }'
     config = complete(text, Completion((X,), (Y,), max_batch_size=8), "1/model.py")
     assert [spec.name for spec in config.inputs] == ["A", "X"]
@@ -157,7 +157,7 @@ def test_a_python_model_may_add_tensors_to_those_that_are_written(complete: Comp
     assert config.max_batch_size == 8
 
 
-def test_a_python_model_that_says_nothing_leaves_everything(complete: Complete) -> None:
+def test_a_python_model_without_declarations_changes_nothing(complete: Complete) -> None:
     text = 'max_batch_size: 2 output { name: "Y" data_type: TYPE_INT64 dims: [ -1 ] }'
     config = complete(text, Completion(), "1/model.py")
     assert (config.max_batch_size, config.outputs) == (2, (Y,))

@@ -1,4 +1,4 @@
-"""docs/graph-files.md is true: its examples are accepted or refused as it says, and it lists every field."""
+"""docs/graph-files.md is correct: its examples are accepted or refused as shown, and it lists every field."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.config.ignored import IGNORED, IGNORED_IN_GROUPS
 from flowserve.config.load import Draft, finish
 from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Message
+from flowserve.config.unsupported import IGNORED, IGNORED_IN_GROUPS
 from flowserve.errors import Problems
 
 Read = Callable[..., Draft]
@@ -23,12 +23,12 @@ def page(root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def rows(page: str) -> dict[str, str]:
-    """Field -> what happens, of the table of every field."""
+    """Field -> effect, from the table of all fields."""
     table = page.partition("## Every field")[2]
     return dict(re.findall(r"^\| `([a-z_.*]+)` \| (.+) \|$", table, re.MULTILINE))
 
 
-def test_what_it_shows_as_right_is_right(page: str, draft: Read) -> None:
+def test_valid_examples_of_the_page_are_accepted(page: str, draft: Read) -> None:
     examples = re.findall(r"```pbtxt\n(.*?)```", page, re.DOTALL)
     assert len(examples) == 3
     for text in examples:
@@ -36,7 +36,7 @@ def test_what_it_shows_as_right_is_right(page: str, draft: Read) -> None:
         finish(draft(text, "1/model.onnx", name=name[1] if name else "m"), None)
 
 
-def test_what_it_shows_as_wrong_is_refused_in_these_words(page: str, draft: Read) -> None:
+def test_invalid_examples_of_the_page_are_refused_with_these_messages(page: str, draft: Read) -> None:
     examples = re.findall(r"```pbtxt refused\n(.*?)```\s+```text\n(.*?)\n```", page, re.DOTALL)
     assert len(examples) == 3
     for text, expected in examples:
@@ -46,7 +46,7 @@ def test_what_it_shows_as_wrong_is_refused_in_these_words(page: str, draft: Read
 
 
 def fields(schema: Message = MODEL_CONFIG, prefix: str = "") -> Iterator[str]:
-    """Every field that can be written, dotted; what stands inside a map's values as inside the map."""
+    """Every field as a dotted path; fields of a map's values are given as if they were in the map."""
     for field in schema.fields.values():
         path = prefix + field.name
         inner = MESSAGES[field.type] if field.kind == "message" else None
@@ -66,7 +66,7 @@ def test_every_field_has_a_row_and_every_row_a_field(rows: dict[str, str]) -> No
     assert [row for row in rows if row.removesuffix(".*") not in known] == []
 
 
-def test_what_it_calls_ignored_is_what_the_log_tells(rows: dict[str, str]) -> None:
+def test_fields_documented_as_ignored_are_logged(rows: dict[str, str]) -> None:
     said = {row.removesuffix(".*") for row, what in rows.items() if what.startswith("ignored")}
     assert said == {*IGNORED, *(f"instance_group.{field}" for field in IGNORED_IN_GROUPS)}
 
@@ -88,7 +88,7 @@ REFUSED = {
 }
 
 
-def test_what_it_calls_refused_is_refused(rows: dict[str, str], draft: Read) -> None:
+def test_fields_documented_as_refused_are_refused(rows: dict[str, str], draft: Read) -> None:
     assert {row.removesuffix(".*") for row, what in rows.items() if what == "refused"} == REFUSED.keys()
     for field, text in REFUSED.items():
         with pytest.raises(Problems, match=f"{field.rpartition('.')[2]}.* is not supported yet"):

@@ -1,4 +1,4 @@
-"""docs/instances.md is true: its configurations are accepted, and its command gives the table beneath it."""
+"""docs/instances.md is correct: its configurations are accepted, and its command prints the table shown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from flowserve.config.load import Draft, finish
 from flowserve.config.types import LimitedResource, ModelConfig, RateLimiter
 from flowserve.errors import Problem
 from flowserve.memory.devices import NO_DRIVER
-from flowserve.scheduling.limited import OVERTAKEN_MAX
-from flowserve.scheduling.limiter import EVERYWHERE, Available, Limiter, Needs, Resource
+from flowserve.scheduling.rate_limit.limiter import EVERYWHERE, Available, Limiter, Needs, Resource
+from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 
 Read = Callable[..., Draft]
 
@@ -33,7 +33,7 @@ def configs(page: str, draft: Read) -> list[ModelConfig]:
     return [finish(draft(text, "1/model.onnx", "warmup/real.bin"), None) for text in texts]
 
 
-def test_its_configurations_mean_what_it_says(configs: list[ModelConfig]) -> None:
+def test_the_configurations_of_the_page_are_correct(configs: list[ModelConfig]) -> None:
     groups, warmup, limits = configs
     assert [(group.name, group.count, group.kind, group.passive) for group in groups.instance_groups] == [
         ("main", 3, "KIND_CPU", False),
@@ -47,14 +47,16 @@ def test_its_configurations_mean_what_it_says(configs: list[ModelConfig]) -> Non
     assert group.rate_limiter == RateLimiter(wanted, priority=2)
 
 
-def test_what_it_shows_as_refused_is_refused_in_these_words(page: str, judge: Callable[..., list[Problem]]) -> None:
+def test_refused_examples_of_the_page_are_refused_with_these_messages(
+    page: str, judge: Callable[..., list[Problem]]
+) -> None:
     (shown,) = re.findall(r"^```text\n(m/config.*)\n```", page, re.MULTILINE)
     tensor = "[ { name: 'X' data_type: TYPE_FP32 dims: 4 } ]"
     text = f'backend: "python"\ninput {tensor}\noutput {tensor}\ninstance_group {{ kind: KIND_GPU }}'
     assert [str(problem) for problem in judge(text, gpus=Gpus(absence=NO_DRIVER))] == [shown]
 
 
-def test_its_command_gives_its_table(page: str) -> None:
+def test_the_command_of_the_page_prints_its_table(page: str) -> None:
     (command,) = re.findall(r"^```\n(--rate-limit-resource.*)\n```", page, re.MULTILINE)
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
@@ -71,8 +73,8 @@ def test_its_command_gives_its_table(page: str) -> None:
     assert limiter.counts() == table
 
 
-def test_its_numbers_are_those_of_the_code(page: str) -> None:
-    assert f"when {OVERTAKEN_MAX} executions have gone before it" in page
+def test_the_numbers_of_the_page_match_the_code(page: str) -> None:
+    assert f"after {OVERTAKEN_MAX} executions of other instances" in page
     counts = re.findall(r"\b(onnxruntime|python) (\d)\b", page)
     assert len(counts) == 2
     for backend, count in counts:

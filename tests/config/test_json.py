@@ -1,4 +1,4 @@
-"""JSON: the same configuration in the other notation, with places of its own."""
+"""Configurations in JSON, with field paths as places."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def refusal(text: str) -> str:
         '{"name": "\\u00e9\\ud83d\\ude00\\n"}',
     ],
 )
-def test_what_protobuf_reads_is_read_the_same(text: str) -> None:
+def test_the_result_equals_that_of_protobufs_parser(text: str) -> None:
     assert parse(text) == json_format.Parse(text, ModelConfig())
 
 
-def test_enumeration_names_are_taken_in_either_case() -> None:
+def test_enumeration_names_are_case_insensitive() -> None:
     assert parse('{"input": [{"data_type": "type_fp32"}]}').input[0].data_type == 11
 
 
-def test_what_the_server_answers_can_be_sent_back() -> None:
+def test_a_configuration_from_the_server_can_be_sent_back() -> None:
     text = 'name: "m" input { name: "x" data_type: TYPE_STRING dims: [ -1 ] } parameters { key: "k" value { } }'
     message = parse_model_config(text, "m/config.pbtxt")[0]
     assert parse(json.dumps(to_json(message))) == message
@@ -63,7 +63,7 @@ def test_places_are_the_paths_of_the_fields() -> None:
 
 
 @pytest.mark.fault("C2")
-def test_all_unknown_fields_and_wrong_types_are_told_at_once() -> None:
+def test_all_unknown_fields_and_wrong_types_are_reported_at_once() -> None:
     assert refusal('{"nme": 1,\n "max_batch_size": "x",\n "input": {}, "parameters": [], "name": 3}').splitlines() == [
         'override: nme: Message type "inference.ModelConfig" has no field named "nme" (did you mean "name"?)',
         'override: max_batch_size: field "max_batch_size": Expected integer, found "x"',
@@ -73,7 +73,7 @@ def test_all_unknown_fields_and_wrong_types_are_told_at_once() -> None:
     ]
 
 
-def test_a_mistake_deep_inside_is_told_with_its_whole_path() -> None:
+def test_a_nested_mistake_is_reported_with_its_full_path() -> None:
     inputs = '[{"name": "x"}, {"name": "y", "dims": [1, "a", 2, {}], "reshape": [], "kind": 1}]'
     queues = "dynamic_batching.priority_queue_policy"
     batching = '{"priority_queue_policy": {"1": {"max_queue_size": "many"}, "2": 7}}'
@@ -105,7 +105,7 @@ def test_a_mistake_deep_inside_is_told_with_its_whole_path() -> None:
     ],
 )
 @pytest.mark.fault("C1")
-def test_a_syntax_error_says_where_and_what_was_expected(text: str, expected: str) -> None:
+def test_a_syntax_error_reports_the_place_and_the_expected_token(text: str, expected: str) -> None:
     assert refusal(text).startswith(f"override:{expected}")
 
 

@@ -1,4 +1,4 @@
-"""A model's folder, read, guessed and finished: defaults included."""
+"""Loading of a model folder's configuration: guessed backend, defaults."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt
         ("ensemble_scheduling { }", ("1/model.py",), "", "", ""),
     ],
 )
-def test_the_backend_is_told_from_what_is_there(
+def test_the_backend_is_guessed_from_files(
     draft: Read, text: str | None, files: tuple[str, ...], backend: str, platform: str, filename: str
 ) -> None:
     read = draft(text, *files)
@@ -54,7 +54,7 @@ def test_the_backend_is_told_from_what_is_there(
     assert read.preliminary.default_model_filename == filename
 
 
-def test_a_name_with_a_dot_names_a_backend_of_its_own(draft: Read) -> None:
+def test_a_name_with_a_dot_names_its_backend(draft: Read) -> None:
     assert draft(None, name="model.identity").backend == "identity"
 
 
@@ -64,7 +64,7 @@ def test_a_third_party_backend_is_found_by_its_file(tmp_path: Path) -> None:
     assert read_draft(tmp_path / "m", tmp_path, {"llama": "model.gguf"}).backend == "llama"
 
 
-def test_a_draft_shows_what_was_written_even_where_it_is_unfinished(draft: Read) -> None:
+def test_a_draft_shows_incomplete_fields(draft: Read) -> None:
     read = draft('max_batch_size: 4 input { name: "X" } input { name: "Z" data_type: TYPE_BF16 }', "1/model.py")
     assert read.preliminary.inputs == (TensorSpec("Z", DType.BF16, ()),)
     assert read.preliminary.max_batch_size == 4
@@ -85,14 +85,14 @@ def test_a_configuration_that_is_a_loop_of_links_raises(tmp_path: Path) -> None:
         read_draft(tmp_path / "m", tmp_path, {})
 
 
-def test_a_configuration_that_is_a_pipe_raises_instead_of_waiting_for_a_writer(tmp_path: Path) -> None:
+def test_a_configuration_that_is_a_pipe_raises_without_blocking(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     os.mkfifo(tmp_path / "m/config.pbtxt")
     with pytest.raises(Problems, match=r"^m/config\.pbtxt: cannot be read: it is a pipe or a device and not a file"):
         read_draft(tmp_path / "m", tmp_path, {})
 
 
-def test_a_folder_without_configuration_is_its_own_place(draft: Read) -> None:
+def test_the_place_of_a_missing_configuration_is_the_folder(draft: Read) -> None:
     with pytest.raises(Problems, match=r"^m: Invalid model name: Could not determine backend"):
         finish(draft(None), None)
 
@@ -112,7 +112,7 @@ def test_defaults_are_filled_in_and_shown(draft: Read) -> None:
 
 
 @pytest.mark.fault("C11")
-def test_groups_without_a_name_are_numbered_and_counts_without_a_number_are_the_backends_own(draft: Read) -> None:
+def test_unnamed_groups_are_numbered_and_missing_counts_are_the_backends_default(draft: Read) -> None:
     text = 'instance_group [ { count: 0 }, { name: "mine" count: 3 kind: KIND_CPU }, { count: -1 gpus: 0 } ]' + TENSORS
     config = finish(draft(text, "1/model.py", "labels.txt"), Completion(instance_count=2))
     assert [(group.name, group.count, group.kind) for group in config.instance_groups] == [
@@ -137,7 +137,7 @@ def test_each_version_policy_is_read(draft: Read, written: str, policy: VersionP
     assert finish(draft(written + TENSORS, "1/model.py", "labels.txt"), None).version_policy == policy
 
 
-def test_parameters_are_plain_words(draft: Read) -> None:
+def test_parameters_are_strings(draft: Read) -> None:
     text = 'parameters [ { key: "a" value { string_value: "1" } }, { key: "b" value { } } ]'
     assert finish(draft(text + TENSORS, "1/model.py", "labels.txt"), None).parameters == {"a": "1", "b": ""}
 
@@ -161,7 +161,7 @@ def test_an_ensemble_keeps_its_steps_in_order_with_their_places(draft: Read) -> 
     assert config.json["model_transaction_policy"] == {"decoupled": False}
 
 
-def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(draft: Read) -> None:
+def test_all_problems_are_reported_at_once_in_the_order_of_the_file(draft: Read) -> None:
     text = """name: "other"
 platform: "pytorch_libtorch"
 max_batch_size: -1

@@ -1,4 +1,4 @@
-"""Text format: what is accepted, where everything stands, and what the mistakes are told like."""
+"""Text format: accepted syntax, places, error messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusals(text: str) -> tuple[Problem, ...]:
 
 
 def read_or_refused(text: str) -> ModelConfig | None:
-    """The message, or None where the text was refused with a place for every reason."""
+    """The message, or None if the text was refused with a place for every problem."""
     try:
         return parse(text)
     except Problems as refused:
@@ -80,7 +80,7 @@ def refusal(text: str) -> str:
         "\ufeffname: 'x'"[1:],
     ],
 )
-def test_what_protobuf_reads_is_read_the_same(text: str) -> None:
+def test_the_result_equals_that_of_protobufs_parser(text: str) -> None:
     assert parse(text) == text_format.Parse(text, ModelConfig())
 
 
@@ -125,7 +125,7 @@ def test_every_field_every_element_and_every_map_entry_has_its_place() -> None:
     assert str(source.place("ensemble_scheduling.step[1].input_map[IMAGE]")) == "pipe/config.pbtxt:11:17"
 
 
-def test_what_is_not_written_is_placed_at_what_it_would_be_part_of() -> None:
+def test_a_missing_field_has_the_place_of_its_parent() -> None:
     source = parse_model_config('\n\n  input { name: "x" }', "m/config.pbtxt")[1]
     assert source.place("input[0].reshape.shape[2]") == Place("m/config.pbtxt", 3, 3)
     assert source.place("output[0]") == Place("m/config.pbtxt")
@@ -139,14 +139,14 @@ def test_columns_count_characters_not_bytes() -> None:
 
 
 @pytest.mark.fault("C2")
-def test_an_unknown_field_is_named_with_its_place_and_what_was_meant() -> None:
+def test_an_unknown_field_is_named_with_its_place_and_a_suggestion() -> None:
     assert refusal('name: "m"\n  inputs { }') == (
         'm/config.pbtxt:2:3: Message type "inference.ModelConfig" has no field named "inputs" (did you mean "input"?)'
     )
 
 
 @pytest.mark.fault("C2")
-def test_an_unknown_field_deep_inside_is_named_with_its_message() -> None:
+def test_a_nested_unknown_field_is_named_with_its_message() -> None:
     text = 'ensemble_scheduling { step [ { model_nam: "x" } ] }'
     expected = (
         'Message type "inference.ModelEnsembling.Step" has no field named "model_nam" (did you mean "model_name"?)'
@@ -154,7 +154,7 @@ def test_an_unknown_field_deep_inside_is_named_with_its_message() -> None:
     assert refusal(text) == f"m/config.pbtxt:1:32: {expected}"
 
 
-def test_all_mistakes_of_a_file_are_told_at_once_in_its_order() -> None:
+def test_all_mistakes_of_a_file_are_reported_at_once_in_order() -> None:
     text = """
     nmae: "m"
     max_batch_size: 2147483648
@@ -269,7 +269,7 @@ def test_a_key_given_twice_names_the_first() -> None:
         ),
     ],
 )
-def test_a_syntax_error_says_where_and_what_was_expected(text: str, expected: str) -> None:
+def test_a_syntax_error_reports_the_place_and_the_expected_token(text: str, expected: str) -> None:
     assert refusal(text) == f"m/config.pbtxt:{expected}"
 
 
@@ -304,13 +304,13 @@ def test_a_file_of_ten_megabytes_is_refused_without_being_read(tmp_path: Path) -
 
 
 @pytest.mark.fault("C1")
-def test_a_file_of_nothing_but_mistakes_is_given_up_after_a_hundred() -> None:
+def test_parsing_stops_after_a_hundred_mistakes() -> None:
     problems = refusals("x: 1 " * 20_000)
     assert len(problems) == 101
     assert problems[-1].message == "more mistakes follow"
 
 
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.pbtxt").mkdir()
     with pytest.raises(Problems, match=r"m/config\.pbtxt: cannot be read: Is a directory"):
         read_text(tmp_path / "config.pbtxt", "m/config.pbtxt")
@@ -362,7 +362,7 @@ def block(draw: st.DrawFn, schema: Message, depth: int) -> str:
 
 @st.composite
 def entries(draw: st.DrawFn, schema: Message, depth: int) -> str:
-    """Some fields of a message, each spelt in one of the ways there are."""
+    """Some fields of a message, each in one of its possible spellings."""
     fields = [field for field in schema.fields.values() if depth or field.kind != "message"]
     if not fields:
         return ""
@@ -385,19 +385,21 @@ def value(field: Field, depth: int) -> st.SearchStrategy[str]:
 
 
 @given(entries(MODEL_CONFIG, 3))
-def test_whatever_is_written_in_whatever_style_is_read_as_protobuf_reads_it(text: str) -> None:
+def test_property_any_style_is_parsed_as_by_protobuf(text: str) -> None:
     assert parse(text) == text_format.Parse(text, ModelConfig())
 
 
 @given(entries(MODEL_CONFIG, 3), st.booleans(), st.booleans())
-def test_whatever_protobuf_prints_is_read_back(text: str, one_line: bool, short: bool) -> None:
+def test_property_protobufs_output_round_trips(text: str, one_line: bool, short: bool) -> None:
     message = parse(text)
     printed = text_format.MessageToString(message, as_one_line=one_line, use_short_repeated_primitives=short)
     assert parse(printed) == message
 
 
 @given(entries(MODEL_CONFIG, 2), st.data())
-def test_a_damaged_file_is_read_as_protobuf_reads_it_or_refused_with_a_place(text: str, data: st.DataObject) -> None:
+def test_property_a_damaged_file_is_parsed_as_by_protobuf_or_refused_with_a_place(
+    text: str, data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, len(text)))
     stop = data.draw(st.integers(start, min(len(text), start + 3)))
     damage = data.draw(st.sampled_from(["", "{", "}", ":", '"', "\\", "-", "[", "]", "x", "9"]))
@@ -418,6 +420,6 @@ def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
     ("written", "meant"),
     [("TYPE_FLOAT", "TYPE_FP32"), ("float64", "TYPE_FP64"), ("TYPE_BYTES", "TYPE_STRING"), ("TYPE_FP23", "TYPE_FP32")],
 )
-def test_a_data_type_by_another_name_is_understood(written: str, meant: str) -> None:
+def test_other_names_of_data_types_are_suggested(written: str, meant: str) -> None:
     (problem,) = refusals(f"input {{ data_type: {written} }}")
     assert str(problem).endswith(f'Unknown enumeration value of "{written}" for DataType; did you mean "{meant}"?')

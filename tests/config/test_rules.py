@@ -1,4 +1,4 @@
-"""Every numbered rule of config/rules: what it refuses, in Triton's words, at which place."""
+"""Every numbered rule of config/rules: the refused case, Triton's message, the place."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_every_rule_has_a_test_and_every_test_a_rule() -> None:
     assert set(tested) == set(RULES)
 
 
-def test_a_good_model_and_a_good_ensemble_break_no_rule(judge: Judge) -> None:
+def test_a_valid_model_and_a_valid_ensemble_break_no_rule(judge: Judge) -> None:
     assert judge(GOOD) == []
     assert judge(f"{PIPE} ensemble_scheduling {{ {STEP} }}") == []
 
 
-def test_all_rules_speak_at_once(judge: Judge) -> None:
+def test_all_rules_report_at_once(judge: Judge) -> None:
     text = 'name: "other" backend: "python" max_batch_size: -1 input { name: "X" } output { dims: 0 }'
     assert {problem.rule for problem in judge(text)} == {"M2", "M8", "M20", "M21", "M22", "M23"}
 
@@ -171,7 +171,7 @@ def test_rule_M44_no_gpu_is_listed_twice(said: Said) -> None:
 
 
 @pytest.mark.fault("C11")
-def test_rule_M45_gpus_that_are_asked_for_are_there(said: Said) -> None:
+def test_rule_M45_requested_gpus_exist(said: Said) -> None:
     text = 'backend: "python"\ninstance_group [ { }, { kind: KIND_GPU } ]'
     assert said("M45", text, gpus=Gpus(absence="this machine has no NVIDIA driver")) == [
         (
@@ -202,7 +202,7 @@ def test_rule_M46_groups_on_gpus_are_for_backends_that_use_gpus(said: Said) -> N
     ]
 
 
-def test_rule_M47_inputs_are_forced_to_the_cpu_or_not(said: Said) -> None:
+def test_rule_M47_the_cpu_only_parameter_is_yes_or_no(said: Said) -> None:
     text = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "%s" } }'
     assert said("M47", text % "no") == []
     (told,) = said("M47", text % "maybe")
@@ -247,7 +247,7 @@ def test_rule_M15_metrics_are_whole(said: Said) -> None:
     ]
 
 
-def test_rule_M16_a_cache_has_one_answer(said: Said) -> None:
+def test_rule_M16_a_cached_model_has_one_response(said: Said) -> None:
     text = "response_cache { enable: true } sequence_batching { } model_transaction_policy { decoupled: true }"
     assert said("M16", text) == [
         (
@@ -280,7 +280,7 @@ def test_rule_M18_execution_timeout_is_a_number_of_seconds(said: Said, value: st
 
 
 @pytest.mark.parametrize("value", ["1", "0.5", "1000000"])
-def test_rule_M18_a_time_that_can_be_kept_is_right(said: Said, value: str) -> None:
+def test_rule_M18_valid_times_are_accepted(said: Said, value: str) -> None:
     assert said("M18", f'parameters {{ key: "execution_timeout" value {{ string_value: "{value}" }} }}') == []
 
 
@@ -291,12 +291,12 @@ def test_rule_M49_only_backends_that_can_run_in_processes_do(said: Said) -> None
     assert problem.startswith("1:14: model 'm': its backend 'onnxruntime' does not run in processes")
 
 
-def test_rule_M48_a_decoupled_model_does_not_run_on_the_loop_that_would_take_its_answers(said: Said) -> None:
+def test_rule_M48_a_decoupled_model_does_not_run_inline(said: Said) -> None:
     decoupled = "model_transaction_policy { decoupled: true }"
     inline = 'parameters { key: "execution" value { string_value: "inline" } }'
     assert said("M48", decoupled) == said("M48", inline) == []
     (problem,) = said("M48", f"{inline} {decoupled}")
-    assert problem.startswith("1:14: model 'm': a decoupled model cannot run inline, where nobody would read")
+    assert problem.startswith("1:14: model 'm': a decoupled model cannot run inline, where its responses")
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_rule_M40_a_batch_output_has_a_target_of_its_own(said: Said) -> None:
     ]
 
 
-def test_rule_M41_what_the_server_makes_no_client_sends_and_nothing_is_made_twice(said: Said) -> None:
+def test_rule_M41_computed_inputs_are_not_listed_as_inputs_and_not_computed_twice(said: Said) -> None:
     text = 'input { name: "X" } batch_input { target_name: [ "X", "I" ] } batch_input { target_name: "I" }'
     assert said("M41", text) == [
         (
@@ -522,7 +522,7 @@ def test_rule_M41_what_the_server_makes_no_client_sends_and_nothing_is_made_twic
     ]
 
 
-def test_rule_M42_the_shape_of_a_batch_output_can_be_told(said: Said) -> None:
+def test_rule_M42_the_shape_of_a_batch_output_is_known(said: Said) -> None:
     text = """
 input { name: "X" dims: [ -1 ] }
 output [ { name: "Y" dims: [ -1, 3 ] }, { name: "Z" dims: [ 3, -1 ] } ]
@@ -618,7 +618,7 @@ def test_rule_M55_a_warmup_sample_is_whole(said: Said) -> None:
 
 
 @pytest.mark.fault("C10")
-def test_rule_M56_a_warmup_file_is_there_and_stays_inside(said: Said) -> None:
+def test_rule_M56_a_warmup_file_exists_and_stays_inside(said: Said) -> None:
     text = 'model_warmup { inputs { key: "X" value { input_data_file: "../../x" } } }'
     assert said("M56", text) == ["1:42: warmup file '../../x' of input 'X' leads out of the model's folder for m"]
     assert said("M56", text.replace("../../x", "x")) == [
@@ -657,7 +657,7 @@ state { input_name: "S" output_name: "T" data_type: TYPE_FP32 dims: [ -1 ] } }""
     ]
 
 
-def test_rule_M58_a_warmup_batch_is_one_that_the_model_takes(said: Said) -> None:
+def test_rule_M58_a_warmup_batch_fits_the_model(said: Said) -> None:
     text = WARMED_UP % ("X", "TYPE_FP32", "7, 3")
     assert said("M58", text) == []
     assert said("M58", text.replace("batch_size: 4 inputs", "batch_size: 5 inputs")) == [

@@ -1,4 +1,4 @@
-"""The schema is Triton's, its generated code is fresh, and it shares a process with Triton's own client."""
+"""The schema equals Triton's, its generated code is up to date, and it works in one process with Triton's client."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from flowserve.config import model_config_pb2
-from flowserve.config.generate import HERE, generate
+from flowserve.config.generate import generate
 
 
 @pytest.fixture(scope="module")
 def theirs() -> FileDescriptorProto:
-    """What Triton's client library says a configuration is."""
+    """The configuration message of Triton's client library."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the age of its generated code
         from tritonclient.grpc import model_config_pb2 as client
@@ -45,8 +45,8 @@ def facts(file: FileDescriptorProto) -> set[tuple[object, ...]]:
 
 
 def test_the_generated_code_is_what_the_generator_makes() -> None:
-    for name, text in generate().items():
-        assert (HERE / name).read_text(encoding="utf-8") == text, f"{name}: run python -m flowserve.config.generate"
+    for path, text in generate().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m flowserve.config.generate"
 
 
 def test_names_numbers_and_types_are_those_of_tritons_client(theirs: FileDescriptorProto) -> None:
@@ -55,13 +55,13 @@ def test_names_numbers_and_types_are_those_of_tritons_client(theirs: FileDescrip
     assert not missing
 
 
-def test_fields_of_our_own_are_numbered_from_1000(theirs: FileDescriptorProto) -> None:
+def test_flowserves_own_fields_are_numbered_from_1000(theirs: FileDescriptorProto) -> None:
     extra = facts(describe(model_config_pb2)) - facts(theirs)
     assert all(isinstance(fact[2], int) and fact[2] >= 1000 for fact in extra)
 
 
 @pytest.mark.usefixtures("theirs")
-def test_a_message_of_ours_is_read_by_tritons_client_in_the_same_process() -> None:
+def test_tritons_client_reads_the_message_in_the_same_process() -> None:
     from tritonclient.grpc import model_config_pb2 as client
 
     ours = model_config_pb2.ModelConfig(name="m", max_batch_size=8)

@@ -12,10 +12,10 @@ from flowserve.config.load import Draft, finish
 from flowserve.config.model_config_pb2 import ModelConfig
 from flowserve.config.parse import parse_model_config
 from flowserve.config.rules import find_problems
-from flowserve.config.rules.subject import Subject
+from flowserve.config.rules.subject import RuleInput
 from flowserve.errors import Problems
 
-# File -> the features (config/unsupported.py) that still stand between it and being served.
+# File -> the unsupported features (config/unsupported.py) that it uses.
 SEEDS = {
     "control_inputs": set(),
     "direct_stateful_model": set(),
@@ -38,23 +38,23 @@ def seed(root: Path) -> Callable[[str], str]:
     return lambda name: (root / "tests/golden/seeds" / f"{name}.pbtxt").read_text(encoding="utf-8")
 
 
-def test_every_file_is_judged(root: Path) -> None:
+def test_every_file_is_checked(root: Path) -> None:
     assert {path.stem for path in (root / "tests/golden/seeds").iterdir()} == set(SEEDS)
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_it_is_read_as_protobuf_reads_it_and_breaks_no_rule(
+def test_a_seed_parses_as_by_protobuf_and_breaks_no_rule(
     seed: Callable[[str], str], draft: Callable[..., Draft], name: str
 ) -> None:
     text = seed(name)
     message = parse_model_config(text, name)[0]
     assert message == text_format.Parse(text, ModelConfig())
     read = draft(text, name=message.name or name)
-    assert find_problems(Subject(read.message, read.source, read.name, read.folder)) == []
+    assert find_problems(RuleInput(read.message, read.source, read.name, read.folder)) == []
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_it_is_served_or_the_missing_feature_is_named(
+def test_a_seed_is_served_or_the_missing_feature_is_named(
     seed: Callable[[str], str], draft: Callable[..., Draft], name: str
 ) -> None:
     text = seed(name)

@@ -1,4 +1,4 @@
-"""What was probably meant, and when nobody guesses."""
+"""Suggestions for unknown names, and their limits."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ from flowserve.config.suggest import KNOWN_MAX, NAME_CHARS_MAX, meant
     ],
     ids=["close", "far", "capitals", "beginning", "short", "many", "long"],
 )
-def test_a_close_name_is_told_unless_comparing_would_take_long(name: str, known: list[str], hint: str) -> None:
+def test_a_similar_name_is_suggested_unless_the_comparison_is_expensive(name: str, known: list[str], hint: str) -> None:
     assert meant(name, known) == hint

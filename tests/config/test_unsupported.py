@@ -1,4 +1,4 @@
-"""What a right configuration asks for and cannot have yet is refused by name, with its place, and nothing else is."""
+"""Unsupported features of valid configurations are refused by name, with their place; other features are accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ step { model_name: "a" model_version: -1 input_map { key: "X" value: "A" } outpu
 
 @pytest.fixture
 def refused(draft: Read) -> Callable[..., list[str]]:
-    """`refused(text)`: everything `finish` says, places shortened to line:column."""
+    """`refused(text)`: all problems raised by `finish`, places shortened to line:column."""
 
     def problems(text: str | None, *files: str) -> list[str]:
         try:
@@ -74,11 +74,11 @@ def test_optional_inputs_of_a_model_are_served(refused: Refused) -> None:
         'parameters { key: "execution" value { string_value: "process" } }',
     ],
 )
-def test_what_changes_no_result_is_served(refused: Refused, text: str) -> None:
+def test_fields_that_change_no_result_are_accepted(refused: Refused, text: str) -> None:
     assert refused(MODEL % "" + text) == []
 
 
-def test_refusal_N2_decoupled_models_that_are_no_code(refused: Refused) -> None:
+def test_refusal_N2_decoupled_onnx_models(refused: Refused) -> None:
     text = (MODEL % "").replace('backend: "python"', 'backend: "onnxruntime"')
     (told,) = refused(text + "model_transaction_policy { decoupled: true }", "1/model.onnx")
     assert "model 'm': a decoupled model_transaction_policy of an ONNX model is not supported yet" in told
@@ -97,7 +97,7 @@ def test_refusal_N14_non_linear_formats(refused: Refused) -> None:
 
 
 @pytest.mark.fault("C11")
-def test_without_gpus_groups_that_ask_for_one_run_on_the_cpu_with_a_warning(
+def test_with_gpus_off_groups_that_request_one_run_on_the_cpu_with_a_warning(
     draft: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = MODEL % "" + "instance_group [ { kind: KIND_GPU gpus: [ 0, 1 ] count: 3 }, { kind: KIND_MODEL } ]"
@@ -153,7 +153,7 @@ def test_refusal_N21_places_that_do_not_exist_yet(refused: Refused) -> None:
         ('backend: "tensorrt_llm"', (), "1:1", "tensorrt_llm is not supported yet (its engines are no TensorRT plans:"),
     ],
 )
-def test_refusal_N22_backends_that_are_not_here(
+def test_refusal_N22_backends_that_are_not_installed(
     refused: Refused, said: str, files: tuple[str, ...], where: str, advice: str
 ) -> None:
     text = (MODEL % "").replace('backend: "python"', said)
@@ -161,18 +161,18 @@ def test_refusal_N22_backends_that_are_not_here(
     assert told.startswith(f"{where}: model 'm': {advice}" if where else f" model 'm': {advice}")
 
 
-def test_a_platform_that_is_such_a_backends_name_is_answered_with_what_to_do_and_not_with_the_next_refusal(
+def test_an_unsupported_backend_given_as_platform_gets_the_alternative_as_hint(
     refused: Refused,
 ) -> None:
     (told,) = refused((MODEL % "").replace('backend: "python"', 'platform: "openvino"'))
     assert told == f"1:1: unexpected platform type 'openvino' for m ({OTHER_BACKENDS['openvino']}) [M3]"
 
 
-def test_each_of_those_backends_stands_on_the_page_for_whoever_comes_from_triton() -> None:
+def test_each_unsupported_backend_is_on_the_page_from_triton() -> None:
     page = (Path(__file__).parents[2] / "docs" / "from-triton.md").read_text()
     told = page[page.index("### Other backends") : page.index("## 2.")]
     assert [name for name in OTHER_BACKENDS if f"`{name}`" not in told] == []
 
 
-def test_an_unknown_backend_is_for_the_registry_to_judge(refused: Refused) -> None:
+def test_an_unknown_backend_is_left_to_the_registry(refused: Refused) -> None:
     assert refused((MODEL % "").replace("python", "mine")) == []

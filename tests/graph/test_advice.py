@@ -1,4 +1,4 @@
-"""Where batches that were formed once fall apart again, said in a warning."""
+"""Warnings about batches that are split between steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from flowserve.config.types import DynamicBatching, ModelConfig, SequenceBatching
 from flowserve.graph.advice import advise
 from flowserve.graph.compile import compile_ensemble
-from flowserve.testing.ensembles import available, ensemble, model
+from tests.support.ensembles import available, ensemble, model
 
 FIRST = model("first", {"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=16)
 SECOND = model("second", {"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=16)
@@ -32,11 +32,11 @@ def test_models_that_all_batch_alike_need_no_advice() -> None:
     assert advice(batched(FIRST), batched(SECOND)) == []
 
 
-def test_where_nobody_forms_batches_none_fall_apart() -> None:
+def test_without_batches_there_is_no_advice() -> None:
     assert advice(FIRST, SECOND) == []
 
 
-def test_a_model_without_a_batcher_behind_one_that_has_it_is_named() -> None:
+def test_a_model_without_a_batcher_after_one_with_a_batcher_is_named() -> None:
     (text,) = advice(batched(FIRST), SECOND)
     assert text == (
         "second/config.pbtxt: ensemble 'pipe': batches fall apart at model 'second': model 'first' before it"
@@ -45,7 +45,7 @@ def test_a_model_without_a_batcher_behind_one_that_has_it_is_named() -> None:
     )
 
 
-def test_a_model_that_takes_fewer_rows_than_the_one_before_it_is_named_with_both_numbers() -> None:
+def test_a_model_with_a_smaller_batch_size_than_the_one_before_is_named_with_both_numbers() -> None:
     (text,) = advice(batched(FIRST), batched(SECOND, rows=8))
     assert text == (
         "second/config.pbtxt: ensemble 'pipe': batches fall apart at model 'second': model 'first' before it"
@@ -54,7 +54,7 @@ def test_a_model_that_takes_fewer_rows_than_the_one_before_it_is_named_with_both
     )
 
 
-def test_a_step_that_several_rows_cannot_pass_is_named_where_the_ensemble_takes_them() -> None:
+def test_a_step_that_fails_for_several_rows_is_named() -> None:
     (text,) = advice(FIRST, replace(SECOND, max_batch_size=0))
     assert text == (
         "pipe/config.pbtxt:10:1: ensemble 'pipe' takes up to 8 rows, and requests of more than one fail"
@@ -67,13 +67,13 @@ def test_a_step_that_several_rows_cannot_pass_is_named_where_the_ensemble_takes_
     assert [*advise(graph, {"first": FIRST, "second": second})] == []
 
 
-def test_nothing_falls_apart_behind_a_model_that_makes_smaller_batches_or_none() -> None:
+def test_no_advice_after_a_model_with_smaller_batches_or_none() -> None:
     assert advice(batched(FIRST, rows=8), batched(SECOND)) == []
     assert advice(FIRST, batched(SECOND)) == []
 
 
-def test_only_what_a_model_reads_falls_apart_there() -> None:
-    """The largest batches are made at the end, beside a small model that never sees them."""
+def test_only_models_that_read_a_tensor_of_the_batch_get_advice() -> None:
+    """The largest batches are formed at the end, next to a small model that does not read them."""
     wide = batched(replace(SECOND, name="wide"), rows=64)
     pipe = ensemble(
         "pipe",
@@ -86,15 +86,15 @@ def test_only_what_a_model_reads_falls_apart_there() -> None:
     assert list(advise(graph, {model.name: model for model in models})) == []
 
 
-def test_answers_of_a_model_that_has_many_come_one_by_one_and_so_do_not_fall_apart() -> None:
+def test_responses_of_a_decoupled_model_get_no_advice() -> None:
     assert advice(replace(batched(FIRST), decoupled=True), batched(SECOND, rows=8)) == []
 
 
-def test_a_model_of_sequences_is_not_told_to_batch_otherwise() -> None:
+def test_a_sequence_model_gets_no_advice() -> None:
     assert advice(batched(FIRST), replace(SECOND, sequence=SequenceBatching(idle_us=1, is_direct=True))) == []
 
 
-def test_a_model_that_takes_one_row_is_not_told_to_batch() -> None:
+def test_a_model_with_single_rows_is_not_advised_to_batch() -> None:
     first, second = batched(FIRST), replace(SECOND, max_batch_size=1)
     graph = compile_ensemble(replace(PIPE, max_batch_size=1), 1, available(first, second))
     (problem,) = advise(graph, {"first": first, "second": second})
@@ -102,7 +102,7 @@ def test_a_model_that_takes_one_row_is_not_told_to_batch() -> None:
     assert problem.hint == "raise its max_batch_size to 16"
 
 
-def test_a_function_that_answers_many_times_cannot_batch_and_gets_no_advice() -> None:
+def test_a_decoupled_function_gets_no_advice() -> None:
     many = replace(SECOND, decoupled=True, backend="callable")
     assert advice(batched(FIRST), many) == []
     (text,) = advice(batched(FIRST), replace(many, backend="python"))

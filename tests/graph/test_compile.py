@@ -1,4 +1,4 @@
-"""How configurations become graphs: numbering, names, nesting; and by random ensembles, that the plan counts right."""
+"""Compilation of configurations into graphs: numbering, names, nesting; property tests of the plan's counts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from flowserve.config.types import Ensemble, EnsembleStep, ModelConfig
 from flowserve.errors import Problems
 from flowserve.graph.compile import compile_ensemble
-from flowserve.graph.plain import compile_model
 from flowserve.graph.plan import NO_SLOT, make_plan
-from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey
-from flowserve.testing.ensembles import Drawn, available, ensemble, ensembles, model
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, compile_model
+from tests.support.ensembles import Drawn, available, ensemble, ensembles, model
 
 ADD = model("add", {"A": "FP32[4]", "B": "FP32[4]?"}, {"SUM": "FP32[4]"})
 SPLIT = model("split", {"IN": "FP32[4]"}, {"LOW": "FP32[4]", "HIGH": "FP32[4]"})
 
 
 def joints(graph: Graph) -> set[tuple[str, str, str]]:
-    """Every edge as (who writes, tensor, who reads), by name."""
+    """Every edge as (writer, tensor, reader), by name."""
     names = {node.index: node.name for node in graph.nodes} | {GRAPH: "*"}
     return {(names[edge.producer], edge.tensor, names[edge.consumer]) for edge in graph.edges}
 
@@ -61,7 +60,7 @@ def test_nodes_are_numbered_in_running_order_and_ties_keep_the_order_of_the_file
     }  # fmt: skip
 
 
-def test_a_step_takes_the_version_it_asks_for_and_the_latest_for_minus_one() -> None:
+def test_a_step_uses_its_version_and_the_latest_for_minus_one() -> None:
     config = ensemble(
         "e",
         {"x": "FP32[4]"},
@@ -83,18 +82,18 @@ def test_a_step_may_read_one_tensor_twice_and_one_tensor_may_have_many_readers()
     assert plan.readers[:1] == (1,)
 
 
-def test_an_optional_input_that_is_left_out_has_no_edge() -> None:
+def test_an_omitted_optional_input_has_no_edge() -> None:
     config = ensemble("e", {"x": "FP32[4]"}, {"y": "FP32[4]"}, [("add", {"A": "x"}, {"SUM": "y"})])
     plan = make_plan(compile_ensemble(config, 1, available(ADD)))
     assert plan.nodes[0].inputs == (0, NO_SLOT)
 
 
-def test_an_input_of_the_ensemble_may_be_handed_out_again() -> None:
+def test_an_input_of_the_ensemble_may_be_an_output() -> None:
     config = ensemble("e", {"x": "FP32[4]"}, {"x": "FP32[4]", "y": "FP32[4]"}, [("add", {"A": "x"}, {"SUM": "y"})])
     assert ("*", "x", "*") in joints(compile_ensemble(config, 1, available(ADD)))
 
 
-def test_nested_ensembles_are_folded_in_and_their_nodes_say_where_they_came_from() -> None:
+def test_nested_ensembles_are_folded_in_and_their_nodes_have_a_path() -> None:
     halve = ensemble(
         "halve",
         {"in": "FP32[4]"},
@@ -124,7 +123,7 @@ def test_nested_ensembles_are_folded_in_and_their_nodes_say_where_they_came_from
     }  # fmt: skip
 
 
-def test_a_nested_ensemble_is_no_unit_so_a_step_outside_need_not_wait_for_all_of_it() -> None:
+def test_a_step_need_not_wait_for_all_of_a_nested_ensemble() -> None:
     pair = ensemble(
         "pair",
         {"a": "FP32[4]", "b": "FP32[4]"},
@@ -147,7 +146,7 @@ def test_a_nested_ensemble_is_no_unit_so_a_step_outside_need_not_wait_for_all_of
     assert [node.name for node in graph.nodes] == ["pair/split", "add", "pair/split#2"]
 
 
-def test_an_optional_input_left_out_of_a_nested_ensemble_leaves_the_optional_input_inside_unfed() -> None:
+def test_an_omitted_optional_input_of_a_nested_ensemble_has_no_edge_inside() -> None:
     inner = ensemble(
         "inner",
         {"a": "FP32[4]", "b": "FP32[4]?"},
@@ -162,7 +161,7 @@ def test_an_optional_input_left_out_of_a_nested_ensemble_leaves_the_optional_inp
 
 
 @given(ensembles())
-def test_every_well_formed_ensemble_compiles_and_its_plan_counts_what_was_drawn(drawn: Drawn) -> None:
+def test_every_well_formed_ensemble_compiles_and_its_plan_has_the_right_counts(drawn: Drawn) -> None:
     graph = compile_ensemble(drawn.config, 1, drawn.available)
     plan = make_plan(graph)
     outputs = [spec.name for spec in graph.outputs]
@@ -209,17 +208,17 @@ def renamed(mapping: object, old: str, new: str) -> dict[str, str]:
     return {(new if port == old else port): tensor for port, tensor in mapping.items()}
 
 
-# One careless edit of one step each, and the rules that may answer it.
+# One careless edit of one step each, and the rules that may report it.
 EDITS: dict[str, tuple[Mutation, set[str]]] = {
-    "a model that is not there": (lambda s: replace(s, model="nobody"), {"G2"}),
+    "a missing model": (lambda s: replace(s, model="missing"), {"G2"}),
     "a version that is not there": (lambda s: replace(s, version=7), {"G4"}),
     "no version at all": (lambda s: replace(s, version=0), {"G4"}),
     "an input of another name": (lambda s: replace(s, input_map=renamed(s.input_map, "I0", "J0")), {"G5", "G7"}),
     "an output of another name": (lambda s: replace(s, output_map=renamed(s.output_map, "O0", "P0")), {"G6"}),
     "an input left out": (lambda s: replace(s, input_map={k: v for k, v in s.input_map.items() if k != "I0"}), {"G7"}),
-    "a tensor nobody writes": (lambda s: replace(s, input_map={**s.input_map, "I0": "nothing"}), {"G10"}),
+    "a tensor without a writer": (lambda s: replace(s, input_map={**s.input_map, "I0": "nothing"}), {"G10"}),
     "its own output as input": (lambda s: replace(s, input_map={**s.input_map, "I0": s.output_map["O0"]}), {"G11"}),
-    "an output nobody reads": (lambda s: replace(s, output_map={**s.output_map, "O0": "spare"}), {"G12", "G13"}),
+    "an output without a reader": (lambda s: replace(s, output_map={**s.output_map, "O0": "spare"}), {"G12", "G13"}),
 }  # fmt: skip
 
 

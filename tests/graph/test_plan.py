@@ -1,4 +1,4 @@
-"""The numbers the hot path reads, on one graph with a branch that joins nothing: a -> b -> OUT1, a -> c -> OUT2."""
+"""The plan of one graph with two branches: a -> b -> OUT1, a -> c -> OUT2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def branching() -> Graph:
 
 
 def runs(plan: Plan) -> set[str]:
-    """The nodes that become ready when everything before them is done."""
+    """The nodes that become ready when all their producers are done."""
     ready = {*plan.first}
     for one in plan.nodes:
         if one.index in ready:
@@ -44,7 +44,7 @@ def test_every_reader_of_a_tensor_is_counted_once(branching: Graph) -> None:
     plan = make_plan(branching)
     assert runs(plan) == {"a", "b", "c"}
     assert plan.first == (0,)
-    assert plan.missing == (0, 1, 1)  # what the request brings is there from the beginning
+    assert plan.missing == (0, 1, 1)  # inputs of the request are present from the start
     assert plan.readers == (1, 1, 1, 1, 1)
     assert plan.nodes[1].outputs[1] == NO_SLOT
     assert plan.nodes[1].wanted == ("OUT",)
@@ -61,7 +61,7 @@ def test_steps_that_serve_only_unwanted_outputs_are_never_ready(branching: Graph
     assert runs(make_plan(branching, ("OUT2", "OUT1"))) == {"a", "b", "c"}
 
 
-def test_a_graph_of_one_step_runs_none_when_only_its_own_input_is_wanted() -> None:
+def test_no_step_runs_if_only_an_input_is_requested() -> None:
     edges = (Edge("x", GRAPH, 0, 0, 0), Edge("x", GRAPH, 0, GRAPH, 0), Edge("y", 0, 0, GRAPH, 1))
     through = Graph("E", 1, (IN,), (IN, OUT), 8, (node(0, "a"),), edges, is_ensemble=True)
     assert make_plan(through).first == (0,)
@@ -70,8 +70,8 @@ def test_a_graph_of_one_step_runs_none_when_only_its_own_input_is_wanted() -> No
     assert plan.output_slots == (0, NO_SLOT)
 
 
-def test_steps_whose_outputs_nobody_reads_are_never_ready_though_other_steps_read_them() -> None:
-    # As an ensemble leaves them that is a step of another one, which reads only some of its outputs.
+def test_steps_without_a_reader_that_leads_to_an_output_are_never_ready() -> None:
+    # The state of a nested ensemble of which the outer one reads only some outputs.
     edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("IN", GRAPH, 0, 1, 0), Edge("t", 1, 0, 2, 0), Edge("OUT", 0, 0, GRAPH, 0))
     nodes = (node(0, "a"), replace(node(1, "b"), decoupled=True), node(2, "c"))
     plan = make_plan(Graph("E", 1, (IN,), (OUT,), 8, nodes, edges, is_ensemble=True))

@@ -1,4 +1,4 @@
-"""Every rule of graph/rules.py, by its number: what it refuses, in which words, at which place."""
+"""Every rule for ensembles, by number: the refused case, the message, the place."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from flowserve.config.types import ModelConfig
-from flowserve.errors import Problem, Problems
+from flowserve.errors import Place, Problem, Problems
 from flowserve.graph.compile import compile_ensemble
 from flowserve.graph.conversion import Conversion
 from flowserve.graph.rules import RULES
-from flowserve.testing.ensembles import available, ensemble, model, tensors
+from tests.support.ensembles import available, ensemble, model, tensors
 
 DECODE = model("decode", {"BYTES": "BYTES[1]"}, {"IMAGE": "FP32[3,8,8]"})
 CLASSIFY = model("classify", {"X": "FP32[3,8,8]"}, {"SCORES": "FP32[10]", "EMBEDDING": "FP32[64]"})
@@ -58,7 +59,7 @@ def test_rule_G1_an_ensemble_cannot_contain_itself() -> None:
 
 
 @pytest.mark.fault("E4")
-def test_rule_G1_a_circle_of_ensembles_is_named_from_the_one_that_is_loaded() -> None:
+def test_rule_G1_a_cycle_of_ensembles_is_named_from_the_loaded_one() -> None:
     a = ensemble("a", {"x": "FP32[1]"}, {"y": "FP32[1]"}, [("b", {"x": "x"}, {"y": "y"})])
     b = ensemble("b", {"x": "FP32[1]"}, {"y": "FP32[1]"}, [("c", {"x": "x"}, {"y": "y"})])
     c = ensemble("c", {"x": "FP32[1]"}, {"y": "FP32[1]"}, [("a", {"x": "x"}, {"y": "y"})])
@@ -68,7 +69,7 @@ def test_rule_G1_a_circle_of_ensembles_is_named_from_the_one_that_is_loaded() ->
 
 
 @pytest.mark.fault("E4")
-def test_rule_G3_an_ensemble_above_a_circle_says_whose_circle_it_is() -> None:
+def test_rule_G3_an_ensemble_above_a_cycle_names_the_cycle() -> None:
     top = ensemble("top", {"x": "FP32[1]"}, {"y": "FP32[1]"}, [("a", {"x": "x"}, {"y": "y"})])
     a = ensemble("a", {"x": "FP32[1]"}, {"y": "FP32[1]"}, [("b", {"x": "x"}, {"y": "y"})])
     b = ensemble("b", {"x": "FP32[1]"}, {"y": "FP32[1]"}, [("a", {"x": "x"}, {"y": "y"})])
@@ -90,7 +91,7 @@ def test_rule_G2_a_missing_model_is_named_with_the_closest_one_there_is() -> Non
     assert problem.place.line > 0
 
 
-def test_rule_G2_a_missing_model_is_said_once_however_many_steps_use_it() -> None:
+def test_rule_G2_a_missing_model_is_reported_once_for_all_steps() -> None:
     config = with_steps(
         ("gone", {"A": "picture"}, {"B": "middle"}),
         ("gone", {"A": "middle"}, {"B": "scores"}),
@@ -141,7 +142,7 @@ def test_rule_G4_version_0_is_explained() -> None:
     assert "model_version: -1" in problem.hint
 
 
-def test_rule_G4_another_version_is_answered_with_those_there_are() -> None:
+def test_rule_G4_a_missing_version_is_reported_with_the_available_ones() -> None:
     config = ensemble(
         "pipe",
         {"picture": "BYTES[1]"},
@@ -161,7 +162,7 @@ def test_rule_G4_another_version_is_answered_with_those_there_are() -> None:
     )
 
 
-def test_rule_G4_a_model_without_any_version_is_said_so() -> None:
+def test_rule_G4_a_model_without_any_version_is_reported() -> None:
     with pytest.raises(Problems, match="depends on 'decode' which has no loaded version"):
         compile_ensemble(GOOD, 1, {"decode": {}, "classify": {1: CLASSIFY}})
 
@@ -197,7 +198,7 @@ def test_rule_G6_an_output_the_model_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.fault("E2")
-def test_rules_G5_and_G6_a_key_and_a_value_that_changed_places_are_seen() -> None:
+def test_rules_G5_and_G6_a_swapped_key_and_value_are_recognised() -> None:
     config = with_steps(
         ("decode", {"picture": "BYTES"}, {"pixels": "IMAGE"}),
         ("classify", {"X": "pixels"}, {"SCORES": "scores"}),
@@ -208,7 +209,7 @@ def test_rules_G5_and_G6_a_key_and_a_value_that_changed_places_are_seen() -> Non
 
 
 @pytest.mark.fault("E2")
-def test_rule_G5_a_tensor_that_is_called_as_the_model_calls_it_has_not_changed_places() -> None:
+def test_rule_G5_a_tensor_with_the_models_name_is_not_reported_as_swapped() -> None:
     config = with_steps(
         ("decode", {"BYTES": "picture"}, {"IMAGE": "X"}),
         ("classify", {"pixels": "X"}, {"SCORES": "scores"}),
@@ -285,7 +286,7 @@ def test_rule_G9_an_input_of_the_ensemble_must_be_read() -> None:
 
 
 @pytest.mark.fault("E3")
-def test_rule_G10_a_tensor_nobody_writes_names_the_output_that_waits_for_it() -> None:
+def test_rule_G10_a_tensor_without_a_writer_names_the_dependent_output() -> None:
     config = with_steps(
         ("decode", {"BYTES": "picture"}, {"IMAGE": "pixels"}),
         ("classify", {"X": "pixel"}, {"SCORES": "scores"}),
@@ -301,7 +302,7 @@ def test_rule_G10_a_tensor_nobody_writes_names_the_output_that_waits_for_it() ->
 
 
 @pytest.mark.fault("E3")
-def test_rule_G10_a_declared_output_that_nobody_makes_is_refused() -> None:
+def test_rule_G10_a_declared_output_without_a_writer_is_refused() -> None:
     config = replace(GOOD, outputs=tensors({"scores": "FP32[10]", "label": "BYTES[1]"}))
     (problem,) = refusals(config)
     assert problem.rule == "G10"
@@ -321,7 +322,7 @@ def test_rule_G10_a_declared_output_that_is_read_but_never_written_is_refused() 
 
 
 @pytest.mark.fault("E4")
-def test_rule_G11_a_cycle_is_named_with_its_path_after_the_words_of_triton() -> None:
+def test_rule_G11_a_cycle_is_named_with_its_path_after_tritons_text() -> None:
     config = with_steps(
         ("mix", {"A": "picture", "B": "back"}, {"OUT": "forth"}),
         ("turn", {"IN": "forth"}, {"OUT": "back", "ALSO": "scores"}),
@@ -347,7 +348,7 @@ def test_rule_G11_a_step_that_reads_what_it_writes_is_a_cycle() -> None:
     assert problem.rule == "G11"
 
 
-def test_rule_G12_a_tensor_nobody_reads_is_refused() -> None:
+def test_rule_G12_a_tensor_without_a_reader_is_refused() -> None:
     config = with_steps(
         ("decode", {"BYTES": "picture"}, {"IMAGE": "pixels"}),
         ("classify", {"X": "pixels"}, {"SCORES": "scores", "EMBEDDING": "embedding"}),
@@ -408,7 +409,7 @@ def test_rule_G15_shapes_must_agree() -> None:
     )
 
 
-def test_rule_G15_says_how_tensors_of_equally_many_elements_meet_and_what_it_says_is_right() -> None:
+def test_rule_G15_suggests_a_correct_reshape_for_equal_element_counts() -> None:
     flat = model("classify", {"X": "FP32[192]"}, {"SCORES": "FP32[10]"})
     (problem,) = refusals(GOOD, DECODE, flat)
     assert problem.hint == (
@@ -429,19 +430,19 @@ def test_rule_G15_says_how_tensors_of_equally_many_elements_meet_and_what_it_say
     compile_ensemble(mended_too, 1, available(DECODE, CLASSIFY))
 
 
-def test_rule_G15_asks_about_dims_that_begin_with_the_batch_dimension() -> None:
+def test_rule_G15_suggests_removing_a_batch_dimension_from_dims() -> None:
     twice = model("classify", {"X": "FP32[-1,3,8,8]"}, {"SCORES": "FP32[10]"})
     (problem,) = refusals(GOOD, DECODE, twice)
     assert problem.hint.endswith("dims leave out the batch dimension, and those of 'X' of 'classify' begin with it?")
 
 
-def test_rule_G15_a_dimension_of_minus_one_meets_anything() -> None:
+def test_rule_G15_a_dimension_of_minus_one_matches_anything() -> None:
     loose = model("classify", {"X": "FP32[3,-1,-1]"}, {"SCORES": "FP32[-1]"})
     assert compile_ensemble(GOOD, 1, available(DECODE, loose)).nodes[1].inputs[0].is_variable
 
 
 @pytest.mark.fault("E1")
-def test_rule_G15_two_readers_that_cannot_both_be_right_are_refused_though_the_writer_says_minus_one() -> None:
+def test_rule_G15_contradicting_readers_are_refused_even_if_the_writer_has_minus_one() -> None:
     loose = model("decode", {"BYTES": "BYTES[1]"}, {"IMAGE": "FP32[-1]"})
     three = model("three", {"X": "FP32[3]"}, {"Y": "FP32[10]"})
     four = model("four", {"X": "FP32[4]"}, {"Y": "FP32[10]"})
@@ -470,7 +471,7 @@ def test_rule_G15_a_minus_one_of_a_nested_ensemble_does_not_hide_a_disagreement(
     )
 
 
-def test_rule_G15_a_batch_dimension_may_be_an_ordinary_one_on_the_other_side() -> None:
+def test_rule_G15_a_batch_dimension_may_match_an_ordinary_dimension() -> None:
     find = model("find", {"PAGE": "UINT8[-1,-1]"}, {"GLYPHS": "FP32[-1,1,28,28]"}, max_batch_size=0)
     read = model("read", {"X": "FP32[1,28,28]"}, {"SCORES": "FP32[62]"}, max_batch_size=64)
     join = model("join", {"SCORES": "FP32[-1,62]"}, {"TEXT": "BYTES[1]"}, max_batch_size=0)
@@ -490,7 +491,7 @@ def test_rule_G15_a_batch_dimension_may_be_an_ordinary_one_on_the_other_side() -
 
 
 def test_a_model_without_a_batch_dimension_may_feed_one_that_has_it() -> None:
-    """The dimension that is missing is added on the way, as on Triton; the whole shape that meets is left alone."""
+    """A missing dimension is added on the way, as on Triton; a full shape that matches is unchanged."""
     single = model("decode", {"BYTES": "BYTES[-1,1]"}, {"IMAGE": "FP32[3,8,8]"}, max_batch_size=0)
     first, second, third = compile_ensemble(GOOD, 1, available(single, CLASSIFY)).edges
     assert (first.conversion, second.conversion, third.conversion) == (None, Conversion(batch=1), None)
@@ -508,7 +509,7 @@ def test_rule_G17_an_ensemble_may_not_allow_more_than_its_smallest_step() -> Non
 
 
 def doubling(levels: int) -> list[ModelConfig]:
-    """Ensembles of which each uses the one before twice."""
+    """Ensembles of which each uses the inner one twice."""
     made = [model("e0", {"x": "FP32[1]"}, {"y": "FP32[1]"})]
     for level in range(1, levels + 1):
         below = f"e{level - 1}"
@@ -526,14 +527,14 @@ def doubling(levels: int) -> list[ModelConfig]:
     return made
 
 
-def test_rule_G19_ensembles_that_unfold_into_too_many_steps_are_refused_before_they_are_unfolded() -> None:
+def test_rule_G19_ensembles_with_too_many_steps_are_refused_before_folding() -> None:
     made = doubling(40)
     (problem,) = refusals(made[-1], *made)
     assert problem.rule == "G19"
     assert f"has {2**40} steps" in problem.message
 
 
-def test_rule_G19_ensembles_nested_too_deep_are_refused_without_a_recursion_error() -> None:
+def test_rule_G19_ensembles_nested_too_deeply_are_refused_without_a_recursion_error() -> None:
     made = [model("e0", {"x": "FP32[1]"}, {"y": "FP32[1]"})]
     made += [
         ensemble(f"e{i}", {"x": "FP32[1]"}, {"y": "FP32[1]"}, [(f"e{i - 1}", {"x": "x"}, {"y": "y"})])
@@ -553,7 +554,7 @@ def test_all_mistakes_of_an_ensemble_are_found_at_once_in_the_order_of_the_file(
     )
     found = refusals(config)
     assert {problem.rule for problem in found} == {"G2", "G5", "G7", "G10", "G12", "G13", "G17"}
-    assert list(found) == sorted(found, key=lambda problem: problem.place or 0)  # type: ignore[arg-type, return-value]
+    assert list(found) == sorted(found, key=lambda problem: cast("Place", problem.place))
 
 
 def test_every_rule_has_a_test_that_names_it() -> None:

@@ -1,4 +1,4 @@
-"""What a graph's edges cost is known from the configurations alone."""
+"""Transfers along a graph's edges, derived from the configurations alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flowserve.graph.compile import compile_ensemble
 from flowserve.graph.transfers import MemoryPlaces, Transfer, memory_places, transfers
 from flowserve.graph.types import GRAPH, Graph
 from flowserve.render.labels import written
-from flowserve.testing.ensembles import Drawn, available, ensemble, ensembles, model
 from flowserve.values import ANY_GPU, HOST_MEMORY, DType, gpu_memory
+from tests.support.ensembles import Drawn, available, ensemble, ensembles, model
 
 HOST, GPU0, GPU1 = frozenset({HOST_MEMORY}), frozenset({gpu_memory(0)}), frozenset({gpu_memory(1)})
 
@@ -25,7 +25,7 @@ def _on(config: ModelConfig, kind: str = "KIND_GPU", *gpus: int) -> ModelConfig:
 
 
 def _chain() -> Graph:
-    """prepare -> find -> read, and the answer has what find made too."""
+    """prepare -> find -> read; the response also contains an output of find."""
     parts = [model(name, {"IN": "FP32[3,2]"}, {"OUT": "FP32[3,2]"}) for name in ("prepare", "find", "read")]
     steps = [
         ("prepare", {"IN": "raw"}, {"OUT": "a"}),
@@ -43,7 +43,7 @@ def _by_tensor(graph: Graph, places: list[MemoryPlaces]) -> dict[tuple[str, int]
     }
 
 
-def test_a_chain_on_one_gpu_copies_in_once_and_out_what_is_answered() -> None:
+def test_a_chain_on_one_gpu_has_one_upload_and_one_download() -> None:
     assert _by_tensor(_chain(), [GPU0, GPU0, GPU0]) == {
         ("raw", 0): "copy",
         ("a", 1): "view",
@@ -57,7 +57,7 @@ def test_on_the_host_every_edge_is_a_view() -> None:
     assert set(_by_tensor(_chain(), [HOST, HOST, HOST]).values()) == {"view"}
 
 
-def test_what_two_readers_take_in_one_place_is_copied_for_the_first() -> None:
+def test_a_tensor_with_two_readers_in_one_place_is_copied_once() -> None:
     kinds = _by_tensor(_chain(), [HOST, GPU0, HOST])
     assert kinds["a", 1] == "copy"
     assert sorted([kinds["b", 2], kinds["b", GRAPH]]) == ["copy", "shared"]
@@ -67,7 +67,7 @@ def test_another_gpu_is_another_memory() -> None:
     assert _by_tensor(_chain(), [GPU0, GPU1, GPU1])["a", 1] == "copy"
 
 
-def test_instances_on_the_same_gpus_share_a_memory_since_a_request_stays_on_one() -> None:
+def test_instances_on_the_same_gpus_share_memory() -> None:
     both = GPU0 | GPU1
     assert _by_tensor(_chain(), [both, both, both])["a", 1] == "view"
     assert _by_tensor(_chain(), [both, GPU1, GPU1])["a", 1] == "depends"
@@ -75,14 +75,14 @@ def test_instances_on_the_same_gpus_share_a_memory_since_a_request_stays_on_one(
     assert _by_tensor(_chain(), [HOST | GPU1, HOST | GPU1, HOST])["a", 1] == "depends"
 
 
-def test_bytes_are_known_where_shapes_are() -> None:
+def test_transfer_sizes_are_known_for_fixed_shapes() -> None:
     first = transfers(_chain(), [GPU0, GPU0, GPU0])[0]
     assert first == Transfer("copy", (HOST_MEMORY,), (gpu_memory(0),), 24)
     open_ended = model("m", {"IN": "FP32[-1]"}, {"OUT": "BYTES[1]"})
     config = ensemble("e", {"x": "FP32[-1]"}, {"y": "BYTES[1]"}, [("m", {"IN": "x"}, {"OUT": "y"})])
     graph = compile_ensemble(config, 1, available(open_ended))
     assert [one.row_bytes for one in transfers(graph, [GPU0])] == [None, None]
-    assert transfers(graph, [GPU0])[1].kind == "view"  # strings never lie on a device
+    assert transfers(graph, [GPU0])[1].kind == "view"  # BYTES are never on a device
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,15 @@ def test_bytes_are_known_where_shapes_are() -> None:
         (_on(replace(model("m", {"X": "FP32[1]"}, {"Y": "FP32[1]"}), sequence=SequenceBatching(1, False))), HOST),
     ],
 )
-def test_where_a_models_tensors_lie_its_configuration_says(config: ModelConfig, places: MemoryPlaces) -> None:
+def test_the_memory_of_a_models_tensors_follows_from_its_configuration(
+    config: ModelConfig, places: MemoryPlaces
+) -> None:
     assert memory_places(config) == places
 
 
 @settings(max_examples=30)
 @given(ensembles(), st.data())
-def test_laws_no_tensor_crosses_twice_to_one_place_and_none_crosses_that_need_not(
+def test_property_each_tensor_is_copied_at_most_once_per_place_and_only_if_needed(
     drawn: Drawn, data: st.DataObject
 ) -> None:
     graph = compile_ensemble(drawn.config, 1, drawn.available)

@@ -26,7 +26,7 @@ def _input(pixels: np.ndarray[Any, Any], *, binary: bool) -> triton.InferInput:
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "binary"])
-def test_every_held_out_digit_is_told(
+def test_every_held_out_digit_is_recognised(
     client: triton.InferenceServerClient, held_out: list[dict[str, Any]], binary: bool
 ) -> None:
     told = []

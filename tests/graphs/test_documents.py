@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from flowserve.graph.advice import advise
-from flowserve.render.mermaid import render_mermaid
-from flowserve.runtime.reading import Reading, read_repositories
+from flowserve.render.diagrams import render_mermaid
+from flowserve.runtime.loading.reading import Reading, read_repositories
 from flowserve.testing.serve import Served
 
 GRAPHS = Path(__file__).resolve().parents[2] / "graphs"
@@ -56,7 +56,7 @@ def pictures(reading: Reading) -> Mapping[str, str]:
     return {name: render_mermaid(versions[max(versions)], facts) for name, versions in graphs.items()}
 
 
-def test_every_example_is_right_as_it_stands(pictures: Mapping[str, str]) -> None:
+def test_every_example_is_valid(pictures: Mapping[str, str]) -> None:
     assert {"read_text", "digit", "detect_language"} <= set(pictures)
 
 
@@ -77,7 +77,7 @@ def test_the_picture_in_the_readme_is_the_graph_that_is_served(pictures: Mapping
     ("document", "language", "command", "printed"),
     [pytest.param(*each, id=f"{_name(each[0])}-{number}") for number, each in enumerate(_requests())],
 )
-def test_the_request_in_the_document_prints_what_stands_below_it(
+def test_the_request_in_the_document_prints_its_documented_output(
     served_graphs: Served, document: Path, language: str, command: str, printed: str
 ) -> None:
     program = {"sh": ["bash", "-ec", command], "python": [sys.executable, "-c", command]}[language]

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from flowserve.backends import registry
-from flowserve.backends import triton_python_backend_utils as pb_utils
+from flowserve.backends.python.pb_utils import triton_python_backend_utils as pb_utils
 from flowserve.repository.layout import find_models
 from flowserve.repository.read import read_model
-from flowserve.runtime.completion import complete
-from flowserve.testing.backends import Opened, Repository, open_instance
+from flowserve.runtime.loading.completion import complete
 from flowserve.values import Array
+from tests.support.backends import Opened, Repository, open_instance
 
 GRAPHS = Path(__file__).resolve().parents[2] / "graphs"
 MEAN = np.array([123.675, 116.28, 103.53], np.float32)
@@ -51,7 +51,7 @@ def test_pictures_are_resized_as_pillow_does_it_and_normalised(height: int, widt
     assert np.abs(back - expected).max() <= 1.5, "Pillow rounds twice"
 
 
-def test_a_batch_is_what_its_pictures_are_one_by_one() -> None:
+def test_a_batch_of_images_equals_its_images_one_by_one() -> None:
     batch = np.stack([picture(40, 60, seed) for seed in range(3)])
     model = opened()
     (together,) = model.run({"IMAGE": batch}).outputs[0]
@@ -78,7 +78,7 @@ class Library(ModuleType):
         return getattr(np, name)
 
 
-def test_it_uses_of_its_array_library_what_cupy_has_too() -> None:
+def test_preprocessing_uses_only_functions_that_cupy_has() -> None:
     module: dict[str, Any] = {"__name__": "model", "__file__": "model.py"}
     sys.modules.setdefault("triton_python_backend_utils", pb_utils)
     exec(compile((GRAPHS / "image_preprocess/1/model.py").read_text(), "model.py", "exec"), module)

@@ -32,13 +32,13 @@ def read(server: Served, line: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
         connection.close()
 
 
-def test_every_digit_of_a_line_is_read_in_its_place(served_graphs: Served, held_out: list[dict[str, Any]]) -> None:
+def test_every_digit_of_a_number_is_read_in_its_place(served_graphs: Served, held_out: list[dict[str, Any]]) -> None:
     digits = held_out * 5
     line = np.hstack([np.array(example["pixels"], np.uint8) for example in digits])
     assert read(served_graphs, line) == [(example["digit"], 8 * n) for n, example in enumerate(digits)]
 
 
-def test_blanks_are_left_out_and_a_blank_line_has_no_answer(
+def test_blanks_are_skipped_and_a_blank_image_has_no_digits(
     served_graphs: Served, held_out: list[dict[str, Any]]
 ) -> None:
     blank, digit = np.zeros((8, 8), np.uint8), np.array(held_out[0]["pixels"], np.uint8)

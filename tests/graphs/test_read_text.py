@@ -63,7 +63,7 @@ def test_several_pictures_in_one_request_are_read_each_for_itself(
     assert [_read(answer, row) for row in range(len(files))] == [*pictures.values()]
 
 
-def test_a_picture_file_is_a_request_as_it_is(
+def test_an_image_file_is_a_complete_request(
     served_graphs: Served, pictures: dict[str, dict[str, Any]], files: dict[str, bytes]
 ) -> None:
     answer = httpx.post(
@@ -106,7 +106,7 @@ def test_only_the_branch_that_is_asked_for_runs(client: triton.InferenceServerCl
     ],
     ids=["empty", "text", "cut off"],
 )
-def test_what_is_no_picture_fails_alone_and_the_error_says_why(
+def test_a_file_that_is_no_image_fails_alone_with_a_reason(
     client: triton.InferenceServerClient,
     pictures: dict[str, dict[str, Any]],
     files: dict[str, bytes],

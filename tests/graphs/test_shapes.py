@@ -28,7 +28,7 @@ def image(example: dict[str, Any]) -> triton.InferInput:
     return given
 
 
-def test_every_held_out_shape_is_told_and_found(
+def test_every_held_out_shape_is_classified_and_located(
     client: triton.InferenceServerClient, held_out: list[dict[str, Any]]
 ) -> None:
     for example in held_out:
@@ -37,9 +37,7 @@ def test_every_held_out_shape_is_told_and_found(
         assert int(answer.as_numpy("SEGMENTATION").sum()) == pytest.approx(example["pixels"], rel=0.2)
 
 
-def test_the_branch_that_nobody_asks_for_is_not_run(
-    client: triton.InferenceServerClient, held_out: list[dict[str, Any]]
-) -> None:
+def test_an_unrequested_branch_is_not_run(client: triton.InferenceServerClient, held_out: list[dict[str, Any]]) -> None:
     def runs(model: str) -> int:
         (row,) = client.get_inference_statistics(model)["model_stats"]
         count: int = row["inference_count"]

@@ -56,7 +56,7 @@ def test_however_sound_is_cut_into_pieces_the_decisions_are_those_of_one_whole_p
     assert ((pieces > 0.5) == (whole > 0.5)).all()
 
 
-def test_it_tells_speech_in_sound_that_it_never_heard(
+def test_speech_is_detected_in_unseen_sound(
     client: triton.InferenceServerClient, sound: np.ndarray[Any, Any], root: Path
 ) -> None:
     right = np.array(json.loads((root / "graphs/voice_activity/talk.json").read_text()), bool)

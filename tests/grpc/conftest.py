@@ -1,6 +1,6 @@
 """One repository and one server of it for this folder, and Triton's gRPC client.
 
-Models run on threads, so that the server is up soon; where they run changes nothing that is tested here.
+Models run on threads, so that the server starts quickly; the tests do not depend on it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TELLS = """
                 for one in requests]
 """
 
-# As many answers as the first number says, each with its place; then, where there is a second number, a failure.
+# Sends as many responses as the first number, each with its position; then an error if there is a second number.
 REPEATS = """
     def execute(self, requests):
         for request in requests:
@@ -77,7 +77,7 @@ REPEATS = """
                     break
                 sender.send(answer(OUT=np.array([place], np.float32)))
             if more:
-                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("enough")))  # which is the end
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("enough")))  # the final response
                 continue
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
@@ -114,8 +114,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for one in DType
     )
     write(folder, "types", TYPES, inputs)
-    alone = 'max_batch_size: 8\nparameters { key: "execution" value { string_value: "process" } }'
-    write(folder, "alone", ECHO, one_in_one_out(alone, "data_type: TYPE_FP32 dims: [ 1 ]"))
+    single = 'max_batch_size: 8\nparameters { key: "execution" value { string_value: "process" } }'
+    write(folder, "single", ECHO, one_in_one_out(single, "data_type: TYPE_FP32 dims: [ 1 ]"))
     write(folder, "sleeps", SLEEPS, one_in_one_out())
     write(folder, "fails", FAILS, one_in_one_out())
     write(folder, "tells", TELLS, one_in_one_out(out="data_type: TYPE_STRING dims: [ 1 ]"))
@@ -140,5 +140,5 @@ def client(served: Served) -> Iterator[triton.InferenceServerClient]:
 
 @pytest.fixture(scope="session")
 def options() -> tuple[str, ...]:
-    """What makes a server of a test's own speak gRPC on a free port."""
+    """Options for a further server with gRPC on a free port."""
     return OPTIONS

@@ -1,4 +1,4 @@
-"""Triton's own gRPC client against a real server: every call it has, every data type.
+"""Triton's own gRPC client against a real server: every call and every data type.
 
 docs/compatibility.md is the table of these calls; the last test here keeps it complete.
 """
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as shm
+from tritonclient.grpc import InferenceServerClient as Client
 from tritonclient.grpc import aio
 from tritonclient.grpc.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
@@ -28,7 +29,6 @@ from flowserve.version import __version__
 
 pytestmark = pytest.mark.server
 
-Client = triton.InferenceServerClient
 
 VALUES: dict[str, list[Any]] = {
     "BOOL": [True, False, True],
@@ -61,20 +61,20 @@ def refused(code: str, text: str, call: Callable[..., Any], *arguments: Any, **n
     assert raised.value.status() == f"StatusCode.{code}"
 
 
-def test_whoever_asks_one_by_one_is_answered_on_the_spot_with_what_is_his(client: Client) -> None:
-    for number in range(160):  # taken to be alone after 64
-        answer = client.infer("alone", [batch(number)], request_id=str(number))
+def test_single_requests_to_a_process_get_their_own_responses(client: Client) -> None:
+    for number in range(160):
+        answer = client.infer("single", [batch(number)], request_id=str(number))
         assert (answer.as_numpy("OUT").tolist(), answer.get_response().id) == ([[number]], str(number))
-    told: queue.Queue[Any] = queue.Queue()
-    client.start_stream(lambda result, error: told.put((result, error)))
+    results: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: results.put((result, error)))
     for number in range(20):
-        client.async_stream_infer("alone", [batch(number)], request_id=str(number))
-        result, error = told.get(timeout=20)
+        client.async_stream_infer("single", [batch(number)], request_id=str(number))
+        result, error = results.get(timeout=20)
         assert error is None
         assert (result.as_numpy("OUT").tolist(), result.get_response().id) == ([[number]], str(number))
     client.stop_stream()
-    refused("INVALID_ARGUMENT", "unexpected shape for input 'IN'", client.infer, "alone", [batch(1, 2)])
-    counted = client.get_inference_statistics("alone").model_stats[0]
+    refused("INVALID_ARGUMENT", "unexpected shape for input 'IN'", client.infer, "single", [batch(1, 2)])
+    counted = client.get_inference_statistics("single").model_stats[0]
     assert (counted.inference_count, counted.execution_count) == (180, 180)
 
 
@@ -82,7 +82,7 @@ def calls_of(client: type) -> list[str]:
     return [name for name in dir(client) if not name.startswith("_") and callable(getattr(client, name))]
 
 
-# ------------------------------------------------------------------------------------------------------- questions
+# ----------------------------------------------------------------------------------------------- metadata, settings
 
 
 def test_the_server_is_live_and_ready(client: Client) -> None:
@@ -94,31 +94,31 @@ def test_a_model_is_ready_by_name_and_by_version(client: Client) -> None:
     assert client.is_model_ready("echo")
     assert client.is_model_ready("echo", "1")
     assert not client.is_model_ready("echo", "2")
-    assert not client.is_model_ready("nobody")
+    assert not client.is_model_ready("absent")
     refused("INVALID_ARGUMENT", "failed to get model version", client.is_model_ready, "echo", "one")
 
 
-def test_the_server_says_what_it_is(client: Client) -> None:
-    told = client.get_server_metadata()
-    assert (told.name, told.version) == ("flowserve", __version__)
-    assert "classification" in told.extensions
+def test_server_metadata_has_name_version_and_extensions(client: Client) -> None:
+    reply = client.get_server_metadata()
+    assert (reply.name, reply.version) == ("flowserve", __version__)
+    assert "classification" in reply.extensions
 
 
 def test_a_models_metadata_lists_its_versions_and_tensors(client: Client) -> None:
-    told = client.get_model_metadata("echo", as_json=True)
-    assert told["versions"] == ["1"]
-    assert told["inputs"] == [{"name": "IN", "datatype": "FP32", "shape": ["-1", "-1"]}]
-    refused("NOT_FOUND", "Request for unknown model: 'nobody' is not found", client.get_model_metadata, "nobody")
+    reply = client.get_model_metadata("echo", as_json=True)
+    assert reply["versions"] == ["1"]
+    assert reply["inputs"] == [{"name": "IN", "datatype": "FP32", "shape": ["-1", "-1"]}]
+    refused("NOT_FOUND", "Request for unknown model: 'absent' is not found", client.get_model_metadata, "absent")
     refused("NOT_FOUND", "'echo' version 9 is not found", client.get_model_metadata, "echo", "9")
 
 
 def test_a_models_configuration_is_the_completed_one(client: Client) -> None:
-    told = client.get_model_config("repeats").config
-    assert (told.name, told.backend, told.model_transaction_policy.decoupled) == ("repeats", "python", True)
+    reply = client.get_model_config("repeats").config
+    assert (reply.name, reply.backend, reply.model_transaction_policy.decoupled) == ("repeats", "python", True)
     assert client.get_model_config("echo").config.max_batch_size == 8
 
 
-def test_statistics_count_what_was_asked(client: Client) -> None:
+def test_statistics_count_requests(client: Client) -> None:
     def count() -> int:
         (row,) = client.get_inference_statistics("echo", "1").model_stats
         return int(row.inference_stats.success.count)
@@ -127,7 +127,7 @@ def test_statistics_count_what_was_asked(client: Client) -> None:
     client.infer("echo", [batch(1)])
     assert count() == before + 1
     assert {row.name for row in client.get_inference_statistics().model_stats} >= {"echo", "repeats"}
-    refused("INVALID_ARGUMENT", "requested model 'nobody' is not available", client.get_inference_statistics, "nobody")
+    refused("INVALID_ARGUMENT", "requested model 'absent' is not available", client.get_inference_statistics, "absent")
 
 
 def test_models_are_listed_unloaded_and_loaded(client: Client) -> None:
@@ -137,16 +137,16 @@ def test_models_are_listed_unloaded_and_loaded(client: Client) -> None:
 
     assert state() == ("READY", "")
     refused("INTERNAL", "no, thank you", client.infer, "fails", [numbers(1)])
-    client.unload_model("fails", client_timeout=20)  # which waits for all that still has it: a failed call must not
+    client.unload_model("fails", client_timeout=20)  # waits for all users of the model; a failed call must not be one
     assert state() == ("UNAVAILABLE", "unloaded")
     refused("UNAVAILABLE", "is not at ready state", client.infer, "fails", [numbers(1)])
     assert not client.is_model_ready("fails")
     client.load_model("fails")
     assert client.is_model_ready("fails")
-    refused("INVALID_ARGUMENT", "failed to load 'nobody'", client.load_model, "nobody")
+    refused("INVALID_ARGUMENT", "failed to load 'absent'", client.load_model, "absent")
 
 
-def test_a_model_is_loaded_with_a_configuration_and_files_of_the_call(client: Client, repository: Path) -> None:
+def test_a_model_is_loaded_with_a_configuration_and_files_from_the_call(client: Client, repository: Path) -> None:
     model = (repository / "echo/1/model.py").read_bytes()
     config = {
         "backend": "python",
@@ -159,46 +159,46 @@ def test_a_model_is_loaded_with_a_configuration_and_files_of_the_call(client: Cl
 
 
 @pytest.mark.fault("Z3")
-def test_settings_are_told_and_changed(client: Client) -> None:
+def test_settings_are_read_and_changed(client: Client) -> None:
     assert client.get_log_settings(as_json=True)["settings"]["log_info"] == {"bool_param": True}
-    told = client.update_log_settings({"log_verbose_level": 1}, as_json=True)
-    assert told["settings"]["log_verbose_level"] == {"uint32_param": 1}
+    reply = client.update_log_settings({"log_verbose_level": 1}, as_json=True)
+    assert reply["settings"]["log_verbose_level"] == {"uint32_param": 1}
     client.update_log_settings({"log_verbose_level": 0})
     refused("UNIMPLEMENTED", "log file location can not be updated", client.update_log_settings, {"log_file": "x"})
     refused("UNIMPLEMENTED", "trace file location", client.update_trace_settings, settings={"trace_file": "x"})
     assert client.get_trace_settings(as_json=True)["settings"]["trace_level"] == {"value": ["OFF"]}
     assert client.update_trace_settings(settings={"trace_rate": "1000"}).settings["trace_rate"].value == ["1000"]
     refused("UNIMPLEMENTED", "trace file", client.update_trace_settings, settings={"trace_file": ["elsewhere"]})
-    refused("INVALID_ARGUMENT", "Request for unknown model : nobody", client.get_trace_settings, "nobody")
+    refused("INVALID_ARGUMENT", "Request for unknown model : absent", client.get_trace_settings, "absent")
 
 
 # ------------------------------------------------------------------------------------------------------- inference
 
 
 @pytest.mark.parametrize("kind", sorted(BY_WIRE))
-def test_every_data_type_comes_back_as_it_went(client: Client, kind: str) -> None:
+def test_every_data_type_round_trips(client: Client, kind: str) -> None:
     array = np.array(VALUES[kind], BY_WIRE[kind].numpy)
     back = client.infer("types", [tensor(f"IN_{kind}", array, kind)]).as_numpy(f"OUT_{kind}")
     np.testing.assert_array_equal(back, array)
 
 
-def test_a_tensor_of_no_elements_comes_back_as_one(client: Client) -> None:
+def test_an_empty_tensor_round_trips(client: Client) -> None:
     assert client.infer("types", [tensor("IN_INT64", np.zeros(0, np.int64), "INT64")]).as_numpy("OUT_INT64").size == 0
 
 
-def test_an_answer_says_whose_it_is(client: Client) -> None:
-    told = client.infer("echo", [batch(1, 2)], model_version="1", request_id="mine").get_response()
-    assert (told.model_name, told.model_version, told.id) == ("echo", "1", "mine")
-    assert list(told.outputs[0].shape) == [1, 2]
+def test_a_response_has_the_model_version_and_request_id(client: Client) -> None:
+    reply = client.infer("echo", [batch(1, 2)], model_version="1", request_id="mine").get_response()
+    assert (reply.model_name, reply.model_version, reply.id) == ("echo", "1", "mine")
+    assert list(reply.outputs[0].shape) == [1, 2]
 
 
-def test_only_the_outputs_that_are_asked_for_come(client: Client) -> None:
+def test_only_requested_outputs_are_returned(client: Client) -> None:
     inputs = [tensor("IN_FP32", np.ones(1, np.float32)), tensor("IN_INT8", np.ones(1, np.int8), "INT8")]
     answer = client.infer("types", inputs, outputs=[triton.InferRequestedOutput("OUT_INT8")])
     assert [output.name for output in answer.get_response().outputs] == ["OUT_INT8"]
 
 
-def test_classes_come_with_their_labels(client: Client) -> None:
+def test_classes_have_labels(client: Client) -> None:
     outputs = [triton.InferRequestedOutput("OUT", class_count=2)]
     answer = client.infer("score", [numbers(0.5, 2.0, 1.0)], outputs=outputs)
     assert answer.as_numpy("OUT").tolist() == [b"2.000000:1:dog", b"1.000000:2:bird"]
@@ -209,7 +209,7 @@ def test_parameters_reach_the_model(client: Client) -> None:
     assert json.loads(answer.as_numpy("OUT")[0]) == {"a": "b", "n": 3, "f": True}
 
 
-def test_thirty_two_requests_in_flight_come_back_to_their_senders(client: Client) -> None:
+def test_32_concurrent_requests_get_their_own_responses(client: Client) -> None:
     answers: queue.Queue[tuple[int, Any, Any]] = queue.Queue()
     for n in range(32):
         client.async_infer("echo", [batch(n)], lambda result, error, n=n: answers.put((n, result, error)))
@@ -219,18 +219,18 @@ def test_thirty_two_requests_in_flight_come_back_to_their_senders(client: Client
         assert result.as_numpy("OUT").tolist() == [[n]]
 
 
-def test_eight_megabytes_travel_both_ways(client: Client) -> None:
+def test_a_tensor_of_eight_megabytes_round_trips(client: Client) -> None:
     array = np.arange(2**21, dtype=np.float32)
     np.testing.assert_array_equal(client.infer("score", [tensor("IN", array)]).as_numpy("OUT"), array)
 
 
-def test_a_compressed_request_is_understood(client: Client) -> None:
+def test_a_compressed_request_is_accepted(client: Client) -> None:
     for algorithm in ("gzip", "deflate"):
         assert client.infer("echo", [batch(7)], compression_algorithm=algorithm).as_numpy("OUT").tolist() == [[7]]
 
 
-def test_what_is_wrong_is_said_with_its_status(client: Client) -> None:
-    refused("NOT_FOUND", "Request for unknown model: 'nobody' is not found", client.infer, "nobody", [batch(1)])
+def test_errors_have_their_status_and_text(client: Client) -> None:
+    refused("NOT_FOUND", "Request for unknown model: 'absent' is not found", client.infer, "absent", [batch(1)])
     refused(
         "INVALID_ARGUMENT",
         "unexpected inference input 'X'",
@@ -252,11 +252,9 @@ def test_what_is_wrong_is_said_with_its_status(client: Client) -> None:
 
 
 @pytest.mark.fault("Z1", "Z5")
-def test_names_that_lead_elsewhere_lead_nowhere_and_what_clients_read_names_no_path(
-    client: Client, repository: Path
-) -> None:
+def test_path_traversal_is_refused_and_error_texts_contain_no_server_path(client: Client, repository: Path) -> None:
     config = json.dumps({"backend": "python"})
-    said = []
+    errors = []
     for call in (
         lambda: client.load_model("../echo"),
         lambda: client.load_model("echo/1"),
@@ -269,10 +267,10 @@ def test_names_that_lead_elsewhere_lead_nowhere_and_what_clients_read_names_no_p
         lambda: client.infer("fails", [numbers(1)]),
     ):
         with pytest.raises(InferenceServerException) as refusal:
-            call()
-        said.append((refusal.value.status().removeprefix("StatusCode."), refusal.value.message()))
-    assert {status for status, _ in said[:-1]} == {"INVALID_ARGUMENT", "NOT_FOUND"}
-    for _, text in said:
+            call()  # type: ignore[no-untyped-call]
+        errors.append((refusal.value.status().removeprefix("StatusCode."), refusal.value.message()))
+    assert {status for status, _ in errors[:-1]} == {"INVALID_ARGUMENT", "NOT_FOUND"}
+    for _, text in errors:
         assert str(repository) not in text
         assert "Traceback" not in text
     assert not [*repository.parent.glob("**/stolen")]
@@ -310,7 +308,7 @@ def test_tensors_are_read_from_shared_memory_and_written_to_it(client: Client, r
     refused("NOT_FOUND", "Unable to find shared memory region: 'nowhere'", client.infer, "echo", [given])
 
 
-def test_cuda_memory_that_is_none_is_refused_with_the_reason(client: Client) -> None:
+def test_an_invalid_cuda_handle_is_refused_with_the_reason(client: Client) -> None:
     assert not client.get_cuda_shared_memory_status().regions
     text = "failed to register CUDA shared memory region"
     refused("INVALID_ARGUMENT", text, client.register_cuda_shared_memory, "r", b"aGFuZGxl", 0, 64)
@@ -329,7 +327,7 @@ def test_a_plugin_of_the_client_adds_its_header(client: Client) -> None:
     client.unregister_plugin()
 
 
-def test_a_closed_client_leaves_the_server_as_it_was(served: Served, client: Client) -> None:
+def test_the_server_survives_a_closed_client(served: Served, client: Client) -> None:
     other = Client(served.grpc_address)
     other.start_stream(lambda result, error: None)
     other.close()
@@ -342,7 +340,7 @@ def test_the_asyncio_client_makes_every_call(served: Served) -> None:
             yield {"model_name": "repeats", "inputs": [numbers(count)], "request_id": f"r{count}"}
 
     async def talk(client: aio.InferenceServerClient) -> None:
-        client.register_plugin(BasicAuth("somebody", "secret"))
+        client.register_plugin(BasicAuth("user", "secret"))
         assert client.plugin() is not None
         client.unregister_plugin()
         assert await client.is_server_live()
@@ -384,14 +382,14 @@ def test_the_asyncio_client_makes_every_call(served: Served) -> None:
     asyncio.run(main())
 
 
-def test_the_asyncio_clients_calls_are_all_made() -> None:
+def test_the_asyncio_test_makes_every_call() -> None:
     made = Path(__file__).read_text().partition("def test_the_asyncio_client_makes_every_call")[2]
     made = made.partition("\n\n\ndef ")[0]
     missing = [call for call in calls_of(aio.InferenceServerClient) if f"client.{call}(" not in made]
     assert missing == ["close"]  # which is what `async with` does
 
 
-def test_grpcs_own_health_service_answers(served: Served) -> None:
+def test_the_grpc_health_service_reports_readiness(served: Served) -> None:
     from flowserve.grpc.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
     with grpc.insecure_channel(served.grpc_address) as channel:
@@ -400,14 +398,14 @@ def test_grpcs_own_health_service_answers(served: Served) -> None:
         for service in ("", "inference.GRPCInferenceService"):
             assert check(HealthCheckRequest(service=service)).status == HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as refusal:
-            check(HealthCheckRequest(service="nobody"))
+            check(HealthCheckRequest(service="absent"))
         assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch", *kinds)(HealthCheckRequest())
         assert next(watch).status == HealthCheckResponse.SERVING
         watch.cancel()
 
 
-def test_the_table_of_calls_is_the_clients(root: Path) -> None:
+def test_the_compatibility_table_lists_every_call(root: Path) -> None:
     page = (root / "docs/compatibility.md").read_text().partition("# The gRPC client")[2].partition("\n# ")[0]
     rows = re.findall(r"^\| `(\w+)` \|.*\| `(test_\w+)` \|$", page, re.MULTILINE)
     assert {name for name, _ in rows} == {*calls_of(Client)}

@@ -1,22 +1,22 @@
-"""Messages become requests: what each field may hold, and what a client reads who got one wrong."""
+"""ModelInferRequest messages become requests: the valid values of each field, and the errors for invalid ones."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flowserve.errors import Invalid, ModelFailed
-from flowserve.grpc.decode import decode
-from flowserve.grpc.encode import encode
+from flowserve.grpc.decode import decode_request
+from flowserve.grpc.encode import details_of, encode_response
 from flowserve.grpc.service_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
-from flowserve.grpc.status import details_of
 from flowserve.memory import bytes_codec
 from flowserve.memory.client_memory import Portion
 from flowserve.values import DType, Response
 
-CONTENTS = {
+CONTENTS: dict[str, tuple[str, Any]] = {
     "BOOL": ("bool_contents", [True, False, True]),
     **{kind: ("int_contents", [-1, 2, 3]) for kind in ("INT8", "INT16", "INT32")},
     "INT64": ("int64_contents", [-(2**63), 0, 2**63 - 1]),
@@ -38,16 +38,17 @@ def message(datatype: str = "FP32", shape: tuple[int, ...] = (2,), raw: bytes | 
 
 def refusal(made: ModelInferRequest) -> str:
     with pytest.raises(Invalid) as refused:
-        decode(made)
+        decode_request(made)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_numbers_in_contents_become_the_array_that_they_are(kind: str) -> None:
+def test_typed_contents_become_an_array(kind: str) -> None:
     field, values = CONTENTS[kind]
     made = message(kind, (3,), None)
-    made.inputs[0].contents.CopyFrom(InferTensorContents(**{field: values}))
-    array = decode(made).request.inputs["IN"]
+    contents: dict[str, Any] = {field: values}
+    made.inputs[0].contents.CopyFrom(InferTensorContents(**contents))
+    array = decode_request(made).request.inputs["IN"]
     assert array.dtype == DType[kind].numpy
     assert array.tolist() == values
 
@@ -56,18 +57,18 @@ def test_raw_contents_are_views_of_the_message_and_keep_their_order() -> None:
     made = message(raw=np.array([1, 2], np.float32).tobytes())
     made.inputs.add(name="TEXT", datatype="BYTES", shape=[1])
     made.raw_input_contents.append(bytes_codec.encode(np.array([b"x"], object)))
-    inputs = decode(made).request.inputs
+    inputs = decode_request(made).request.inputs
     assert [*inputs] == ["IN", "TEXT"]
     assert inputs["IN"].tolist() == [1, 2]
     assert not inputs["IN"].flags.writeable
     assert inputs["TEXT"].tolist() == [b"x"]
 
 
-def test_a_tensor_of_no_elements_needs_no_contents() -> None:
-    assert decode(message(shape=(0, 3), raw=None)).request.inputs["IN"].shape == (0, 3)
+def test_an_empty_tensor_needs_no_contents() -> None:
+    assert decode_request(message(shape=(0, 3), raw=None)).request.inputs["IN"].shape == (0, 3)
 
 
-def test_what_does_not_fit_its_shape_is_refused() -> None:
+def test_contents_that_do_not_fit_the_shape_are_refused() -> None:
     assert refusal(message(raw=b"\0" * 7)) == "input byte size mismatch for input 'IN' for model 'm'. Expected 8, got 7"
     assert "got 1 for 2" in refusal(_second(message()))
     assert "element count" in refusal(message(shape=(2**62, 4)))
@@ -111,7 +112,7 @@ def test_names_and_types_are_checked() -> None:
     assert refusal(made) == "output 'OUT' already exists in request"
 
 
-def test_parameters_mean_what_they_do_over_http() -> None:
+def test_parameters_have_the_same_meaning_as_over_http() -> None:
     made = message()
     for key, kind, value in [
         ("sequence_id", "string_param", "s"),
@@ -123,13 +124,13 @@ def test_parameters_mean_what_they_do_over_http() -> None:
         ("triton_enable_empty_final_response", "bool_param", True),
     ]:
         setattr(made.parameters[key], kind, value)
-    asked = decode(made)
-    request = asked.request
+    decoded = decode_request(made)
+    request = decoded.request
     assert (request.sequence_id, request.sequence_start, request.sequence_end) == ("s", True, True)
     assert (request.priority, request.timeout_us, request.parameters) == (3, 4, {"mine": 0.5})
-    assert asked.wants_final
+    assert decoded.wants_final
     made.parameters["sequence_id"].uint64_param = 2**64 - 1
-    assert decode(made).request.sequence_id == 2**64 - 1
+    assert decode_request(made).request.sequence_id == 2**64 - 1
 
 
 @pytest.mark.parametrize(
@@ -153,42 +154,42 @@ def test_a_parameter_without_a_value_is_refused() -> None:
     assert "has no value" in refusal(made)
 
 
-def test_what_lies_in_shared_memory_is_read_later_and_keeps_its_place() -> None:
+def test_shared_memory_inputs_are_left_for_later() -> None:
     made = message(raw=None)
     made.inputs[0].parameters["shared_memory_region"].string_param = "r"
     assert "'shared_memory_byte_size' must be specified" in refusal(made)
     made.inputs[0].parameters["shared_memory_byte_size"].int64_param = 8
-    (shared,) = decode(made).shared
+    (shared,) = decode_request(made).shared
     assert shared.portion == Portion("r", 0, 8)
     made.inputs[0].parameters["shared_memory_byte_size"].int64_param = 9
     assert "input byte size mismatch" in refusal(made)
 
 
-def test_an_answer_of_no_type_is_the_models_fault() -> None:
+def test_an_output_without_a_datatype_is_an_error_of_the_model() -> None:
     with pytest.raises(Exception, match="which no datatype is"):
-        encode(Response("m", 1, {"OUT": np.zeros(1, np.complex64)}))
+        encode_response(Response("m", 1, {"OUT": np.zeros(1, np.complex64)}))
 
 
-def test_parameters_of_an_answer_travel_with_their_types() -> None:
-    given = {"a": True, "b": 2**64 - 1, "c": -1, "d": 0.5, "e": "x"}
-    told = ModelInferResponse.FromString(b"".join(encode(Response("m", 1, {}, parameters=given)))).parameters
-    assert {key: getattr(value, value.WhichOneof("parameter_choice") or "") for key, value in told.items()} == given
-    assert told["a"].HasField("bool_param")
+def test_response_parameters_keep_their_types() -> None:
+    given: dict[str, str | int | float | bool] = {"a": True, "b": 2**64 - 1, "c": -1, "d": 0.5, "e": "x"}
+    reply = ModelInferResponse.FromString(b"".join(encode_response(Response("m", 1, {}, parameters=given)))).parameters
+    assert {key: getattr(value, value.WhichOneof("parameter_choice") or "") for key, value in reply.items()} == given
+    assert reply["a"].HasField("bool_param")
 
 
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 4096, 300_000])
-def test_outputs_of_any_size_are_where_readers_of_the_message_look_for_them(size: int) -> None:
+def test_protobuf_reads_outputs_of_any_size(size: int) -> None:
     arrays = {"A": np.arange(size, dtype=np.float32), "B": np.array([b"x" * size], object)}
-    told = ModelInferResponse.FromString(b"".join(encode(Response("m", 3, arrays, id="i"))))
-    assert (told.model_name, told.model_version, told.id) == ("m", "3", "i")
-    assert [(one.name, one.datatype, [*one.shape]) for one in told.outputs] == [
+    reply = ModelInferResponse.FromString(b"".join(encode_response(Response("m", 3, arrays, id="i"))))
+    assert (reply.model_name, reply.model_version, reply.id) == ("m", "3", "i")
+    assert [(one.name, one.datatype, [*one.shape]) for one in reply.outputs] == [
         ("A", "FP32", [size]),
         ("B", "BYTES", [1]),
     ]
-    assert [*told.raw_output_contents] == [arrays["A"].tobytes(), bytes_codec.encode(arrays["B"])]
+    assert [*reply.raw_output_contents] == [arrays["A"].tobytes(), bytes_codec.encode(arrays["B"])]
 
 
-def test_details_stay_below_what_clients_take() -> None:
+def test_status_details_stay_below_the_clients_limit() -> None:
     assert details_of(Invalid("short, with ü")) == "short, with ü"
     for character in ("x", "ü", "\n", "%", "\udcff"):
         cut = details_of(ModelFailed(character * 20_000))
@@ -197,7 +198,7 @@ def test_details_stay_below_what_clients_take() -> None:
 
 
 @pytest.mark.fault("J10")
-def test_very_many_outputs_or_inputs_are_looked_at_once_each() -> None:
+def test_many_inputs_or_outputs_take_linear_time() -> None:
     made = message()
     for number in range(20_000):
         made.outputs.add(name=f"OUT{number}")
@@ -207,8 +208,8 @@ def test_very_many_outputs_or_inputs_are_looked_at_once_each() -> None:
         tensor.parameters["shared_memory_region"].string_param = "region"
         tensor.parameters["shared_memory_byte_size"].int64_param = 4
     began = time.thread_time()
-    assert len(decode(made).request.outputs or ()) == 20_000
-    assert len(decode(shared).shared) == 10_000
+    assert len(decode_request(made).request.outputs or ()) == 20_000
+    assert len(decode_request(shared).shared) == 10_000
     assert time.thread_time() - began < 1
     made.outputs.add(name="OUT7")
     assert refusal(made) == "output 'OUT7' already exists in request"
@@ -217,10 +218,10 @@ def test_very_many_outputs_or_inputs_are_looked_at_once_each() -> None:
 
 
 @pytest.mark.fault("S8")
-def test_dimensions_without_number_are_not_multiplied() -> None:
+def test_too_many_dimensions_are_refused_quickly() -> None:
     made = message(shape=(2**62,) * 60_000 + (0,))
     began = time.thread_time()
     assert refusal(made) == "the shape of input 'IN' cannot be used: it has 60001 dimensions, and 64 are the most"
     assert time.thread_time() - began < 1
-    assert decode(message(shape=(1,) * 64, raw=bytes(4))).request.inputs["IN"].ndim == 64
+    assert decode_request(message(shape=(1,) * 64, raw=bytes(4))).request.inputs["IN"].ndim == 64
     assert "cannot be used" in refusal(message(shape=(1,) * 65, raw=bytes(4)))

@@ -1,4 +1,4 @@
-"""asyncio's loop as a guest of trio's: whose turn it is, and that nobody is forgotten."""
+"""asyncio's event loop as a guest of trio's: callbacks, timers and sockets are served, and trio is not starved."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import trio
 import trio.lowlevel
 
-from flowserve.grpc.guest import Guest
+from flowserve.grpc.guest import GuestLoop
 
 
 @pytest.fixture
-async def guest() -> AsyncIterator[Guest]:
-    made = Guest()
+async def guest() -> AsyncIterator[GuestLoop]:
+    made = GuestLoop()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.run)
         yield made
@@ -24,12 +24,12 @@ async def guest() -> AsyncIterator[Guest]:
     made.finish(asyncio.sleep(0), 10)
 
 
-def begin(guest: Guest, *coroutines: Coroutine[Any, Any, object]) -> None:
+def begin(guest: GuestLoop, *coroutines: Coroutine[Any, Any, object]) -> None:
     for one in coroutines:
-        guest.begin(one)
+        guest.start_task(one)
 
 
-async def test_what_is_posted_is_called_in_order_and_futures_wake_tasks(guest: Guest) -> None:
+async def test_posted_callbacks_run_in_order_and_futures_wake_tasks(guest: GuestLoop) -> None:
     said: list[int] = []
     done = trio.Event()
     answered = guest.loop.create_future()
@@ -50,7 +50,7 @@ async def test_what_is_posted_is_called_in_order_and_futures_wake_tasks(guest: G
     assert said == [0, 1, 2, 7]
 
 
-async def test_timers_of_the_guest_are_due_in_their_order(guest: Guest) -> None:
+async def test_timers_fire_in_their_order(guest: GuestLoop) -> None:
     said: list[str] = []
     done = trio.Event()
 
@@ -66,7 +66,7 @@ async def test_timers_of_the_guest_are_due_in_their_order(guest: Guest) -> None:
     assert said == ["first", "second", "last"]
 
 
-async def test_what_arrives_on_a_socket_wakes_the_guest(guest: Guest) -> None:
+async def test_data_on_a_socket_wakes_the_loop(guest: GuestLoop) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setblocking(False)
@@ -83,7 +83,7 @@ async def test_what_arrives_on_a_socket_wakes_the_guest(guest: Guest) -> None:
             await told.wait()
 
 
-async def test_a_guest_that_always_has_something_to_do_leaves_trio_its_turns(guest: Guest) -> None:
+async def test_a_loop_that_is_always_busy_does_not_starve_trio(guest: GuestLoop) -> None:
     ours, theirs = socket.socketpair()
     is_over = False
 
@@ -103,14 +103,14 @@ async def test_a_guest_that_always_has_something_to_do_leaves_trio_its_turns(gue
         await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_work_that_raises_raises_where_it_was_asked_for(guest: Guest) -> None:
-    assert guest.at_once(lambda: asyncio.get_running_loop()) is guest.loop
+async def test_run_sync_returns_the_result_or_raises_the_exception(guest: GuestLoop) -> None:
+    assert guest.run_sync(lambda: asyncio.get_running_loop()) is guest.loop
     with pytest.raises(ZeroDivisionError):
-        guest.at_once(lambda: 1 // 0)
+        guest.run_sync(lambda: 1 // 0)
 
 
-async def test_the_last_turns_are_bounded() -> None:
-    guest = Guest()
+async def test_finish_ends_at_its_timeout() -> None:
+    guest = GuestLoop()
     said: list[str] = []
 
     async def slow() -> None:
@@ -119,7 +119,7 @@ async def test_the_last_turns_are_bounded() -> None:
 
     guest.finish(slow(), 10)
     assert said == ["done"]
-    hung = Guest()
+    hung = GuestLoop()
     waits = hung.loop.create_future()
 
     async def for_ever() -> None:
@@ -132,8 +132,8 @@ async def test_the_last_turns_are_bounded() -> None:
     assert hung.loop.is_closed()
 
 
-async def test_an_answer_that_comes_after_the_end_is_nobodys() -> None:
-    guest = Guest()
+async def test_callbacks_posted_after_finish_are_dropped() -> None:
+    guest = GuestLoop()
     guest.finish(asyncio.sleep(0), 10)
     said: list[int] = []
     guest.post(said.append, 1)

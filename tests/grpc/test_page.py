@@ -1,4 +1,4 @@
-"""docs/grpc.md does what it says."""
+"""The example and the table of statuses in docs/grpc.md are right."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.cli.grpc_options import DEFAULT_PORT
-from flowserve.grpc.status import STATUS
+from flowserve.cli.options import DEFAULT_GRPC_PORT
+from flowserve.grpc.encode import STATUS
 from flowserve.testing.serve import serving
 
 
@@ -20,7 +20,7 @@ def test_the_pages_example_prints_what_the_page_says(root: Path, options: tuple[
     page = (root / "docs/grpc.md").read_text()
     ((program, printed),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     with serving(root / "graphs", *options) as served:
-        program = program.replace(f"localhost:{DEFAULT_PORT}", served.grpc_address)
+        program = program.replace(f"localhost:{DEFAULT_GRPC_PORT}", served.grpc_address)
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True, timeout=120
         )

@@ -1,4 +1,4 @@
-"""Bytes become requests: what is kept between messages changes nothing that anybody can see."""
+"""Bytes of messages become requests: keeping repeated parts of messages changes no result."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import FlowserveError, Invalid
-from flowserve.grpc.decode import decode
-from flowserve.grpc.encode import Encoder, encode
-from flowserve.grpc.reader import Incoming, Reader, split
+from flowserve.grpc.decode import MessageReader, ReceivedMessage, decode_request, split
+from flowserve.grpc.encode import MessageEncoder, encode_response
 from flowserve.grpc.service_pb2 import ModelInferRequest
 from flowserve.memory import bytes_codec
-from flowserve.runtime.parameters import STATELESS
+from flowserve.runtime.workers.parameters import STATELESS
 from flowserve.values import Response
 
 KINDS = {"FP32": 4, "INT64": 8, "BOOL": 1, "BYTES": 0, "nonsense": 1}
@@ -49,50 +48,50 @@ def messages(draw: st.DrawFn) -> ModelInferRequest:
     return made
 
 
-def told(read: Incoming | Invalid) -> Any:
-    """Everything that somebody could see of a message."""
+def contents(read: ReceivedMessage | Invalid) -> Any:
+    """All observable contents of a message."""
     if isinstance(read, Invalid):
         return str(read)
-    if read.wrong is not None:
-        return read.target, read.asked.request.id, str(read.wrong)
-    asked, request = read.asked, read.asked.request
+    if read.error is not None:
+        return read.target, read.decoded.request.id, str(read.error)
+    decoded, request = read.decoded, read.decoded.request
     inputs = {name: (one.dtype, one.shape, one.tolist()) for name, one in request.inputs.items()}
     others = [getattr(request, name) for name in request.__slots__ if name not in ("inputs", "stamp")]
-    return read.target, inputs, others, asked.shared, asked.classes, asked.portions, asked.wants_final
+    return read.target, inputs, others, decoded.shared, decoded.classes, decoded.portions, decoded.wants_final
 
 
-def plainly(data: bytes) -> Any:
+def decoded_by_protobuf(data: bytes) -> Any:
     try:
         message = ModelInferRequest.FromString(data)
     except DecodeError:
-        return told(Reader()(b"\xff"))
+        return contents(MessageReader()(b"\xff"))
     target = message.model_name, message.model_version
     try:
-        return told(Incoming(target, decode(message)))
+        return contents(ReceivedMessage(target, decode_request(message)))
     except FlowserveError as error:
         return target, message.id, str(error)
 
 
 @given(st.lists(messages(), min_size=1, max_size=4))
-def test_a_message_means_what_it_means_however_often_one_like_it_came(made: list[ModelInferRequest]) -> None:
-    reader = Reader()
+def test_repeated_messages_decode_as_by_protobuf(made: list[ModelInferRequest]) -> None:
+    reader = MessageReader()
     for message in [*made, *made]:
         data = message.SerializeToString()
-        assert repr(told(reader(data))) == repr(plainly(data))  # NaN is not itself
+        assert repr(contents(reader(data))) == repr(decoded_by_protobuf(data))  # NaN is not itself
 
 
 @given(messages(), st.lists(st.tuples(st.integers(0, 300), st.integers(0, 255)), max_size=3), st.integers(0, 400))
-def test_broken_messages_are_what_protobuf_says_they_are(
+def test_damaged_messages_decode_as_by_protobuf(
     message: ModelInferRequest, changes: list[tuple[int, int]], length: int
 ) -> None:
     data = bytearray(message.SerializeToString())
-    reader = Reader()
+    reader = MessageReader()
     reader(bytes(data))
     for place, value in changes:
         if place < len(data):
             data[place] = value
     broken = bytes(data[:length])
-    assert repr(told(reader(broken))) == repr(plainly(broken))
+    assert repr(contents(reader(broken))) == repr(decoded_by_protobuf(broken))
 
 
 def test_tensors_are_views_of_the_message() -> None:
@@ -100,11 +99,11 @@ def test_tensors_are_views_of_the_message() -> None:
     made.inputs.add(name="A", datatype="UINT8", shape=[5000])
     made.raw_input_contents.append(bytes(5000))
     data = made.SerializeToString()
-    reader = Reader()
+    reader = MessageReader()
     for _ in range(2):
         read = reader(data)
-        assert isinstance(read, Incoming)
-        array = read.asked.request.inputs["A"]
+        assert isinstance(read, ReceivedMessage)
+        array = read.decoded.request.inputs["A"]
         assert np.shares_memory(array, np.frombuffer(data, np.uint8))
         assert not array.flags.writeable
 
@@ -112,20 +111,20 @@ def test_tensors_are_views_of_the_message() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x3a" + b"\xff" * 100_000,  # a size of seventy thousand bits
-        b"\x3a\x00" * 100_000,  # more tensors than anybody has
+        b"\x3a" + b"\xff" * 100_000,  # a size of 700,000 bits
+        b"\x3a\x00" * 100_000,  # more tensors than the limit
         b"\x3a",
         b"\x3a\x05abc",
         b"",
     ],
 )
-def test_what_is_laid_out_otherwise_is_left_to_protobuf(data: bytes) -> None:
+def test_messages_with_another_layout_are_left_to_protobuf(data: bytes) -> None:
     assert split(data) is None
-    assert isinstance(Reader()(data), Invalid | Incoming)
+    assert isinstance(MessageReader()(data), Invalid | ReceivedMessage)
 
 
-def test_answers_are_the_same_whether_their_beginning_was_kept_or_not() -> None:
-    encoder = Encoder()
+def test_responses_are_encoded_equally_with_and_without_kept_parts() -> None:
+    encoder = MessageEncoder()
     arrays = [np.arange(n, dtype=kind) for n in (0, 3, 2000) for kind in (np.float32, np.int64)]
     for _ in range(2):
         for version in (1, 2):
@@ -134,5 +133,5 @@ def test_answers_are_the_same_whether_their_beginning_was_kept_or_not() -> None:
                     for is_final in (None, True, False):
                         answer = Response("m", version, {"OUT": array}, **more)
                         assert b"".join(encoder.encode(answer, {}, is_final=is_final)) == b"".join(
-                            encode(answer, is_final=is_final)
+                            encode_response(answer, is_final=is_final)
                         )

@@ -1,4 +1,4 @@
-"""The server around the calls: limits, clients who leave, ports, ends, and servers that have no gRPC."""
+"""The gRPC server: limits, cancelled calls, ports, shutdown, and servers without gRPC."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def until(condition: Any) -> None:
     for _ in range(300):
         if condition():
             return
-        time.sleep(0.01)  # nothing tells us when another process has come that far
+        time.sleep(0.01)  # no event reports the progress of another process
     raise AssertionError("never")
 
 
-def test_a_client_who_cancels_is_withdrawn(served: Served, client: triton.InferenceServerClient) -> None:
+def test_a_cancelled_call_withdraws_its_request(served: Served, client: triton.InferenceServerClient) -> None:
     before = canceled(served, "sleeps")
     calls = [client.async_infer("sleeps", sleep_for(1.0), lambda result, error: None) for _ in range(2)]
     until(lambda: _pending(served, "sleeps") == 1)
@@ -64,7 +64,7 @@ def test_a_deadline_of_the_client_withdraws_its_request(served: Served, client: 
     until(lambda: canceled(served, "sleeps") == before + 1)
 
 
-def test_leaving_a_stream_withdraws_all_its_requests(served: Served, client: triton.InferenceServerClient) -> None:
+def test_a_cancelled_stream_withdraws_all_its_requests(served: Served, client: triton.InferenceServerClient) -> None:
     before = canceled(served, "sleeps"), canceled(served, "repeats")
     client.start_stream(lambda result, error: None)
     for _ in range(3):
@@ -75,8 +75,10 @@ def test_leaving_a_stream_withdraws_all_its_requests(served: Served, client: tri
     until(lambda: (canceled(served, "sleeps"), canceled(served, "repeats")) == (before[0] + 3, before[1] + 1))
 
 
-def test_a_stream_that_broke_off_keeps_no_model(served: Served, client: triton.InferenceServerClient) -> None:
-    """What an unload waits for is gone with the stream, however it ended, and not when the collector comes by."""
+def test_a_cancelled_or_failed_stream_keeps_no_model_loaded(
+    served: Served, client: triton.InferenceServerClient
+) -> None:
+    """References to the model end with the stream, not with the next garbage collection."""
     client.start_stream(lambda result, error: None)
     for _ in range(3):
         client.async_stream_infer("sleeps", sleep_for(0.2))
@@ -100,7 +102,7 @@ def _pending(served: Served, model: str) -> float:
 
 @pytest.fixture
 def folder(repository: Path, tmp_path: Path) -> Path:
-    """A repository of the one model that sleeps."""
+    """A repository with the model "sleeps" only."""
     made = tmp_path / "models"
     made.mkdir()
     (made / "sleeps").symlink_to(repository / "sleeps", target_is_directory=True)
@@ -108,7 +110,7 @@ def folder(repository: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault("H11", "H12")
-def test_messages_beyond_the_operators_limit_are_refused(folder: Path, options: tuple[str, ...]) -> None:
+def test_messages_larger_than_the_limit_are_refused(folder: Path, options: tuple[str, ...]) -> None:
     more = ("--grpc-max-message-size", "1000", "--grpc-keepalive-time", "1000", "--grpc-max-connection-age", "3600000")
     with serving(folder, *options, *more) as served, triton.InferenceServerClient(served.grpc_address) as client:
         assert client.is_model_ready("sleeps")
@@ -121,14 +123,12 @@ def test_messages_beyond_the_operators_limit_are_refused(folder: Path, options: 
             client.infer("sleeps", [large], compression_algorithm="gzip")
 
 
-def test_requests_under_way_finish_and_streams_end_when_the_server_is_told_to_stop(
-    folder: Path, options: tuple[str, ...]
-) -> None:
+def test_on_shutdown_requests_in_progress_finish_and_streams_end(folder: Path, options: tuple[str, ...]) -> None:
     with serving(folder, *options) as served, triton.InferenceServerClient(served.grpc_address) as client:
         answers: list[Any] = []
         done = threading.Event()
 
-        def told(result: Any, error: Any) -> None:
+        def on_result(result: Any, error: Any) -> None:
             answers.append((result, error))
             done.set()
 
@@ -136,7 +136,7 @@ def test_requests_under_way_finish_and_streams_end_when_the_server_is_told_to_st
         with triton.InferenceServerClient(served.grpc_address) as streaming:
             streaming.start_stream(lambda result, error: ended.append((result, error)))
             streaming.async_stream_infer("sleeps", sleep_for(1.5))
-            client.async_infer("sleeps", sleep_for(0.1), told)
+            client.async_infer("sleeps", sleep_for(0.1), on_result)
             until(lambda: _pending(served, "sleeps") == 1)
             served.process.send_signal(signal.SIGTERM)
             with triton.InferenceServerClient(served.grpc_address) as probe:
@@ -156,14 +156,16 @@ def test_requests_under_way_finish_and_streams_end_when_the_server_is_told_to_st
 def test_every_address_of_a_name_is_served_on_one_port(folder: Path, options: tuple[str, ...]) -> None:
     with serving(folder, *options, "--grpc-address", "localhost") as served:
         port = served.grpc_address.rpartition(":")[2]
-        addresses = {place[0] for _, _, _, _, place in socket.getaddrinfo("localhost", None, type=socket.SOCK_STREAM)}
+        addresses = {
+            str(place[0]) for _, _, _, _, place in socket.getaddrinfo("localhost", None, type=socket.SOCK_STREAM)
+        }
         for address in addresses:
             target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
             with triton.InferenceServerClient(target) as client:
                 assert client.is_server_live()
 
 
-def test_a_socket_in_the_file_system_serves_too(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_unix_socket_is_served(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     where = f"unix:{tmp_path}/grpc"
     with serving(folder, *options, "--grpc-address", where) as served:
         assert served.grpc_address == where
@@ -171,7 +173,7 @@ def test_a_socket_in_the_file_system_serves_too(folder: Path, tmp_path: Path, op
             assert client.is_server_live()
 
 
-def test_a_port_that_was_asked_for_must_be_free(folder: Path, options: tuple[str, ...]) -> None:
+def test_an_explicit_port_must_be_free(folder: Path, options: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(DidNotServe) as ended, serving(folder, *options, "--grpc-port", str(port)):
@@ -180,22 +182,22 @@ def test_a_port_that_was_asked_for_must_be_free(folder: Path, options: tuple[str
     assert "choose another --grpc-port" in ended.value.log
 
 
-def test_without_an_order_a_taken_port_costs_grpc_and_both_the_log_and_the_output_say_so(folder: Path) -> None:
+def test_if_the_default_port_is_taken_grpc_is_off_and_log_and_output_report_it(folder: Path) -> None:
     try:
         taken = socket.create_server(("127.0.0.1", 8001))
-    except OSError:  # somebody else has it, which is as good
+    except OSError:  # another process has it
         taken = socket.socket()
     with taken, serving(folder, "--allow-grpc", "true", "--python-execution", "thread") as served:
-        (told,) = [line for line in served.log.splitlines() if "gRPC is not served" in line]
-        assert told.startswith("W")
-        assert "gRPC is not served: cannot listen on 127.0.0.1 port 8001: address already in use; stop the" in told
-        assert "or choose another --grpc-port (0 picks a free one). Whoever asks port 8001 does not reach" in told
-        assert "gRPC is not served: port 8001 cannot be had, the log says why" in served.lines
+        (line,) = [one for one in served.log.splitlines() if "gRPC is not served" in one]
+        assert line.startswith("W")
+        assert "gRPC is not served: cannot listen on 127.0.0.1 port 8001: address already in use; stop the" in line
+        assert "or choose another --grpc-port (0 picks a free one). Clients of port 8001 do not reach" in line
+        assert "gRPC is not served: port 8001 is not available, the log says why" in served.lines
         assert metrics(served)
 
 
-def test_without_grpcio_http_is_served_and_a_line_says_what_brings_it(folder: Path, tmp_path: Path) -> None:
-    # As an interpreter that has no grpcio sees it.
+def test_without_grpcio_only_http_is_served_and_the_log_has_a_hint(folder: Path, tmp_path: Path) -> None:
+    # As in an interpreter without grpcio.
     (tmp_path / "sitecustomize.py").write_text('import sys\nsys.modules["grpc"] = None\n')
     environment = {"PYTHONPATH": str(tmp_path)}
     with serving(folder, "--allow-grpc", "true", environment=environment) as served:
@@ -206,7 +208,7 @@ def test_without_grpcio_http_is_served_and_a_line_says_what_brings_it(folder: Pa
     assert "flowserve: grpcio is not installed" in ended.value.log
 
 
-def test_a_call_that_there_is_not_is_unimplemented(served: Served) -> None:
+def test_an_unknown_call_is_unimplemented(served: Served) -> None:
     with grpc.insecure_channel(served.grpc_address) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary("/inference.GRPCInferenceService/Nothing")(b"", timeout=60)

@@ -1,4 +1,4 @@
-"""Real servers on real sockets, in the test's own loop, and a client that says exactly the bytes it is told to."""
+"""Real servers on real sockets, in the test's own loop, and a client that sends exactly the given bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from flowserve.http.app import make_app
-from flowserve.http.limits import Limits
-from flowserve.http.server import Server, open_listeners
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.testing.engine import add_function
+from flowserve.http.api.app import make_app
+from flowserve.http.api.infer import InferRoute
+from flowserve.http.api.options import AppOptions
+from flowserve.http.server.listeners import open_listeners
+from flowserve.http.server.server import Server
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from tests.support.engine import add_function
 
 
 @dataclass
@@ -107,11 +109,16 @@ Start = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start(nursery: trio.Nursery) -> AsyncIterator[Start]:
-    """`await start(app, Limits(...))` serves any ASGI app until the test is over."""
+    """`await start(app, Limits(...), direct)` serves any ASGI app, and a direct route in front of it, until the test is
+    over; `await start(engine, AppOptions(...))` the whole API over an engine.
+    """
 
-    async def start(app: Any, limits: Limits | None = None) -> Running:
+    async def start(app: Any, options: Any = None, direct: Any = None) -> Running:
         listeners = open_listeners("127.0.0.1", 0)
-        server = Server(app, limits)
+        if isinstance(app, Engine):
+            server = Server(make_app(app, options), direct=InferRoute(app, options or AppOptions()))
+        else:
+            server = Server(app, options, direct=direct)
         await nursery.start(server.serve, listeners)
         return Running(server, listeners[0].getsockname()[1], sockets)
 
@@ -130,11 +137,11 @@ async def engine() -> AsyncIterator[Engine]:
     """A real engine with one batching FP32 model 'double', four numbers in and out."""
     async with open_engine(EngineOptions()) as engine:
         add_function(engine, "double", [lambda array: array * np.float32(2)])
-        engine.loaded()
+        engine.deployments.loaded()
         yield engine
 
 
 @pytest.fixture
 async def api(engine: Engine, start: Start) -> Running:
-    """The whole HTTP face over that engine."""
-    return await start(make_app(engine))
+    """The whole HTTP API over that engine."""
+    return await start(engine)

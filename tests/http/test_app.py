@@ -12,12 +12,13 @@ import trio
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from flowserve.http.app import AppOptions, make_app
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.testing.engine import add_function
+from flowserve.http.api.app import make_app
+from flowserve.http.api.options import AppOptions
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
 from flowserve.version import __version__
+from tests.support.engine import add_function
 
 NOT_FOUND = {"error": "Not Found"}
 
@@ -128,7 +129,7 @@ async def test_the_official_client_is_understood(engine: Engine, api: Any, rows:
     ],
 )
 @pytest.mark.fault("J1", "J2", "J3", "J11", "B1", "S3", "S9")
-async def test_a_bad_request_is_the_clients_fault_and_harms_nobody(
+async def test_a_bad_request_gets_a_4xx_and_affects_no_other(
     api: Any, body: bytes, headers: list[str], status: int, text: str
 ) -> None:
     found, answer = await ask(api, "POST", "/v2/models/double/infer", body, *headers)
@@ -157,7 +158,7 @@ async def test_a_client_that_leaves_withdraws_its_request(engine: Engine, api: A
     add_function(engine, "slow", [wait], inline=False, max_batch_size=1)
 
     def waiting() -> int:
-        return sum(pending for _, pending in engine.counters())
+        return sum(pending for _, pending in engine.deployments.counters())
 
     first, second = await api.connect(), await api.connect()
     await first.say(http("POST", "/v2/models/slow/infer", numbers([1, 2, 3, 4])))
@@ -182,12 +183,12 @@ async def test_health_is_a_status_without_a_body(api: Any) -> None:
 
 async def test_a_server_that_still_loads_is_live_and_not_ready(start: Callable[..., Awaitable[Any]]) -> None:
     async with open_engine(EngineOptions()) as engine:
-        api = await start(make_app(engine))
+        api = await start(engine)
         assert await ask(api, "GET", "/v2/health/live") == (200, None)
         assert await ask(api, "GET", "/v2/health/ready") == (400, None)
 
 
-async def test_the_server_says_what_it_is(api: Any) -> None:
+async def test_server_metadata_lists_name_version_and_extensions(api: Any) -> None:
     status, answer = await ask(api, "GET", "/v2")
     assert status == 200
     assert (answer["name"], answer["version"]) == ("flowserve", __version__)
@@ -195,7 +196,7 @@ async def test_the_server_says_what_it_is(api: Any) -> None:
 
 
 @pytest.mark.parametrize("version", ["", "/versions/1"])
-async def test_a_model_says_what_it_takes(api: Any, version: str) -> None:
+async def test_model_metadata_lists_inputs_and_outputs(api: Any, version: str) -> None:
     assert await ask(api, "GET", f"/v2/models/double{version}") == (
         200,
         {
@@ -209,7 +210,7 @@ async def test_a_model_says_what_it_takes(api: Any, version: str) -> None:
     assert (await ask(api, "GET", f"/v2/models/double{version}/config"))[0] == 200
 
 
-async def test_statistics_count_what_was_served(api: Any) -> None:
+async def test_statistics_count_served_requests(api: Any) -> None:
     await ask(api, "POST", "/v2/models/double/infer", numbers([1, 2, 3, 4], [1, 2, 3, 4]))
     for path in ("/v2/models/double/stats", "/v2/models/double/versions/1/stats", "/v2/models/stats"):
         status, answer = await ask(api, "GET", path)
@@ -223,7 +224,7 @@ async def test_statistics_count_what_was_served(api: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"ready": true}'])
-async def test_the_index_lists_what_there_is(api: Any, body: bytes) -> None:
+async def test_the_repository_index_lists_all_models(api: Any, body: bytes) -> None:
     row = {"name": "double", "version": "1", "state": "READY"}
     assert await ask(api, "POST", "/v2/repository/index", body) == (200, [row])
 
@@ -293,7 +294,9 @@ async def test_a_version_of_five_thousand_digits_is_an_unknown_path(api: Any) ->
         ("PUT", "/v2/logging", "GET or POST"),
     ],
 )
-async def test_the_wrong_verb_is_405_and_the_right_one_is_told(api: Any, method: str, path: str, right: str) -> None:
+async def test_a_wrong_method_is_405_and_the_error_names_the_right_one(
+    api: Any, method: str, path: str, right: str
+) -> None:
     told = {"error": f"Method Not Allowed: {method} where {right} is asked for"}
     assert await ask(api, method, path) == (405, told)
 
@@ -308,7 +311,7 @@ async def test_models_are_not_loaded_over_http(api: Any, verb: str) -> None:
 async def test_a_mistake_of_ours_is_500_without_its_details(
     api: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine, "index", lambda **_: 1 // 0)
+    monkeypatch.setattr(engine.deployments, "index", lambda **_: 1 // 0)
     assert await ask(api, "POST", "/v2/repository/index") == (500, {"error": "internal server error"})
     assert "ZeroDivisionError" in caplog.text
 

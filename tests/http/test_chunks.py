@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.http.chunks import ChunkedBody
-from flowserve.http.head import Refused
+from flowserve.http.server.chunked_body import ChunkedBody
+from flowserve.http.server.request_head import Refused
 
 
 def decoded(*pieces: bytes, limit: int = 1 << 20) -> tuple[bytes, bytes]:

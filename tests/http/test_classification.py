@@ -1,4 +1,4 @@
-"""Outputs as their largest values: what is ranked how, and how a class reads."""
+"""Classification outputs: ranking and the format of a class."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from flowserve.errors import Invalid
 from flowserve.memory import bytes_codec
-from flowserve.runtime.classification import ELEMENTS_MAX, check_classifiable, classify
-from flowserve.runtime.engine import Engine
-from flowserve.testing.engine import add_function
+from flowserve.runtime.engine.classification import ELEMENTS_MAX, check_classifiable, classify
+from flowserve.runtime.engine.engine import Engine
 from flowserve.values import DType
+from tests.support.engine import add_function
 
 
 def ranked(values: Any, count: int, labels: list[str] | None = None, *, batching: bool = True) -> list[Any]:
@@ -38,7 +38,7 @@ def test_more_classes_than_values_are_all_there_are_and_other_dimensions_are_fla
     assert classify("OUT", np.empty((2, 0)), 2, [], batching=True).shape == (2, 0)
 
 
-def test_equal_values_come_in_their_order_and_what_is_no_number_comes_last() -> None:
+def test_equal_values_keep_their_order_and_nan_is_last() -> None:
     assert ranked([[2, 5, 5, 2]], 4) == [[b"5:1", b"5:2", b"2:0", b"2:3"]]
     assert ranked([[float("nan"), -float("inf"), 1.0]], 3) == [[b"1.000000:2", b"-inf:1", b"nan:0"]]
 

@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import pytest
 import trio
 from starlette.types import Receive, Scope, Send
 
-from flowserve.http.answer import CONTINUE
-from flowserve.http.connection import Connection
-from flowserve.http.limits import Limits
-from flowserve.http.line import RECEIVE_BYTES
-from flowserve.http.server import Server, open_listeners, open_unix_listener
+from flowserve.http.server.connection import RECEIVE_BYTES, Respond
+from flowserve.http.server.limits import Limits
+from flowserve.http.server.listeners import open_listeners, open_unix_listener
+from flowserve.http.server.response_head import CONTINUE
+from flowserve.http.server.server import Server
 
 AT_ONCE = 40
 WAYS = ("now", "later", "later", "called", "slowly", "pieces", "much")
@@ -41,34 +42,40 @@ def answered(way: str, body: bytes) -> bytes:
 
 
 class App:
-    """Answers each request in the way that its path names. Answers that come later come in bursts, in any order."""
+    """Answers each request in the way that its path names: some as a direct route, in bursts and in any order, some as
+    an ASGI app.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._promised: dict[Connection, tuple[str, bytes]] = {}
+        self._promised: dict[Respond, tuple[str, bytes]] = {}
         self._came = trio.Event()
 
     @property
     def promised(self) -> int:
         return len(self._promised)
 
-    def begin(self, scope: Scope, exchange: Connection) -> bool:
+    def begin_events(self) -> None:
+        pass
+
+    def end_events(self) -> None:
+        pass
+
+    def body_memory(self, scope: Scope, nbytes: int) -> None:
+        return None
+
+    def start(self, scope: Scope, body: Any, respond: Respond, spawn: Any) -> Callable[[], Any] | None:
         way = scope["path"][1:]
         if way not in ("now", "later", "much"):
-            return False
-        body = bytes(exchange.body)
+            return None
         if way == "later" and scope["method"] == "POST":
-            self._promised[exchange] = way, body
-            exchange.promise(_Promise(self._promised, exchange))
+            self._promised[respond] = way, bytes(body)
             self._came.set()
         else:
-            exchange.reply(200, (), [answered(way, body)])
-        return True
+            respond(200, (), [answered(way, bytes(body))])
+        return partial(self._promised.pop, respond, None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope["flowserve.exchange"]
-        if self.begin(scope, exchange):
-            return
         way = scope["path"][1:]
         body = bytes((await receive())["body"])
         if way == "slowly":
@@ -90,21 +97,13 @@ class App:
                 await trio.sleep(self._random.random() * 0.003)
             ready = [one for one in self._promised if self._random.random() < 0.7]
             self._random.shuffle(ready)
-            for exchange in ready:
-                way, body = self._promised.pop(exchange)
-                exchange.keep_promise(200, (), [answered(way, body)])
+            for respond in ready:
+                if respond in self._promised:  # its client may have left while another response was written
+                    way, body = self._promised.pop(respond)
+                    respond(200, (), [answered(way, body)])
             if not self._promised:
                 self._came = trio.Event()
             await trio.lowlevel.checkpoint()
-
-
-class _Promise:
-    def __init__(self, promised: dict[Connection, tuple[str, bytes]], exchange: Connection) -> None:
-        self._promised = promised
-        self._exchange = exchange
-
-    def withdraw(self) -> None:
-        del self._promised[self._exchange]
 
 
 def pieces_of(body: bytes) -> list[bytes]:
@@ -144,7 +143,7 @@ def asked(draw: random.Random, is_last: bool) -> Asked:
         b"\r\n".join(lines),
     )
     if size == RECEIVE_BYTES and form == "length":
-        size -= len(text) + 3  # the whole request is what is read at once
+        size -= len(text) + 3  # the whole request fills one read
     body = b"" if form == "bare" else draw.randbytes(size)
     head = text.replace(b"%d", b"%d" % len(body))
     return Asked(
@@ -289,14 +288,14 @@ def asked_plainly() -> Asked:
     return Asked(head, b"", owed("now", "bare", b"GET", b"", False), False)
 
 
-class Crowd:
+class RandomClients:
     """A server on both kinds of sockets, and clients for it."""
 
     def __init__(self, nursery: trio.Nursery, folder: Path) -> None:
         self._nursery = nursery
         self._path = str(folder / "socket")
         self.app = App(1)
-        self.server = Server(self.app, Limits(idle_timeout_s=20))
+        self.server = Server(self.app, Limits(idle_timeout_s=20), direct=self.app)
 
     async def start(self) -> None:
         listeners = [*open_listeners("127.0.0.1", 0), open_unix_listener(self._path)]
@@ -315,54 +314,54 @@ class Crowd:
         return Client(draw, connect)
 
     async def is_empty(self) -> None:
-        """Come back when nobody is connected and nothing is held."""
+        """Return when no client is connected and no memory is held."""
         server = self.server
         with trio.fail_after(5):
             while server.statistics().connections:  # noqa: ASYNC110 - nothing tells of it
                 await trio.sleep(0.002)
-        assert (server.running, self.app.promised, server.outbox.waiting) == (0, 0, [])
+        assert (server.statistics().running, self.app.promised) == (0, 0)
 
 
 @pytest.fixture
-async def crowd(nursery: trio.Nursery, tmp_path: Path) -> Crowd:
-    crowd = Crowd(nursery, tmp_path)
-    await crowd.start()
-    return crowd
+async def random_clients(nursery: trio.Nursery, tmp_path: Path) -> RandomClients:
+    random_clients = RandomClients(nursery, tmp_path)
+    await random_clients.start()
+    return random_clients
 
 
-async def test_every_client_reads_what_its_requests_are_owed(
-    crowd: Crowd, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+async def test_property_every_client_reads_the_responses_of_its_requests(
+    random_clients: RandomClients, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seats = trio.CapacityLimiter(AT_ONCE)
+    limiter = trio.CapacityLimiter(AT_ONCE)
 
     async def live(seed: int) -> None:
-        async with seats:
-            client = crowd.client(random.Random(seed))
+        async with limiter:
+            client = random_clients.client(random.Random(seed))
             with trio.move_on_after(20) as patience:
                 await client.run()
-            told = f"seed {seed}: {client.way}, {client.end}"
+            label = f"seed {seed}: {client.way}, {client.end}"
             assert not patience.cancelled_caught, (
-                f"{told}: {len(client.read)} of {len(client.owed)} bytes, then nothing"
+                f"{label}: {len(client.read)} of {len(client.owed)} bytes, then nothing"
             )
             if client.end in ("reset", "leaves"):
-                assert client.owed.startswith(client.read), told
+                assert client.owed.startswith(client.read), label
             else:
-                assert client.read == client.owed, told
-                assert not client.is_reset, told
+                assert client.read == client.owed, label
+                assert not client.is_reset, label
 
     async with trio.open_nursery() as nursery:
         for seed in range(request.config.getoption("--clients")):
             nursery.start_soon(live, seed)
-    await crowd.is_empty()
+    await random_clients.is_empty()
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_server_that_ends_among_them_ends_each_connection_after_a_whole_answer(
-    crowd: Crowd, seed: int, caplog: pytest.LogCaptureFixture
+    random_clients: RandomClients, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     draw = random.Random(seed)
-    clients = [crowd.client(random.Random(1000 * seed + n)) for n in range(AT_ONCE)]
+    clients = [random_clients.client(random.Random(1000 * seed + n)) for n in range(AT_ONCE)]
     clients = [client for client in clients if client.way != "one by one"]
     for client in clients:
         client.end = "listens"
@@ -371,11 +370,11 @@ async def test_a_server_that_ends_among_them_ends_each_connection_after_a_whole_
             for client in clients:
                 nursery.start_soon(client.run)
             await trio.sleep(0.01 + draw.random() * 0.1)
-            crowd.server.drain()
+            random_clients.server.drain()
     for number, client in enumerate(clients):
         read = CONNECTION.sub(b"", client.read)
         answers = [CONNECTION.sub(b"", one.answer) for one in client.requests]
         wholes = [b"".join(answers[:n]) for n in range(len(answers) + 1)]
         assert read in wholes, f"client {number} of {seed}: {client.way}, {client.is_refused}, {client.is_reset}"
-    await crowd.is_empty()
+    await random_clients.is_empty()
     assert caplog.text == ""

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from flowserve.errors import Internal, Invalid
-from flowserve.http.decode import Decoder, decode_raw
-from flowserve.http.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
-from flowserve.http.infer_header import ALL_BINARY, AnswerForm
+from flowserve.http.api.decode import Decoder, decode_raw
+from flowserve.http.api.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
+from flowserve.http.api.infer_header import ALL_BINARY, AnswerForm
 from flowserve.memory.bytes_codec import encode as encode_strings
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.values import BY_NUMPY, Array, DType, Response, TensorSpec
@@ -87,7 +87,7 @@ def sample(dtype: DType, shape: tuple[int, ...]) -> Array:
 
 
 @pytest.mark.parametrize("pad", range(8))
-def test_binary_tensors_of_every_type_arrive_whatever_their_address(dtype: DType, pad: int) -> None:
+def test_binary_tensors_of_every_type_are_decoded_at_any_alignment(dtype: DType, pad: int) -> None:
     array = sample(dtype, (2, 3))
     body, length = binary_request({"A": (dtype.wire, [2, 3], array.tobytes()), "B": ("UINT8", [1], b"\7")}, pad)
     inputs = decoded(body, length)
@@ -234,7 +234,7 @@ def test_a_raw_body_can_be_one_string() -> None:
         ([spec("FP32", -1)], bytes(9), "input byte size mismatch for input 'A' for model 'm'. Expected 8, got 9"),
     ],
 )
-def test_a_raw_body_whose_shape_cannot_be_told_is_refused(specs: list[TensorSpec], body: bytes, text: str) -> None:
+def test_a_raw_body_with_an_ambiguous_shape_is_refused(specs: list[TensorSpec], body: bytes, text: str) -> None:
     with pytest.raises(Invalid) as error:
         decode_raw(body, "m", {one.name: one for one in specs}, 0)
     assert str(error.value) == text
@@ -326,7 +326,7 @@ def test_a_shape_numpy_cannot_hold_is_refused() -> None:
 
 
 @pytest.mark.fault("J13")
-def test_what_is_not_a_finite_number_travels_both_ways() -> None:
+def test_non_finite_numbers_are_decoded_and_encoded() -> None:
     text = b'{"inputs": [{"name": "A", "datatype": "FP32", "shape": [4], "data": [NaN, Infinity, -Infinity, 0.1]}]}'
     array = decoded(text)["A"]
     np.testing.assert_array_equal(array, np.array([np.nan, np.inf, -np.inf, 0.1], np.float32))
@@ -335,7 +335,7 @@ def test_what_is_not_a_finite_number_travels_both_ways() -> None:
     assert json.loads(answer)["outputs"][0]["data"][1:] == [float("inf"), float("-inf"), 0.1]
 
 
-def test_a_parameter_that_is_no_finite_number_is_one_for_whoever_reads_the_answer() -> None:
+def test_a_non_finite_parameter_is_encoded_as_json() -> None:
     said = {"a": math.inf, "b": -math.inf, "c": 0.1, "d": "NaN", "e": True}
     response = Response("m", 1, {}, parameters={**said, "nan": math.nan})
     (answer,), _ = encode(response, AnswerForm())
@@ -346,7 +346,7 @@ def test_a_parameter_that_is_no_finite_number_is_one_for_whoever_reads_the_answe
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @given(values=st.lists(st.floats(width=32), max_size=8))
-def test_wherever_they_stand_among_the_others(dtype: Any, values: list[float]) -> None:
+def test_non_finite_numbers_are_encoded_at_any_position(dtype: Any, values: list[float]) -> None:
     (answer,), _ = encode(Response("m", 1, {"A": np.array(values, dtype)}), AnswerForm())
     np.testing.assert_array_equal(np.array(json.loads(answer)["outputs"][0]["data"], dtype), np.array(values, dtype))
 
@@ -361,7 +361,7 @@ def test_a_number_beyond_fp32_is_infinite_and_one_beyond_fp64_refused() -> None:
 # ---------------------------------------------------------------------------------------------- answers
 
 
-def test_an_answer_reads_as_kserve_says() -> None:
+def test_a_response_has_the_format_of_kserve() -> None:
     outputs = {"A": np.array([[1, 2]], np.int32), "B": np.array([True])}
     (text,), length = encode(Response("m", 3, outputs, id="x\n", parameters={"p": 1}), AnswerForm())
     assert length is None
@@ -382,7 +382,7 @@ def test_an_answer_without_an_id_has_none() -> None:
     assert json.loads(text) == {"model_name": "m", "model_version": "1", "outputs": []}
 
 
-def test_each_output_travels_the_way_it_was_asked_for() -> None:
+def test_each_output_has_the_requested_encoding() -> None:
     outputs = {"A": np.array([1, 2], np.int16), "B": np.array([3], np.int8), "C": np.zeros((0, 2), np.float32)}
     parts, length = encode(Response("m", 1, outputs), AnswerForm(True, {"B": False}))
     body = b"".join(parts)
@@ -418,7 +418,7 @@ def test_binary_answers_of_every_type_are_their_bytes(dtype: DType) -> None:
         assert answered(turned)[1] == turned.tobytes()
 
 
-def test_a_large_output_is_sent_from_where_it_lies() -> None:
+def test_a_large_output_is_sent_without_a_copy() -> None:
     array = np.zeros((4, 10_000), np.float32)
     parts, _ = encode(Response("m", 1, {"A": array[1:3]}), ALL_BINARY)
     assert np.shares_memory(np.frombuffer(parts[1], np.uint8), array)

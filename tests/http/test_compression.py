@@ -1,4 +1,4 @@
-"""Compressed bodies both ways: what is read, what is asked for, what pays, and what a bomb costs."""
+"""Compressed requests and responses: formats, negotiation, the size threshold and decompression bombs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import Invalid, TooLarge
-from flowserve.http.app import AppOptions, make_app
-from flowserve.http.compression import accepted, compress, expand
-from flowserve.runtime.engine import Engine
-from flowserve.testing.engine import add_function
+from flowserve.http.api.compression import accepted, compress, expand
+from flowserve.http.api.options import AppOptions
+from flowserve.runtime.engine.engine import Engine
+from tests.support.engine import add_function
 
 LIMIT = 1 << 20
 
 
 @given(st.binary(max_size=3000), st.sampled_from([gzip.compress, zlib.compress]))
-def test_what_was_compressed_comes_back_whichever_of_the_two_it_is(body: bytes, pack: Any) -> None:
+def test_gzip_and_deflate_bodies_are_expanded(body: bytes, pack: Any) -> None:
     assert expand(pack(body), LIMIT) == body
     assert expand(memoryview(pack(body)), len(body)) == body
 
@@ -39,7 +39,7 @@ def test_a_stream_that_is_cut_or_goes_on_is_refused(body: bytes, data: st.DataOb
 
 @pytest.mark.fault("H13")
 @pytest.mark.parametrize("body", [b"", b"{}", b"\x1f\x8b", b"\x1f\x8b\x08\x00" + bytes(40), gzip.compress(b"x")[:-1]])
-def test_what_is_not_compressed_is_no_request(body: bytes) -> None:
+def test_an_uncompressed_body_announced_as_compressed_is_refused(body: bytes) -> None:
     with pytest.raises(Invalid, match="request body"):
         expand(body, LIMIT)
 
@@ -140,7 +140,9 @@ async def test_answers_that_do_not_shrink_errors_and_small_answers_come_as_they_
 
 
 @pytest.mark.fault("H13")
-async def test_a_body_that_is_not_what_it_says_is_refused_and_the_connection_goes_on(wide: Engine, api: Any) -> None:
+async def test_a_body_with_a_wrong_content_encoding_is_refused_and_the_connection_stays_open(
+    wide: Engine, api: Any
+) -> None:
     body, length = numbers(np.zeros(5000, np.float32))
     client = await api.connect()
     for sent, encoding, status, text in [
@@ -163,7 +165,7 @@ def resident() -> int:
 
 @pytest.mark.fault("H12")
 async def test_a_bomb_is_refused_before_it_has_cost_its_memory(engine: Engine, start: Any) -> None:
-    running = await start(make_app(engine, AppOptions(max_body_bytes=8 << 20)))
+    running = await start(engine, AppOptions(max_body_bytes=8 << 20))
     stream = zlib.compressobj(9, zlib.DEFLATED, 31)
     # The first MiB of zeros with the header of the stream, then one that refers to nothing before it, a thousand times.
     first, another = (stream.compress(bytes(1 << 20)) + stream.flush(zlib.Z_FULL_FLUSH) for _ in range(2))

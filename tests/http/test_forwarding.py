@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from flowserve.http.app import AppOptions, make_app
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.request_parameters import Forwarding
+from flowserve.http.api.options import AppOptions
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.protocol.request_parameters import Forwarding
 from flowserve.values import Request
 
 
@@ -44,7 +44,7 @@ async def post(running: Any, *headers: str, packed: bool = False, **fields: Any)
 async def test_headers_whose_names_fit_are_parameters(
     engine: Engine, start: Any, seen: list[Request], packed: bool
 ) -> None:
-    running = await start(make_app(engine, forwarding("x-(tenant|user)")))
+    running = await start(engine, forwarding("x-(tenant|user)"))
     headers = ["X-Tenant: a b", "x-user: \xe9", "x-user-agent: no", "tenant: no"]
     if packed:
         headers.append("Content-Encoding: gzip")
@@ -63,7 +63,7 @@ async def test_they_reach_the_generate_endpoints_too(
     monkeypatch.setattr(
         engine, "stream", lambda to, request, *how: entered.append(request) or stream(to, request, *how)
     )
-    running = await start(make_app(engine, forwarding("x-.*")))
+    running = await start(engine, forwarding("x-.*"))
     client = await running.connect()
     body = json.dumps({"IN": [1, 2, 3, 4], "mine": 1}).encode()
     head = f"POST /v2/models/double/generate HTTP/1.1\r\nHost: h\r\nX-A: b\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -73,7 +73,7 @@ async def test_they_reach_the_generate_endpoints_too(
 
 @pytest.mark.parametrize("name", ["priority", "timeout", "sequence_id", "triton_anything"])
 async def test_reserved_names_are_refused(engine: Engine, start: Any, name: str) -> None:
-    running = await start(make_app(engine, forwarding(".*")))
+    running = await start(engine, forwarding(".*"))
     assert (await post(running, "anything: 1"))[0] == 200
     status, answer = await post(running, f"{name}: 1")
     assert status == 400

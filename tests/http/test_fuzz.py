@@ -1,4 +1,4 @@
-"""Bytes nobody would send on purpose: each is served or refused, and nothing else happens."""
+"""Mutated requests: each is served or refused, without other effects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowserve.errors import Invalid, Unsupported
-from flowserve.http.chunks import ChunkedBody
-from flowserve.http.decode import Decoder
-from flowserve.http.head import HeadCache, Refused
-from flowserve.http.limits import Limits
+from flowserve.http.api.decode import Decoder
+from flowserve.http.server.chunked_body import ChunkedBody
+from flowserve.http.server.limits import Limits
+from flowserve.http.server.request_head import HeadCache, Refused
 from flowserve.memory.bytes_codec import encode as encode_strings
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.values import BY_NUMPY

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.testing.http_fuzz import CORPUS, Insistent, mutated
-from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
+from tests.support.http_fuzz import CORPUS, Insistent, mutated
+from tests.support.onnx_files import onnx_identity
 
 GROWTH_BYTES_MAX = 48 << 20
 TWICE = """
@@ -47,7 +47,7 @@ def resident(served: Served) -> int:
 
 
 @pytest.mark.server
-def test_what_is_mutated_is_right_or_refused_for_a_reason(victim: Served) -> None:
+def test_a_mutated_request_is_valid_or_refused_with_a_reason(victim: Served) -> None:
     client = Insistent(victim.port)
     answers = [client.ask(asked) for asked in CORPUS]
     client.close()

@@ -1,4 +1,4 @@
-"""Heads, without a socket: what is one, and what follows from it."""
+"""The parser of request heads, without a socket."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.http.head import Head, HeadCache, HeadParser, Refused
-from flowserve.http.limits import Limits
+from flowserve.http.server.limits import Limits
+from flowserve.http.server.request_head import Head, HeadCache, HeadParser, Refused
 
 PLAIN = b"POST /v2/models/a%20b/infer?x=%2f HTTP/1.1\r\nHost: h\r\nX-Name: Some Value\r\nContent-Length: 12\r\n\r\n"
 
@@ -16,7 +16,7 @@ def parsed(data: bytes) -> Head:
     return HeadCache(Limits()).parse(data)
 
 
-def test_the_scope_holds_what_asgi_asks_for() -> None:
+def test_the_scope_has_the_keys_of_asgi() -> None:
     scope = parsed(PLAIN).scope
     assert scope["method"] == "POST"
     assert scope["path"] == "/v2/models/a b/infer"
@@ -35,16 +35,16 @@ def test_where_the_bytes_are_cut_does_not_matter(cuts: list[int]) -> None:
     assert parser.finish().scope == parsed(PLAIN).scope
 
 
-def test_the_same_bytes_are_parsed_once() -> None:
+def test_a_parsed_head_is_found_by_its_bytes() -> None:
     heads = HeadCache(Limits())
-    assert heads.parse(PLAIN) is heads.parse(bytes(bytearray(PLAIN)))
+    assert heads.parse(PLAIN) is heads.by_text[bytes(bytearray(PLAIN))]
 
 
 def test_a_thousand_different_heads_do_not_pile_up() -> None:
     heads = HeadCache(Limits())
     for number in range(1000):
         heads.parse(b"GET /%d HTTP/1.1\r\n\r\n" % number)
-    assert len(heads._heads) <= 512
+    assert len(heads.by_text) <= 512
 
 
 def test_an_absolute_url_is_its_path() -> None:
@@ -115,7 +115,7 @@ def test_chunks_in_http_1_0_are_refused() -> None:
 
 
 @pytest.mark.fault("H16")
-def test_an_expectation_nobody_can_meet_is_417() -> None:
+def test_an_unknown_expectation_is_417() -> None:
     with pytest.raises(Refused) as refused:
         parsed(b"POST / HTTP/1.1\r\nExpect: miracles\r\nContent-Length: 1\r\n\r\n")
     assert refused.value.status == 417

@@ -10,9 +10,9 @@ import numpy as np
 import trio
 from hypercorn.config import Config
 
-from flowserve.http.app import make_app
-from flowserve.http.server import open_listeners
-from flowserve.runtime.engine import Engine
+from flowserve.http.api.app import make_app
+from flowserve.http.server.listeners import open_listeners
+from flowserve.runtime.engine.engine import Engine
 
 
 async def test_the_app_answers_under_hypercorn(engine: Engine) -> None:

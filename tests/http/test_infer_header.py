@@ -1,4 +1,4 @@
-"""The JSON of an inference request: what it may say, and what a client reads who got it wrong."""
+"""The JSON of an inference request: accepted fields and error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import FlowserveError, Invalid
-from flowserve.http.infer_header import AnswerForm, parse_header
+from flowserve.http.api.infer_header import AnswerForm, parse_header
 from flowserve.memory.client_memory import Portion
 
 INPUT: dict[str, Any] = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
@@ -58,7 +58,7 @@ def test_every_field_is_read() -> None:
     assert (header.sequence_id, header.sequence_start, header.sequence_end) == (2**64 - 1, True, False)
     assert header.parameters == {"mine": "text", "flag": True, "number": -5, "fraction": 0.5}
     assert header.outputs == ("X", "Y")
-    # Listed outputs look at their own parameter only; the request's counts for outputs nobody listed.
+    # Listed outputs look at their own parameter only; the request's parameter applies to unlisted outputs.
     assert [header.form.is_binary(name) for name in ("X", "Y", "Z")] == [True, False, True]
 
 
@@ -74,13 +74,13 @@ def test_no_outputs_means_all(outputs: list[Any] | None) -> None:
 
 @pytest.mark.fault("J1")
 @pytest.mark.parametrize("text", [b"", b"hello", b'{"inputs": [', b"\xef\xbb\xbf{}", b'{"inputs": [],}'])
-def test_what_is_not_json_is_refused(text: bytes) -> None:
+def test_a_body_that_is_not_json_is_refused(text: bytes) -> None:
     assert refusal(text).startswith("failed to parse the request JSON buffer")
 
 
 @pytest.mark.fault("J2")
 @pytest.mark.parametrize("text", [b"[]", b"null", b'"x"', b"1"])
-def test_what_is_not_an_object_is_refused(text: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(text: bytes) -> None:
     assert "not a JSON object" in refusal(text)
 
 
@@ -98,7 +98,7 @@ def test_inputs_by_another_name_are_named() -> None:
 
 
 @pytest.mark.fault("J1")
-def test_bytes_behind_the_json_are_told_which_header_they_need() -> None:
+def test_bytes_after_the_json_without_its_length_header_are_refused() -> None:
     text = refusal(request() + bytes(8))
     assert text.startswith("failed to parse the request JSON buffer: unexpected content after document: line 1 column")
     assert text.endswith(
@@ -222,7 +222,7 @@ def test_half_precision_cannot_come_as_json(dtype: str) -> None:
 
 
 @pytest.mark.fault("B4")
-def test_data_comes_one_way_only() -> None:
+def test_an_input_with_two_sources_of_data_is_refused() -> None:
     text = refusal(one_input(parameters={"binary_data_size": 8}))
     assert text.startswith("Input must set only one of the following fields: 'data', 'binary_data_size'")
     assert "But 'data' and 'binary_data_size' were given for input 'INPUT0'" in text
@@ -286,7 +286,7 @@ def test_tensors_may_lie_in_shared_memory() -> None:
 
 
 @pytest.mark.fault("M8")
-def test_a_place_in_shared_memory_is_said_completely_and_in_the_tensors_size() -> None:
+def test_a_shared_memory_reference_is_complete_and_has_the_tensors_size() -> None:
     place = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
 
     def said(**parameters: Any) -> str:

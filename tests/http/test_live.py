@@ -1,4 +1,4 @@
-"""The live page: what it is served with, and the events it shows. tests/http/test_live_browser.py looks at it."""
+"""The live page: its headers and its events. tests/http/test_live_browser.py tests the page in a browser."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import trio
 from trio.testing import MockClock
 
 from flowserve.errors import ModelFailed
-from flowserve.http.app import AppOptions, make_app
-from flowserve.http.live import SPARE, VIEWERS_MAX
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.restriction import parse_restriction
-from flowserve.runtime.sampler import WINDOW_S, Sampler
-from flowserve.testing.engine import add_chain, add_function
+from flowserve.http.api.app import make_app
+from flowserve.http.api.options import AppOptions
+from flowserve.http.page.routes import SPARE, VIEWERS_MAX
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.protocol.restriction import parse_restriction
+from flowserve.runtime.protocol.sampler import WINDOW_S, Sampler
 from flowserve.values import Request
+from tests.support.engine import add_chain, add_function
 
 Array = np.ndarray[Any, Any]
 
@@ -47,10 +48,10 @@ class Events:
 
 
 async def infer(engine: Engine, name: str, rows: int = 1) -> None:
-    await engine.infer(engine.find(name), Request({"IN": np.ones((rows, 4), np.float32)}))
+    await engine.infer(engine.deployments.find(name), Request({"IN": np.ones((rows, 4), np.float32)}))
 
 
-async def test_the_page_comes_whole_and_nothing_else_may_run_in_it(api: Any) -> None:
+async def test_the_page_is_served_complete_with_a_content_security_policy(api: Any) -> None:
     client = await api.connect()
     answer = await client.ask(get("/"))
     page = answer.body.decode()
@@ -78,14 +79,11 @@ async def test_a_head_request_is_answered_without_the_page_and_without_events(ap
     assert (await client.ask(get("/v2/health/live"))).status == 200
 
 
-async def test_a_viewer_hears_what_there_is_and_then_what_changes(
-    engine: Engine, api: Any, patient_clock: MockClock
-) -> None:
+async def test_a_viewer_gets_a_snapshot_and_then_changes(engine: Engine, api: Any, patient_clock: MockClock) -> None:
     events = Events(await api.connect())
     assert "text/event-stream" in await events.begin("/live/events?name=double&version=1")
     first = await events.next()
     assert first["names"] == [["double", "1"]]
-    assert api.server.running == 0, "answers that are alone would be sent with its own, which are not soon over"
     (row,) = first["deployments"]
     assert (row["name"], row["version"], row["state"], row["reason"], row["error"]) == ("double", "1", "READY", "", "")
     assert first["can_load"] is False
@@ -102,14 +100,14 @@ async def test_a_viewer_hears_what_there_is_and_then_what_changes(
     assert (node["mean_batch"], node["instances"], node["busy"], node["in_flight"]) == (3.0, 1, 0, 0)
     assert busy["graph"]["edges"][0]["bytes"] == pytest.approx(row["rate"] * 3 * 16, rel=0.01)
     assert busy["graph"]["edges"][1] is None  # the answer is sent from where it lies
-    engine.withdraw_name("double", "unloaded")
+    engine.deployments.withdraw_name("double", "unloaded")
     gone = await events.next()
     assert gone["graph"] is None
     assert gone["names"] == [["double", ""]]
     assert gone["deployments"][0]["state"] == "UNAVAILABLE"
 
 
-async def test_what_a_request_failed_with_is_shown_at_its_deployment_and_at_the_model(engine: Engine, api: Any) -> None:
+async def test_the_error_of_a_request_is_shown_at_its_deployment_and_model(engine: Engine, api: Any) -> None:
     def fail(array: Array) -> Array:
         raise ModelFailed("<img src=x onerror=alert(1)> is no number")
 
@@ -126,7 +124,7 @@ async def test_what_a_request_failed_with_is_shown_at_its_deployment_and_at_the_
     assert rows["double"]["error"] == ""
 
 
-async def test_the_picture_has_room_for_figures_and_names_cannot_become_markup(engine: Engine, api: Any) -> None:
+async def test_the_graph_has_space_for_figures_and_escapes_names(engine: Engine, api: Any) -> None:
     name = "<script>alert(1)<"
     add_function(engine, name, [lambda array: array])
     client = await api.connect()
@@ -142,7 +140,7 @@ async def test_the_picture_has_room_for_figures_and_names_cannot_become_markup(e
     assert (await client.ask(get("/live/graphs/nobody/versions/1"))).status == 404
 
 
-async def test_viewers_are_bounded_and_who_leaves_makes_room(api: Any) -> None:
+async def test_viewers_are_bounded_and_a_closed_one_frees_its_place(api: Any) -> None:
     viewers = [await api.connect() for _ in range(VIEWERS_MAX)]
     for viewer in viewers:
         await Events(viewer).begin()
@@ -171,7 +169,7 @@ async def test_events_end_at_once_when_the_server_does(engine: Engine, api: Any)
         assert await client.rest() == b"0\r\n\r\n" or True
 
 
-async def test_the_figures_need_the_keys_of_what_they_tell_and_the_page_needs_none(engine: Engine, start: Any) -> None:
+async def test_live_figures_need_the_keys_of_their_groups_and_the_page_needs_none(engine: Engine, start: Any) -> None:
     for group in ("metadata", "model-config", "model-repository", "statistics"):
         guarded = await start(
             make_app(engine, AppOptions(restrictions=(parse_restriction(f"{group}:admin-key=secret"),)))
@@ -184,7 +182,7 @@ async def test_the_figures_need_the_keys_of_what_they_tell_and_the_page_needs_no
         assert " 200 " in await Events(client).begin("/live/events", "admin-key: secret")
 
 
-async def test_one_reading_serves_everybody_and_readings_are_kept_for_some_seconds_only(
+async def test_one_sample_serves_all_viewers_and_is_kept_for_a_few_seconds(
     engine: Engine, patient_clock: MockClock
 ) -> None:
     sampler = Sampler(engine)
@@ -195,10 +193,10 @@ async def test_one_reading_serves_everybody_and_readings_are_kept_for_some_secon
         await trio.sleep(1)
         sampler.look()
     assert sampler.number == 21
-    assert len(sampler._moments) == WINDOW_S + 1
-    await trio.sleep(3600)  # nobody looks
+    assert len(sampler._readings) == WINDOW_S + 1
+    await trio.sleep(3600)  # no viewer
     sampler.look()
-    assert len(sampler._moments) == 1
+    assert len(sampler._readings) == 1
     first, later = sampler.frame(None, 0), sampler.frame(None, sampler.number)
     assert (len(first["deployments"]), first["names"]) == (1, [("double", "1")])
     assert (later["deployments"], later["names"]) == ([], None)
@@ -208,8 +206,8 @@ async def test_a_picture_is_drawn_again_when_the_graph_is_another(engine: Engine
     sampler = Sampler(engine)
     add_function(engine, "more", [lambda array: array])
     add_chain(engine, "pair", ["double", "more"])
-    before = sampler.picture(engine.find("pair"))
+    before = sampler.picture(engine.deployments.find("pair"))
     add_chain(engine, "pair", ["double", "more"])
-    assert sampler.picture(engine.find("pair")) == before
+    assert sampler.picture(engine.deployments.find("pair")) == before
     add_chain(engine, "pair", ["more", "double"])
-    assert sampler.picture(engine.find("pair")) != before
+    assert sampler.picture(engine.deployments.find("pair")) != before

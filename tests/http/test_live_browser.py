@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.testing.browser import CHROMIUM, Page, browsing
-from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import Served, serving
+from tests.support.browser import CHROMIUM, Page, browsing
+from tests.support.onnx_files import onnx_identity
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,7 +107,7 @@ def choose(page: Page, name: str) -> None:
     page.until(f"document.querySelector('#title').innerText === {json.dumps(name)}")
 
 
-def test_without_its_key_the_page_asks_for_it_and_with_it_shows_what_is_served(page: Page) -> None:
+def test_the_page_asks_for_a_missing_key_and_lists_models_with_it(page: Page) -> None:
     page.until("document.querySelector('#keys').open")
     assert "admin-key" in text(page, "#keys-why")
     page.run("document.querySelector('#keys-text').focus()")
@@ -188,7 +188,7 @@ def test_a_file_is_one_element_of_bytes_and_an_image_that_comes_back_is_shown(pa
     page.until("document.querySelector('#answer img.shot')?.naturalWidth === 1")
 
 
-def test_what_may_be_unloaded_is_unloaded_and_loaded_again(page: Page) -> None:
+def test_a_model_can_be_unloaded_and_loaded_on_the_page(page: Page) -> None:
     page.run("document.querySelector('#unload').click()")
     page.until("document.querySelector('#state').innerText === 'unavailable'")
     page.until("!document.querySelector('#load').disabled && document.querySelector('#unload').hidden")
@@ -196,7 +196,7 @@ def test_what_may_be_unloaded_is_unloaded_and_loaded_again(page: Page) -> None:
     page.until("document.querySelector('#state').innerText === 'ready'")
 
 
-def test_what_the_page_remembers_does_not_grow(page: Page) -> None:
+def test_the_memory_of_the_page_does_not_grow(page: Page) -> None:
     choose(page, "pair")
     page.until("document.querySelectorAll('#picture [data-node]').length === 2")
     grown = page.run(
@@ -222,7 +222,7 @@ def test_what_the_page_remembers_does_not_grow(page: Page) -> None:
     assert grown == [0, 1000, 1000, 5]
 
 
-def test_it_is_dark_where_the_viewer_likes_it_dark(page: Page) -> None:
+def test_the_page_follows_the_preferred_color_scheme(page: Page) -> None:
     shades = {}
     for scheme in ("light", "dark"):
         page.look(scheme, 1280, 900)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: it describes the routes there are, and what it allows is answered as it promises.
+"""The OpenAPI document: it describes the existing routes, and responses conform to it.
 
 schemathesis makes the requests, from a fixed seed, valid ones and others. They go to a real server.
 """
@@ -17,12 +17,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from flowserve.http.app import AppOptions, make_routes
-from flowserve.http.openapi import openapi
-from flowserve.runtime.engine import Engine
-from flowserve.testing.onnx_files import onnx_identity
+from flowserve.http.api.app import make_routes
+from flowserve.http.api.openapi import openapi
+from flowserve.http.api.options import AppOptions
+from flowserve.runtime.engine.engine import Engine
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
+from tests.support.onnx_files import onnx_identity
 
 METHODS = {"get", "post", "put", "delete", "patch"}
 EXAMPLES = 8  # for each operation
@@ -34,7 +35,7 @@ def operations() -> list[tuple[str, str]]:
 
 
 def tries() -> list[tuple[str, str, GenerationMode]]:
-    """Every operation with what it allows, and with what it does not where there is something to get wrong."""
+    """Every operation with valid requests, and with invalid ones if it has parameters or a body."""
     paths = openapi()["paths"]
     return [
         (method, path, mode)
@@ -46,7 +47,7 @@ def tries() -> list[tuple[str, str, GenerationMode]]:
     ]
 
 
-async def test_it_describes_every_route_there_is_and_no_other(engine: Engine) -> None:
+async def test_the_schema_describes_exactly_the_existing_routes(engine: Engine) -> None:
     routes = make_routes(engine, AppOptions(), None)
     there = {(method.lower(), route.path) for route in routes for method in route.methods or () if method != "HEAD"}
     assert set(operations()) == there
@@ -64,7 +65,7 @@ def test_every_reference_leads_somewhere_and_every_parameter_is_described() -> N
         assert named == re.findall(r"\{(\w+)\}", path)
 
 
-async def test_it_is_served(api: Any) -> None:
+async def test_the_schema_is_served(api: Any) -> None:
     client = await api.connect()
     answer = await client.ask(b"GET /openapi.json HTTP/1.1\r\nHost: h\r\n\r\n")
     assert (answer.status, json.loads(answer.body)) == (200, json.loads(json.dumps(openapi())))
@@ -90,7 +91,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path", "mode"), tries())
-def test_what_it_allows_is_answered_as_it_promises(described: Served, method: str, path: str, mode: Any) -> None:
+def test_responses_conform_to_the_openapi_schema(described: Served, method: str, path: str, mode: Any) -> None:
     schema = schemathesis.openapi.from_dict(json.loads(json.dumps(openapi())))
     operation = schema[path][method.upper()]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowserve.runtime.engine import Engine
-from flowserve.testing.engine import add_function
+from flowserve.runtime.engine.engine import Engine
+from tests.support.engine import add_function
 
 ASKED = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
 BODY = json.dumps(ASKED).encode()
@@ -38,7 +38,7 @@ def doubled(answer: Any) -> list[float]:
 
 
 async def test_curl_with_data(api: Any) -> None:
-    """curl -d '{...}' URL: the type it says is a form's, and nobody minds."""
+    """curl -d '{...}' URL: its content type is that of a form, which is accepted."""
     client = await api.connect()
     form = "Content-Type: application/x-www-form-urlencoded"
     asked = head("POST", PATH, *CURL, f"Content-Length: {len(BODY)}", form) + BODY
@@ -46,7 +46,7 @@ async def test_curl_with_data(api: Any) -> None:
         assert doubled(await client.ask(asked)) == [2, 4, 6, 8]
 
 
-async def test_curl_waits_for_leave_before_it_sends_a_large_body(engine: Engine, api: Any) -> None:
+async def test_curl_waits_for_100_continue_before_it_sends_a_large_body(engine: Engine, api: Any) -> None:
     """curl --data-binary @file: above a megabyte it asks first."""
     add_function(engine, "wide", [lambda array: array], dims=(300_000,))
     values = np.arange(300_000, dtype=np.float32)
@@ -114,7 +114,7 @@ async def test_binary_out_of_node(api: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])
-async def test_generate_as_a_web_page_asks_for_it(api: Any, verb: str) -> None:
+async def test_generate_works_with_fetch_of_a_web_page(api: Any, verb: str) -> None:
     """curl -N, or fetch with a reader: members named like inputs, plain JSON or events back."""
     body = json.dumps({"IN": [1, 2, 3, 4], "temperature": 0.5, "id": "7"}).encode()
     client = await api.connect()

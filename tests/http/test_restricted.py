@@ -1,4 +1,4 @@
-"""Restricted APIs: which path is whose, however it is spelled, and what answers without the key."""
+"""Restricted APIs: the group of a path in any spelling, and the responses without the key."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flowserve.errors import Invalid
-from flowserve.http.app import AppOptions, make_app
-from flowserve.http.restricted import groups_of
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.restriction import GROUPS, hides_names, parse_restriction
+from flowserve.http.api.options import AppOptions
+from flowserve.http.api.restricted import groups_of
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.protocol.restriction import GROUPS, hides_names, parse_restriction
 
 PATHS = {
     "health": ["/v2/health/live", "/v2/health/ready", "/v2/models/double/ready", "/v2/models/double/versions/1/ready"],
@@ -38,7 +38,7 @@ EACH = [(group, path) for group, paths in PATHS.items() for path in paths]
 
 
 def aliases(path: str) -> list[str]:
-    """Other spellings of `path`, some of which somebody's router may take for it."""
+    """Other spellings of `path`, some of which a router may normalise to it."""
     head, _, tail = path.rpartition("/")
     made = [
         f"{path}/",
@@ -66,7 +66,7 @@ def test_a_path_belongs_to_its_group_however_it_is_spelled(group: str, path: str
         assert group in groups_of(spelled.partition("?")[0]), spelled
 
 
-def test_a_path_of_nobody_belongs_to_no_group_and_names_of_models_are_no_endpoints() -> None:
+def test_unknown_paths_have_no_group_and_model_names_are_no_endpoints() -> None:
     for path in ("/", "", "/metrics", "/v3/health/live", "/v2/nothing"):
         assert not groups_of(path)
     assert groups_of("/v2/models/infer") == {"metadata"}
@@ -76,7 +76,7 @@ def test_a_path_of_nobody_belongs_to_no_group_and_names_of_models_are_no_endpoin
 @pytest.fixture
 async def guarded(engine: Engine, start: Any) -> Any:
     rules = tuple(parse_restriction(f"{group}:Admin-Key=s3:cr=t") for group in GROUPS)
-    return await start(make_app(engine, AppOptions(restrictions=rules)))
+    return await start(engine, AppOptions(restrictions=rules))
 
 
 @pytest.mark.fault("Z6")
@@ -96,7 +96,7 @@ async def test_without_its_key_nothing_answers_by_any_verb_or_spelling(guarded: 
     )
 
 
-async def test_with_its_key_everything_answers_and_what_is_not_restricted_needs_none(guarded: Any) -> None:
+async def test_restricted_endpoints_answer_with_their_key_and_others_without(guarded: Any) -> None:
     client = await guarded.connect()
     for path in ("/v2/health/live", "/v2/models/double", "/v2/models/stats", "/v2/logging"):
         answer = await client.ask(f"GET {path} HTTP/1.1\r\nHost: h\r\nADMIN-KEY: s3:cr=t\r\n\r\n".encode())
@@ -106,7 +106,7 @@ async def test_with_its_key_everything_answers_and_what_is_not_restricted_needs_
 
 async def test_other_groups_stay_open(engine: Engine, start: Any) -> None:
     rules = (parse_restriction("model-repository,logging:k=v"),)
-    running = await start(make_app(engine, AppOptions(restrictions=rules)))
+    running = await start(engine, AppOptions(restrictions=rules))
     client = await running.connect()
     for path, status in [("/v2", 200), ("/v2/models/double/ready", 200), ("/v2/logging", 403)]:
         assert (await client.ask(f"GET {path} HTTP/1.1\r\nHost: h\r\n\r\n".encode())).status == status
@@ -136,15 +136,15 @@ def test_a_restriction_that_cannot_be_read_is_refused(text: str) -> None:
 
 
 @pytest.mark.fault("Z6")
-def test_names_of_models_are_for_those_only_who_may_see_the_index() -> None:
+def test_model_names_are_hidden_without_access_to_the_index() -> None:
     assert hides_names([parse_restriction("health:a=b"), parse_restriction("logging,model-repository:k=v")])
     assert not hides_names([parse_restriction("health,metadata:k=v")])
 
 
 @pytest.mark.fault("Z6")
-async def test_whoever_may_not_trace_is_not_told_where_time_went(engine: Engine, start: Any) -> None:
+async def test_timing_is_refused_without_access_to_traces(engine: Engine, start: Any) -> None:
     rule = parse_restriction("trace:key=s3cret")
-    running = await start(make_app(engine, AppOptions(restrictions=(rule,))))
+    running = await start(engine, AppOptions(restrictions=(rule,)))
     body = b'{"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}'
     for headers, status in (
         ("", 200),

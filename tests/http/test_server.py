@@ -16,13 +16,14 @@ import trio
 from starlette.types import Receive, Scope, Send
 from trio.testing import MockClock
 
-from flowserve.http import server as server_module
-from flowserve.http.limits import Limits
-from flowserve.http.line import Line
-from flowserve.http.server import open_listeners, open_unix_listener
-from flowserve.memory.pool import Pool
+from flowserve.http.server import poller as poller_module
+from flowserve.http.server import server as server_module
+from flowserve.http.server.connection import Phase
+from flowserve.http.server.limits import Limits
+from flowserve.http.server.listeners import open_listeners, open_unix_listener
 
 GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+LAST = b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 Start = Callable[..., Awaitable[Any]]
 
 
@@ -37,8 +38,36 @@ def post(body: bytes, extra: bytes = b"") -> bytes:
     return b"POST /echo HTTP/1.1\r\nHost: h\r\n%bContent-Length: %d\r\n\r\n%b" % (extra, len(body), body)
 
 
+class Direct:
+    """Responds to every request directly, with the buffers that `make` makes of its body, after `delay_s` seconds."""
+
+    def __init__(self, make: Callable[[bytes], list[Any]], delay_s: float = 0) -> None:
+        self._make = make
+        self._delay_s = delay_s
+
+    def begin_events(self) -> None:
+        pass
+
+    def end_events(self) -> None:
+        pass
+
+    def body_memory(self, scope: Scope, nbytes: int) -> None:
+        return None
+
+    def start(self, scope: Scope, body: Any, respond: Any, spawn: Any) -> Callable[[], None]:
+        async def later() -> None:
+            await trio.sleep(self._delay_s)
+            respond(200, ((b"x-a", b"b"),), self._make(bytes(body)))
+
+        if self._delay_s:
+            spawn(later)
+        else:
+            respond(200, ((b"x-a", b"b"),), self._make(bytes(body)))
+        return lambda: None
+
+
 class Counted:
-    """Echo that counts how often it was called, and can be told to wait."""
+    """Echo that counts its calls and can be made to wait."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -66,7 +95,7 @@ async def test_a_socket_that_was_left_behind_is_replaced_and_nothing_else_is(tmp
     left.close()
     with open_unix_listener(str(path)) as listener:
         assert listener.getsockname() == str(path)
-        with pytest.raises(OSError, match="in use"):  # somebody listens there
+        with pytest.raises(OSError, match="in use"):  # the port is in use
             open_unix_listener(str(path))
     file = tmp_path / "file"
     file.write_text("precious")
@@ -142,7 +171,7 @@ async def test_a_large_body_goes_back_to_the_pool_when_it_was_answered(start: St
 
 
 @pytest.mark.fault("H16")
-async def test_a_client_that_asks_first_is_told_to_continue(start: Start) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(start: Start) -> None:
     client = await (await start(echo)).connect()
     head, body = post(b"abc", b"Expect: 100-continue\r\n").split(b"abc")[0], b"abc"
     await client.say(head)
@@ -186,18 +215,12 @@ async def test_an_answer_in_pieces_is_chunked_for_1_1_and_ends_the_connection_fo
 
 async def test_a_list_of_buffers_is_sent_as_one_body(start: Start) -> None:
     parts = [b"head", memoryview(bytes(300_000)), bytearray(b"tail")]
-
-    async def many(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope["flowserve.exchange"]
-        assert exchange.take_body() == b"question"
-        exchange.reply(200, ((b"x-a", b"b"),), parts)
-
-    client = await (await start(many)).connect()
+    client = await (await start(echo, None, Direct(lambda body: parts if body == b"question" else []))).connect()
     for _ in range(2):
         assert (await client.ask(post(b"question"))).body == b"head" + bytes(300_000) + b"tail"
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.fault("H1", "H2")
@@ -210,7 +233,7 @@ async def test_a_list_of_buffers_is_sent_as_one_body(start: Start) -> None:
         b"GET / HTTP/1.1\r\nbad name: x\r\n\r\n",
     ],
 )
-async def test_what_is_not_http_gets_400_and_the_connection_closes_quietly(
+async def test_input_that_is_not_http_gets_400_and_a_closed_connection(
     start: Start, noise: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = Counted()
@@ -276,7 +299,7 @@ async def test_a_url_of_100_kb_is_414(start: Start) -> None:
 
 
 @pytest.mark.fault("H11")
-async def test_a_body_over_the_limit_is_413_from_its_length_alone(start: Start) -> None:
+async def test_a_body_over_the_limit_is_413_before_it_is_read(start: Start) -> None:
     app = Counted()
     client = await (await start(app, Limits(max_body_bytes=1000))).connect()
     await client.say(b"POST / HTTP/1.1\r\nContent-Length: 1001\r\n\r\n")
@@ -287,7 +310,7 @@ async def test_a_body_over_the_limit_is_413_from_its_length_alone(start: Start) 
 
 
 @pytest.mark.fault("H11")
-async def test_a_client_that_goes_on_sending_still_reads_why_it_was_refused(start: Start) -> None:
+async def test_a_client_that_keeps_sending_still_reads_its_refusal(start: Start) -> None:
     client = await (await start(echo, Limits(max_body_bytes=1000))).connect()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.say, post(bytes(4_000_000)))
@@ -350,7 +373,7 @@ async def test_a_body_that_trickles_is_given_up_on_and_one_that_flows_is_not(
     assert len((await steady.answer()).body) == 4000
 
 
-async def test_a_connection_nobody_uses_is_closed(start: Start, patient_clock: MockClock) -> None:
+async def test_an_idle_connection_is_closed(start: Start, patient_clock: MockClock) -> None:
     running = await start(echo, Limits(idle_timeout_s=25))
     client, silent = await running.connect(), await running.connect()
     await client.ask(GET)
@@ -424,15 +447,14 @@ async def test_an_app_that_raises_is_a_500_and_one_line_in_the_log(
     assert (await (await running.connect()).ask(GET)).status == 500
 
 
-async def test_a_body_there_is_no_memory_for_costs_its_connection_and_no_other(
-    start: Start, caplog: pytest.LogCaptureFixture
+async def test_a_body_without_memory_closes_only_its_connection(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Exhausted(Pool):
-        def take(self, nbytes: int) -> Any:
-            raise MemoryError
+    def exhausted(nbytes: int) -> Any:
+        raise MemoryError
 
     running = await start(echo)
-    running.server.pool = Exhausted()
+    monkeypatch.setattr(running.server.pool, "take", exhausted)
     unlucky, other = await running.connect(), await running.connect()
     await unlucky.say(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n")
     assert await unlucky.rest() == b""
@@ -440,28 +462,37 @@ async def test_a_body_there_is_no_memory_for_costs_its_connection_and_no_other(
     assert (await other.ask(GET)).status == 200
 
 
-@pytest.mark.parametrize("value", [b"a\r\nX-Injected: yes", b"a\nb"])
-async def test_a_header_cannot_start_a_new_line(start: Start, value: bytes, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "header", [(b"x", b"a\r\nX-Injected: yes"), (b"x", b"a\nb"), (b"x", b"a\rb"), (b"x\ra", b"b"), (b"x\na", b"b")]
+)
+async def test_a_response_header_with_a_line_break_is_refused(
+    start: Start, header: tuple[bytes, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     async def splitting(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-value", value)]})
+        await send({"type": "http.response.start", "status": 200, "headers": [header]})
         await send({"type": "http.response.body"})
 
     client = await (await start(splitting)).connect()
-    await client.say(GET)
-    assert b"X-Injected" not in await client.rest()
+    await client.say(LAST)
+    received = await client.rest()
+    assert received.startswith(b"HTTP/1.1 500 ")
+    assert b"X-Injected" not in received
     assert "a line break in the response header" in caplog.text
 
 
-async def test_an_answer_of_another_length_than_announced_ends_the_connection(
-    start: Start, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("announced", "body"), [(b"10", b"abc"), (b"2", b"abc")])
+async def test_a_response_of_another_length_than_announced_ends_the_connection(
+    start: Start, announced: bytes, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def short(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
-        await send({"type": "http.response.body", "body": b"abc"})
+    async def wrong(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", announced)]})
+        await send({"type": "http.response.body", "body": body})
 
-    client = await (await start(short)).connect()
-    await client.say(GET + GET)
-    assert (await client.rest()).endswith(b"\r\n\r\nabc")
+    client = await (await start(wrong)).connect()
+    await client.say(GET + LAST)
+    received = await client.rest()
+    assert received.count(b"HTTP/1.1 200 OK") == 1, "a client could not tell where a second response begins"
+    assert received.endswith(b"\r\n\r\nabc")
     assert "differs from its Content-Length" in caplog.text
 
 
@@ -492,6 +523,41 @@ async def test_a_drain_lets_requests_finish_and_everything_else_go(start: Start)
     assert running.server.statistics().connections == 0
 
 
+async def test_a_drain_lets_direct_requests_finish_and_their_connections_go(start: Start) -> None:
+    running = await start(echo, None, Direct(lambda body: [body], delay_s=0.2))
+    busy = [await running.connect() for _ in range(5)]
+    for client in busy:
+        await client.say(post(b"in flight") + post(b"pipelined"))
+    await running.until(lambda: running.server.statistics().running == 5)
+    running.server.drain(within_s=30)
+    for client in busy:
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"in flight", "close")
+        assert await client.rest() == b""
+    assert running.server.statistics().connections == 0
+
+
+@pytest.mark.parametrize("direct", [None, Direct(lambda _: [bytes(8_000_000)])])
+async def test_a_drain_within_a_response_that_is_read_late_ends_the_connection_after_it(
+    start: Start, direct: Any
+) -> None:
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(8_000_000)})
+
+    running = await start(large, None, direct)
+    client = await running.connect()
+    await client.say(GET)
+    await running.until(lambda: running.server._connections)
+    (connection,) = running.server._connections.values()
+    await running.until(lambda: connection.phase is Phase.WRITING)
+    running.server.drain(within_s=30)
+    with trio.fail_after(5):
+        answer = await client.answer()
+        assert (len(answer.body), "connection" in answer.headers) == (8_000_000, False)  # its head was sent before
+        assert await client.rest() == b""
+
+
 async def test_a_request_already_in_the_kernel_when_the_drain_begins_is_answered(start: Start) -> None:
     running = await start(echo)
     client = await running.connect()
@@ -513,7 +579,7 @@ async def test_a_drain_cuts_what_does_not_finish_in_time(start: Start, patient_c
     running.server.drain(within_s=3)
     assert await client.rest() == b""
     assert trio.current_time() == pytest.approx(3, abs=1.1)
-    assert app.cancelled == 1
+    await running.until(lambda: app.cancelled == 1)
 
 
 async def test_serve_returns_once_drained() -> None:
@@ -580,15 +646,10 @@ async def test_an_answer_that_closes_arrives_whole_though_the_client_went_on_sen
 
 
 @pytest.mark.parametrize("how", ["close", "drain"])
-async def test_what_the_kernel_has_not_delivered_arrives_though_the_client_sends_after_the_last_answer(
-    start: Start, how: str
-) -> None:
+async def test_a_last_response_is_delivered_although_the_client_keeps_sending(start: Start, how: str) -> None:
     size = 300_000  # what the server's kernel takes at once, and the client's does not
 
-    async def large(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["flowserve.exchange"].reply(200, (), [bytes(size)])
-
-    running = await start(large)
+    running = await start(echo, None, Direct(lambda _: [bytes(size)]))
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", running.port))
@@ -607,7 +668,7 @@ async def test_what_the_kernel_has_not_delivered_arrives_though_the_client_sends
     assert received > size
 
 
-async def test_who_has_heard_all_is_not_waited_for(start: Start, patient_clock: MockClock) -> None:
+async def test_a_client_that_has_read_everything_is_not_waited_for(start: Start, patient_clock: MockClock) -> None:
     running = await start(echo)
     client = await running.connect()
     await client.ask(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
@@ -615,19 +676,11 @@ async def test_who_has_heard_all_is_not_waited_for(start: Start, patient_clock: 
     assert trio.current_time() < 1
 
 
-# ---------------------------------------------------------------------------------------------- bursts
+# ---------------------------------------------------------------------------------------------- direct responses
 
 
-async def both_at_once(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers small bodies in a burst with everybody else's: two requests are under way when it answers."""
-    exchange = scope["flowserve.exchange"]
-    body = exchange.take_body()
-    await trio.sleep(0.02)
-    exchange.reply(200, (), [body])
-
-
-async def test_answers_sent_in_one_burst_reach_their_own_clients(start: Start) -> None:
-    running = await start(both_at_once)
+async def test_responses_of_many_clients_reach_their_own(start: Start) -> None:
+    running = await start(echo, None, Direct(lambda body: [body], delay_s=0.02))
     clients = [await running.connect() for _ in range(20)]
     got: dict[int, bytes] = {}
 
@@ -643,13 +696,8 @@ async def test_answers_sent_in_one_burst_reach_their_own_clients(start: Start) -
     assert len(got) == 20
 
 
-async def test_a_client_that_half_closes_still_gets_an_answer_that_leaves_in_a_burst(start: Start) -> None:
-    async def quick(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope["flowserve.exchange"]
-        exchange.reply(200, (), [exchange.take_body()])
-
-    running = await start(quick)
-    running.server.running += 1  # as if another request were under way: answers wait for the burst
+async def test_a_client_that_half_closes_gets_the_responses_to_pipelined_requests_in_order(start: Start) -> None:
+    running = await start(echo, None, Direct(lambda body: [body]))
     client = await running.connect()
     await client.say(post(b"first") + post(b"second"))
     client.stream.socket.shutdown(socket.SHUT_WR)
@@ -657,15 +705,8 @@ async def test_a_client_that_half_closes_still_gets_an_answer_that_leaves_in_a_b
     assert rest.index(b"first") < rest.index(b"second")
 
 
-async def test_a_client_that_leaves_within_its_next_request_still_gets_an_answer_that_leaves_in_a_burst(
-    start: Start,
-) -> None:
-    async def quick(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope["flowserve.exchange"]
-        exchange.reply(200, (), [exchange.take_body()])
-
-    running = await start(quick)
-    running.server.running += 1  # as if another request were under way: answers wait for the burst
+async def test_a_client_that_leaves_within_its_next_request_still_gets_the_response_before(start: Start) -> None:
+    running = await start(echo, None, Direct(lambda body: [body]))
     with socket.create_connection(("127.0.0.1", running.port)) as sock:
         sock.sendall(post(b"first") + post(b"second")[:-3])
         sock.shutdown(socket.SHUT_WR)  # before the server has read anything, so that it finds the end in the same turn
@@ -674,52 +715,88 @@ async def test_a_client_that_leaves_within_its_next_request_still_gets_an_answer
     assert received.endswith(b"first")
 
 
-async def test_an_answer_that_a_client_reads_late_is_not_interrupted_by_a_refusal_of_its_next_request(
-    start: Start,
+async def test_a_response_that_a_client_reads_late_is_not_interrupted_by_a_refusal_of_its_next_request(
+    start: Start, patient_clock: MockClock
 ) -> None:
-    async def large(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope["flowserve.exchange"]
-        exchange.reply(200, (), [exchange.take_body().ljust(8_000, b".")])
-
-    running = await start(large, Limits(header_timeout_s=0.2, write_timeout_s=60))
-    running.server.running += 1
+    running = await start(echo, Limits(header_timeout_s=2, write_timeout_s=20), Direct(lambda _: [bytes(16_000_000)]))
     client = await running.connect()
-    (line,) = running.server._connections.values()
-    rest = trio.Event()
-    line._rest = rest  # as if the kernel had not taken all of an earlier answer yet
-    await client.say(b"GET / HTTP/1.1\r\nA: ")
-    with pytest.raises(trio.BrokenResourceError):  # reset, not 408 where the rest of the answer belongs
+    await client.say(post(b"first") + b"GET / HTTP/1.1\r\nA: ")
+    await trio.sleep(10)  # longer than a head may take: but it is not read before the response is written
+    assert len((await client.answer()).body) == 16_000_000
+    assert (await client.answer()).status == 408
+
+
+async def test_a_direct_response_that_is_never_read_ends_its_connection(start: Start, patient_clock: MockClock) -> None:
+    running = await start(echo, Limits(write_timeout_s=5), Direct(lambda _: [bytes(16_000_000)]))
+    client = await running.connect()
+    await client.say(post(b"first"))
+    began = trio.current_time()
+    await running.until(lambda: running.server.statistics().connections == 0, every_s=1)
+    assert 5 <= trio.current_time() - began < 8
+    with pytest.raises(trio.BrokenResourceError):
         await client.rest()
 
 
-async def test_a_client_that_reads_late_gets_every_answer_of_many_bursts_in_order(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def numbered(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope["flowserve.exchange"]
-        exchange.reply(200, (), [exchange.take_body().ljust(8_000, b".")])
-
-    running = await start(numbered)
-    running.server.running += 1
+async def test_a_client_that_reads_late_gets_every_response_in_order(start: Start) -> None:
+    running = await start(echo, None, Direct(lambda body: [body.ljust(8_000, b".")]))
     client = await running.connect()
-    rests: list[int] = []
-    write_rest = Line._write_rest
-
-    async def noted(line: Line, data: memoryview, done: trio.Event) -> None:
-        rests.append(len(data))
-        await write_rest(line, data, done)
-
-    monkeypatch.setattr(Line, "_write_rest", noted)
     total = 1500
 
     async def talk() -> None:
         for number in range(total):
-            await client.say(post(b"%06d" % number))  # in a packet of its own, so that it is a turn of its own
+            await client.say(post(b"%06d" % number))
             await trio.lowlevel.checkpoint()
 
+    waited = False
     async with trio.open_nursery() as nursery:
         nursery.start_soon(talk)
-        await trio.sleep(0.3)  # by now the kernel takes no more answers, and a burst has had to leave some over
+        await trio.sleep(0.3)  # by now the kernel takes no more responses
+        (connection,) = running.server._connections.values()
+        waited = connection.phase is Phase.WRITING
         for number in range(total):
             assert (await client.answer()).body[:6] == b"%06d" % number
-    assert rests
+    assert waited
+
+
+async def test_without_epoll_each_connection_waits_for_itself(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(poller_module.select, "epoll")
+    running = await start(echo, None, Direct(lambda body: [body]))
+    client, other = await running.connect(), await running.connect()
+    for size in (1, 16_384, 100_000, 1):
+        assert (await client.ask(post(bytes(size)))).body == bytes(size)
+        assert (await other.ask(post(b"other"))).body == b"other"
+    await client.say(post(b"one") + post(b"two"))
+    assert [(await client.answer()).body for _ in range(2)] == [b"one", b"two"]
+    await client.stream.aclose()
+    await running.until(lambda: running.server.statistics().connections == 1)
+
+
+async def test_an_app_that_fails_while_its_client_leaves_ends_its_own_connection_only(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"first", "more_body": True})
+            try:
+                if scope["path"] != "/again":
+                    await trio.sleep_forever()  # until the client leaves
+            finally:
+                with trio.CancelScope(shield=True):
+                    if scope["path"] == "/fails":
+                        raise ValueError("a fault of the app")
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            nursery.cancel_scope.cancel()
+
+    running = await start(app)
+    for path in ("/fails", "/sends"):
+        client = await running.connect()
+        await client.say(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        await client.stream.receive_some(100)
+        await client.stream.aclose()
+        await trio.sleep(0.05)
+    assert [record.getMessage() for record in caplog.records] == ["connection given up"]
+    client = await running.connect()
+    await client.say(b"GET /again HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (await client.stream.receive_some(12)) == b"HTTP/1.1 200"

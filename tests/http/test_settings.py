@@ -1,4 +1,4 @@
-"""Log and trace settings: what may be changed over the wire, and what nobody may."""
+"""Log and trace settings: which can be changed over HTTP and which cannot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowserve.http.app import AppOptions, make_app
+from flowserve.http.api.options import AppOptions
 from flowserve.observe.log_settings import LogChoice, LogSettings
-from flowserve.runtime.engine import Engine
+from flowserve.runtime.engine.engine import Engine
 
 LOG = {
     "log_file": "",
@@ -46,10 +46,10 @@ def applied() -> list[LogChoice]:
 
 @pytest.fixture
 async def logged(engine: Engine, start: Any, applied: list[LogChoice]) -> Any:
-    return await start(make_app(engine, AppOptions(log=LogSettings(apply=applied.append))))
+    return await start(engine, AppOptions(log=LogSettings(apply=applied.append)))
 
 
-async def test_log_settings_are_told_and_changed(logged: Any, applied: list[LogChoice]) -> None:
+async def test_log_settings_can_be_read_and_changed(logged: Any, applied: list[LogChoice]) -> None:
     assert await ask(logged, "GET", "/v2/logging") == (200, LOG)
     changed = {"log_info": False, "log_verbose_level": 2, "log_format": "ISO8601"}
     assert await ask(logged, "POST", "/v2/logging", changed) == (200, {**LOG, **changed})
@@ -60,7 +60,7 @@ async def test_log_settings_are_told_and_changed(logged: Any, applied: list[LogC
 
 @pytest.mark.fault("Z3")
 @pytest.mark.parametrize("extra", [{}, {"log_info": False}])
-async def test_nobody_chooses_a_file_over_the_wire(
+async def test_log_and_trace_files_cannot_be_set_over_http(
     logged: Any, applied: list[LogChoice], tmp_path: Path, extra: dict[str, Any]
 ) -> None:
     target = tmp_path / "log"

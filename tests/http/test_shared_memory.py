@@ -18,12 +18,12 @@ import trio
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from flowserve.http.app import AppOptions, make_app
+from flowserve.http.api.options import AppOptions
 from flowserve.memory.client_memory import DISABLED, ClientMemory
 from flowserve.memory.devices import Devices, using
-from flowserve.runtime.engine import Engine
-from flowserve.testing.engine import add_function
-from flowserve.testing.fake_device import FakeMachine
+from flowserve.runtime.engine.engine import Engine
+from tests.support.engine import add_function
+from tests.support.fake_device import FakeMachine
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def region() -> Iterator[Any]:
 
 @pytest.fixture
 async def allowed(engine: Engine, start: Any) -> Any:
-    return await start(make_app(engine, AppOptions(client_memory=ClientMemory(is_allowed=True))))
+    return await start(engine, AppOptions(client_memory=ClientMemory(is_allowed=True)))
 
 
 def tensors(offset_in: int, offset_out: int, nbytes_out: int = 16) -> tuple[list[Any], list[Any]]:
@@ -48,7 +48,7 @@ def tensors(offset_in: int, offset_out: int, nbytes_out: int = 16) -> tuple[list
     return [one], [out]
 
 
-async def test_inputs_are_read_from_it_and_outputs_written_to_it(allowed: Any, region: Any) -> None:
+async def test_inputs_are_read_from_shared_memory_and_outputs_written_to_it(allowed: Any, region: Any) -> None:
     handle, key = region
 
     def talk() -> None:
@@ -153,7 +153,7 @@ async def test_unregistering_in_the_middle_of_a_request_takes_nothing_from_it(
 
 
 @pytest.mark.fault("M1")
-async def test_it_is_off_by_default(api: Any, region: Any) -> None:
+async def test_shared_memory_is_off_by_default(api: Any, region: Any) -> None:
     _, key = region
 
     def talk() -> None:

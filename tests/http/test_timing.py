@@ -1,4 +1,4 @@
-"""`Server-Timing`: on the answers to those who ask, whatever comes of their request, and on no others."""
+"""`Server-Timing`: on every response whose request asks for it, errors included, and on no other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import gzip
 import json
 from typing import Any
 
-from flowserve.runtime.engine import Engine
-from flowserve.testing.engine import add_function
+from flowserve.runtime.engine.engine import Engine
+from tests.support.engine import add_function
 
 BODY = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
 
@@ -56,7 +56,7 @@ async def test_a_model_that_fails_is_timed(api: Any, engine: Engine) -> None:
     assert "failed: " in answer.headers["server-timing"]
 
 
-async def test_what_is_refused_at_the_door_has_no_timing(api: Any) -> None:
+async def test_a_request_refused_before_validation_has_no_timing(api: Any) -> None:
     answer = await ask(api, b"{}", "Flowserve-Timing: 1")
     assert answer.status == 400
     assert names(answer) == []

@@ -1,4 +1,4 @@
-"""HTTPS: the same answers behind a certificate, and who is turned away at the door."""
+"""HTTPS: the same responses over TLS, and refused connections."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import pytest
 import trio
 
 from flowserve.errors import Invalid
-from flowserve.http.app import make_app
-from flowserve.http.limits import Limits
-from flowserve.http.server import Server, open_listeners
-from flowserve.http.tls import tls_context
-from flowserve.runtime.engine import Engine
-from flowserve.testing.engine import add_function
+from flowserve.http.api.app import make_app
+from flowserve.http.server.limits import Limits
+from flowserve.http.server.listeners import open_listeners
+from flowserve.http.server.server import Server
+from flowserve.http.server.tls import tls_context
+from flowserve.runtime.engine.engine import Engine
+from tests.support.engine import add_function
 
 
 def client_context(papers: Path, *, shows: bool = False) -> ssl.SSLContext:
@@ -95,14 +96,14 @@ async def test_old_versions_and_clients_without_a_certificate_are_refused(
 
 
 @pytest.mark.parametrize("width", [4, 300_000])
-async def test_a_client_that_speaks_plain_http_is_told_so_and_asks_nothing(
+async def test_a_plain_http_request_to_a_tls_port_gets_an_error_and_is_not_run(
     engine: Engine, nursery: trio.Nursery, papers: Path, width: int
 ) -> None:
     port = await secure(nursery, engine, tls_context(papers / "server.pem", papers / "server.key", None))
     plain = await trio.open_tcp_stream("127.0.0.1", port)
     said = b""
     async with plain:
-        with suppress(trio.BrokenResourceError):  # what it says at length nobody reads
+        with suppress(trio.BrokenResourceError):  # the rest of a long request is not read
             await plain.send_all(post("wide", width))
         while data := await plain.receive_some(1000):
             said += data
@@ -113,7 +114,7 @@ async def test_a_client_that_speaks_plain_http_is_told_so_and_asks_nothing(
     }
 
 
-async def test_a_client_that_leaves_or_says_nothing_leaves_nothing_behind(
+async def test_a_closed_or_silent_tls_connection_leaves_no_state(
     engine: Engine, nursery: trio.Nursery, papers: Path
 ) -> None:
     listeners = open_listeners("127.0.0.1", 0)

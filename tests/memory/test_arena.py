@@ -1,4 +1,4 @@
-"""Shared memory: blocks come home when their last view is gone, and nobody sees what he should not."""
+"""Shared memory: blocks are returned when their last view is gone, and no reader sees another block's bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowserve.memory.segment import PAGE, Lease, Segment, locate
 from flowserve.values import Array
 
 
-def test_a_block_comes_home_with_its_last_view_and_not_before() -> None:
+def test_a_block_is_returned_with_its_last_view_and_not_before() -> None:
     arena = Arena()
     view = arena.lease(1000).view()
     part = view[100:200].view(np.int32).reshape(5, 5)[2]
@@ -27,7 +27,7 @@ def test_a_block_comes_home_with_its_last_view_and_not_before() -> None:
     assert arena.lent_bytes == 0
 
 
-def test_a_block_that_is_free_is_used_again_before_new_memory_is() -> None:
+def test_a_free_block_is_reused_before_new_memory() -> None:
     arena = Arena()
     first = arena.lease(10 * PAGE)
     place = first.offset
@@ -35,7 +35,7 @@ def test_a_block_that_is_free_is_used_again_before_new_memory_is() -> None:
     assert arena.lease(3 * PAGE).offset == place
 
 
-def test_neighbours_that_came_home_are_one_again() -> None:
+def test_free_neighbours_are_merged() -> None:
     arena = Arena(first_segment_bytes=4 * PAGE)
     pieces = [arena.lease(PAGE) for _ in range(4)]
     for index in (1, 3, 0, 2):
@@ -44,14 +44,14 @@ def test_neighbours_that_came_home_are_one_again() -> None:
     assert (whole.offset, len(arena.segments)) == (0, 1)
 
 
-def test_what_does_not_fit_gets_a_segment_that_it_fits_in() -> None:
+def test_a_block_that_does_not_fit_gets_a_new_larger_segment() -> None:
     arena = Arena(first_segment_bytes=4 * PAGE)
     leases = [arena.lease(size) for size in (3 * PAGE, 2 * PAGE, 100 * PAGE)]
     assert [segment.size for segment in arena.segments] == [4 * PAGE, 8 * PAGE, 100 * PAGE]
     assert len({lease.segment.number for lease in leases}) == 3
 
 
-def test_only_a_very_large_block_gives_its_room_back() -> None:
+def test_only_a_very_large_block_returns_its_pages_to_the_kernel() -> None:
     arena = Arena()
     held = []
     for nbytes in (1 << 20, LARGEST_SEGMENT_BYTES + 1):
@@ -70,7 +70,7 @@ def test_only_a_very_large_block_gives_its_room_back() -> None:
     assert not again.view()[:: 8 * PAGE].any()
 
 
-def test_a_lease_that_ends_inside_the_collector_comes_home() -> None:
+def test_a_lease_that_ends_inside_the_garbage_collector_is_returned() -> None:
     arena = Arena()
     circle: list[object] = [arena.lease(100).view()]
     circle.append(circle)
@@ -79,18 +79,18 @@ def test_a_lease_that_ends_inside_the_collector_comes_home() -> None:
     assert arena.lent_bytes == 0
 
 
-def test_a_lease_comes_home_once_whatever_numpy_derives_from_it() -> None:
+def test_a_lease_is_returned_once_whatever_numpy_derives_from_it() -> None:
     gone: list[str] = []
     lease = Lease(Segment.create(PAGE), 0, 64, gone.append, "home")
     derived = [lease[8:16], np.asarray(lease), lease.piece((2, 4), np.dtype(np.float32), 32), lease.view()[3:]]
     del lease
     while derived:
-        assert not gone, "somebody still has it"
+        assert not gone, "a view is still alive"
         derived.pop()
     assert gone == ["home"]
 
 
-def test_where_an_array_lies_is_told_by_its_memory() -> None:
+def test_an_array_is_located_by_its_memory() -> None:
     lease = Arena().lease(4096)
     block = np.ndarray((16, 8), np.float32, lease.view(), 64)
     for array, offset in ((block, 64), (block[3:5], 160), (block[3:5].reshape(-1)[4:], 176)):
@@ -103,7 +103,7 @@ def test_where_an_array_lies_is_told_by_its_memory() -> None:
     assert locate(np.zeros((4, 4))[1]) is None
 
 
-def test_nobody_can_shrink_what_others_read() -> None:
+def test_a_shared_segment_cannot_be_shrunk() -> None:
     segment = Segment.create(PAGE)
     for size in (0, 2 * PAGE):
         with pytest.raises(PermissionError):
@@ -113,32 +113,32 @@ def test_nobody_can_shrink_what_others_read() -> None:
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW])
-def test_memory_of_others_is_not_touched_unless_its_size_is_sealed(seals: int) -> None:
+def test_a_received_segment_is_refused_unless_its_size_is_sealed(seals: int) -> None:
     fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, PAGE)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     with pytest.raises(Internal, match="size is not sealed"):
-        Segment.read_shared(fd)
+        Segment.read_shared(fd, 1)
 
 
 @pytest.mark.parametrize("size", [0, 100])
-def test_memory_of_others_has_whole_pages(size: int) -> None:
+def test_a_received_segment_must_have_whole_pages(size: int) -> None:
     fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     with pytest.raises(Internal, match=f"it has {size} bytes"):
-        Segment.read_shared(fd)
+        Segment.read_shared(fd, 1)
 
 
-def test_what_is_no_memory_is_refused(tmp_path: os.PathLike[str]) -> None:
+def test_a_descriptor_that_is_no_shared_memory_is_refused(tmp_path: os.PathLike[str]) -> None:
     file = os.open(os.path.join(tmp_path, "file"), os.O_CREAT | os.O_RDWR)
     with pytest.raises(Internal):
-        Segment.read_shared(file)
+        Segment.read_shared(file, 1)
 
 
 def test_a_reader_cannot_write_and_sees_what_the_writer_writes() -> None:
     writer = Segment.create(PAGE)
-    reader = Segment.read_shared(os.dup(writer.fd))
+    reader = Segment.read_shared(os.dup(writer.fd), 1)
     writer.memory[7] = 9
     assert reader.memory[7] == 9
     assert not reader.memory.flags.writeable
@@ -147,7 +147,7 @@ def test_a_reader_cannot_write_and_sees_what_the_writer_writes() -> None:
         os.pwrite(writer.open_for_reading(), b"x", 0)
 
 
-def test_a_private_reader_writes_into_pages_of_its_own_until_it_throws_them_away() -> None:
+def test_a_private_reader_writes_into_its_own_pages_until_it_discards_them() -> None:
     writer = Segment.create(2 * PAGE)
     reader = Segment.read_private(writer.open_for_reading(), 1)
     writer.memory[:] = 5
@@ -163,7 +163,7 @@ def test_a_private_reader_writes_into_pages_of_its_own_until_it_throws_them_away
 
 
 class Blocks(RuleBasedStateMachine):
-    """A writer that fills blocks, readers that write into theirs, and views that live for as long as they like."""
+    """A writer that fills blocks, readers that write into private mappings, and views of any lifetime."""
 
     views = Bundle("views")
 
@@ -201,7 +201,7 @@ class Blocks(RuleBasedStateMachine):
 
     @rule(key=views)
     def read_and_scribble(self, key: int) -> None:
-        """What a model in another process does: it sees the writer's bytes, and writes over them."""
+        """As a model in another process does: read the writer's bytes, then overwrite them."""
         if key not in self.live:
             return
         view, value, _ = self.live[key]
@@ -215,12 +215,12 @@ class Blocks(RuleBasedStateMachine):
         reader.forget_writes(start, stop)
 
     @invariant()
-    def nobody_disturbs_anybody(self) -> None:
+    def every_view_keeps_its_contents(self) -> None:
         for view, value, _ in self.live.values():
             assert (view == value).all()
 
     @invariant()
-    def blocks_are_lent_exactly_while_a_view_lives(self) -> None:
+    def blocks_are_in_use_exactly_while_a_view_lives(self) -> None:
         pages = sum(-(-nbytes // PAGE) for *_, nbytes in self.live.values())
         assert self.arena.lent_bytes == pages * PAGE
         self.arena.check()

@@ -1,4 +1,4 @@
-"""Batches that lie together are handed on as they lie; everything else is copied once."""
+"""Contiguous batches are passed on without a copy; any other input is copied once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.memory.assemble import gather, scatter
+from flowserve.memory.assemble import gather
+from flowserve.memory.column import scatter
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.values import DType
@@ -22,7 +23,7 @@ def block(rows: int, width: int = 3) -> np.ndarray:
     return np.arange(rows * width, dtype=np.float32).reshape(rows, width)
 
 
-def test_a_batch_that_stayed_whole_is_handed_on_as_its_very_block(pool: Pool) -> None:
+def test_a_batch_that_stayed_whole_is_passed_on_as_the_same_block(pool: Pool) -> None:
     array = block(6)
     joined, copied = gather(scatter(array, [1, 2, 3]), pool)
     assert joined is array
@@ -37,7 +38,7 @@ def test_neighbours_in_the_middle_of_a_block_are_a_view_of_it(pool: Pool) -> Non
     assert copied == 0
 
 
-def test_a_lone_member_is_its_own_view(pool: Pool) -> None:
+def test_a_single_member_is_a_view_of_its_block(pool: Pool) -> None:
     array = block(4)
     joined, copied = gather([Tensor(array, 2, 3)], pool)
     assert joined.tolist() == array[2:3].tolist()
@@ -78,7 +79,7 @@ def test_the_same_rows_twice_are_copied(pool: Pool) -> None:
     assert joined.tolist() == [*block(2).tolist(), *block(2).tolist()]
 
 
-def test_a_large_copy_lands_in_a_pooled_buffer(pool: Pool) -> None:
+def test_a_large_copy_uses_a_pooled_buffer(pool: Pool) -> None:
     parts = [Tensor(np.full((1, 40_000), i, np.float32), 0, 1) for i in range(3)]
     joined, copied = gather(parts, pool)
     assert pool.statistics().taken == 1
@@ -125,5 +126,5 @@ def test_gathering_any_members_is_concatenating_their_rows(rows: list[int], data
     assert (copied == 0) == np.shares_memory(joined, array) or joined.size == 0
 
 
-def test_shares_know_their_shapes_without_being_sliced() -> None:
+def test_scattered_tensors_know_their_shapes_without_being_sliced() -> None:
     assert [share.shape for share in scatter(block(3), [1, 2])] == [(1, 3), (2, 3)]

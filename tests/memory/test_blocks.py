@@ -1,12 +1,12 @@
-"""Blocks of device memory come home with their last tensor, and are used again only behind what the device does."""
+"""Blocks of device memory return to the pool with their last tensor, and are reused only after the device's work."""
 
 from __future__ import annotations
 
 import pytest
 
-from flowserve.memory.blocks import BlockPool
-from flowserve.testing.fake_device import FakeMachine, Race
+from flowserve.memory.device_memory import BlockPool
 from flowserve.values import PINNED_MEMORY, gpu_memory
+from tests.support.fake_device import FakeMachine, Race
 
 KIB = 1024
 
@@ -15,7 +15,7 @@ def _pool(machine: FakeMachine, budget_bytes: int = 64 * KIB) -> BlockPool:
     return BlockPool(machine.devices[0], gpu_memory(0), budget_bytes)
 
 
-def test_a_block_comes_home_with_its_last_holder_and_serves_again() -> None:
+def test_a_block_is_returned_with_its_last_reference_and_reused() -> None:
     machine = FakeMachine()
     pool = _pool(machine)
     stream = machine.devices[0].stream()
@@ -31,7 +31,7 @@ def test_a_block_comes_home_with_its_last_holder_and_serves_again() -> None:
     assert pool.statistics().reused == 1
 
 
-def test_another_stream_that_gets_a_block_waits_for_its_last_use_without_holding_up_the_host() -> None:
+def test_another_stream_waits_for_the_last_use_of_a_reused_block_without_blocking_the_host() -> None:
     machine = FakeMachine()
     device = machine.devices[0]
     pool = _pool(machine, 4 * KIB)
@@ -47,7 +47,7 @@ def test_another_stream_that_gets_a_block_waits_for_its_last_use_without_holding
     assert machine.synchronised == 0
 
 
-def test_a_stream_takes_what_is_idle_before_what_another_one_still_uses() -> None:
+def test_a_stream_prefers_an_idle_block_to_one_that_another_stream_still_uses() -> None:
     machine = FakeMachine()
     device = machine.devices[0]
     pool = _pool(machine)
@@ -66,7 +66,7 @@ def test_a_stream_takes_what_is_idle_before_what_another_one_still_uses() -> Non
     assert taken.address == free_address
 
 
-def test_the_host_waits_before_it_gets_pinned_memory_that_a_device_still_reads() -> None:
+def test_the_host_waits_for_a_device_that_still_reads_reused_pinned_memory() -> None:
     machine = FakeMachine()
     device = machine.devices[0]
     pool = BlockPool(device, PINNED_MEMORY, 4 * KIB)
@@ -85,7 +85,7 @@ def test_the_host_waits_before_it_gets_pinned_memory_that_a_device_still_reads()
     assert machine.synchronised == 1
 
 
-def test_a_budget_is_kept_and_what_waits_in_the_pool_makes_room() -> None:
+def test_a_budget_is_respected_and_free_blocks_are_released_to_make_room() -> None:
     machine = FakeMachine()
     pool = _pool(machine, 16 * KIB)
     stream = machine.devices[0].stream()
@@ -101,7 +101,7 @@ def test_a_budget_is_kept_and_what_waits_in_the_pool_makes_room() -> None:
     assert pool.statistics().refused == 2
 
 
-def test_a_device_that_is_full_gets_back_what_waits_before_anybody_is_refused() -> None:
+def test_free_blocks_are_released_to_a_full_device_before_a_request_is_refused() -> None:
     machine = FakeMachine(memory_bytes=16 * KIB)
     pool = _pool(machine, 1024 * KIB)
     stream = machine.devices[0].stream()
@@ -113,7 +113,7 @@ def test_a_device_that_is_full_gets_back_what_waits_before_anybody_is_refused() 
     assert pool.take(KIB, stream) is None
 
 
-def test_memory_goes_back_to_the_driver_only_after_the_host_saw_its_last_use_pass() -> None:
+def test_memory_is_freed_only_after_the_host_saw_its_last_use_complete() -> None:
     machine = FakeMachine()
     device = machine.devices[0]
     pool = _pool(machine)
@@ -128,7 +128,7 @@ def test_memory_goes_back_to_the_driver_only_after_the_host_saw_its_last_use_pas
     assert machine.synchronised == 1
 
 
-def test_adopted_memory_is_let_go_of_only_behind_its_last_use() -> None:
+def test_adopted_memory_is_released_only_after_its_last_use() -> None:
     machine = FakeMachine()
     device = machine.devices[0]
     pool = _pool(machine)

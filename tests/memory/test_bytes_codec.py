@@ -1,4 +1,4 @@
-"""BYTES tensors come back exactly, and broken ones say how they are broken, in Triton's words."""
+"""BYTES tensors round-trip exactly, and malformed ones raise Triton's errors."""
 
 from __future__ import annotations
 

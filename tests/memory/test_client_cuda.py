@@ -1,4 +1,4 @@
-"""CUDA memory of clients, on GPUs that are not there: bounds, lifetimes, and handles that are opened once."""
+"""CUDA shared memory of clients, on fake GPUs: bounds, lifetimes, and handles that are opened once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from flowserve.errors import Invalid, NotFound, Unsupported
 from flowserve.memory.client_memory import ClientMemory, Portion
 from flowserve.memory.devices import Devices, using
-from flowserve.testing.fake_device import FakeMachine
 from flowserve.values import HOST_MEMORY, gpu_memory
+from tests.support.fake_device import FakeMachine
 
 CONTENT = bytes(range(200))
 
@@ -43,9 +43,7 @@ def test_tensors_are_read_from_it_and_written_to_it(machine: FakeMachine, memory
     assert bytes(memory.window(Portion("r", 0, 0)).read()) == b""
 
 
-def test_uses_beyond_its_end_and_registrations_beyond_its_memory_are_refused(
-    machine: FakeMachine, memory: ClientMemory
-) -> None:
+def test_accesses_and_registrations_behind_its_end_are_refused(machine: FakeMachine, memory: ClientMemory) -> None:
     handle = machine.export(0, CONTENT)
     for size in (0, 201, 2**64 - 1):
         with pytest.raises(Invalid, match=rf"invalid args: {size} bytes do not lie in an allocation of 200"):
@@ -57,9 +55,7 @@ def test_uses_beyond_its_end_and_registrations_beyond_its_memory_are_refused(
         memory.window(Portion("r", 199, 2))
 
 
-def test_a_handle_that_is_none_and_a_gpu_that_is_not_there_are_refused(
-    machine: FakeMachine, memory: ClientMemory
-) -> None:
+def test_an_invalid_handle_and_a_missing_gpu_are_refused(machine: FakeMachine, memory: ClientMemory) -> None:
     handle = machine.export(0, CONTENT)
     with pytest.raises(Invalid, match="a CUDA IPC handle has 64 bytes, this one 6"):
         memory.register_cuda("r", b"handle", 0, 8)
@@ -73,7 +69,7 @@ def test_a_handle_that_is_none_and_a_gpu_that_is_not_there_are_refused(
     assert not machine.opened
 
 
-def test_without_a_gpu_it_says_why(memory: ClientMemory) -> None:
+def test_without_a_gpu_the_error_says_why(memory: ClientMemory) -> None:
     text = "failed to register CUDA shared memory region: 'r', GPUs not supported: no driver"
     with using(Devices((), "no driver")), pytest.raises(Invalid, match=text):
         memory.register_cuda("r", bytes(64), 0, 8)
@@ -81,9 +77,7 @@ def test_without_a_gpu_it_says_why(memory: ClientMemory) -> None:
         ClientMemory().register_cuda("r", bytes(64), 0, 8)
 
 
-def test_one_handle_is_opened_once_and_closed_with_the_last_who_uses_it(
-    machine: FakeMachine, memory: ClientMemory
-) -> None:
+def test_a_handle_is_opened_once_and_closed_after_its_last_use(machine: FakeMachine, memory: ClientMemory) -> None:
     handle = machine.export(0, CONTENT)
     memory.register_cuda("a", handle, 0, 100)
     memory.register_cuda("b", handle, 0, 200)
@@ -103,7 +97,9 @@ def test_one_handle_is_opened_once_and_closed_with_the_last_who_uses_it(
     assert len(machine.opened) == 1
 
 
-def test_names_are_of_both_kinds_and_each_kind_is_told_apart(machine: FakeMachine, memory: ClientMemory) -> None:
+def test_system_and_cuda_regions_share_names_and_have_separate_calls(
+    machine: FakeMachine, memory: ClientMemory
+) -> None:
     memory.register_cuda("r", machine.export(0, CONTENT), 0, 8)
     with pytest.raises(Invalid, match="shared memory region 'r' already in manager"):
         memory.register("r", "/key", 0, 8)

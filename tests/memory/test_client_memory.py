@@ -1,4 +1,4 @@
-"""Clients' shared memory: what may be opened, what is checked before each use, and when it is closed."""
+"""Clients' shared memory: which objects may be opened, the checks before each access, and when a region is closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not Path(DIRECTORY).is_dir(), reason="no system 
 
 @pytest.fixture
 def make_object() -> Iterator[MakeObject]:
-    """Makes a shared memory object of some size and tells its key. Removed with the test."""
+    """Creates a shared memory object of some size and returns its key. Removed after the test."""
     made: list[Path] = []
 
     def make(size: int) -> str:
@@ -45,7 +45,7 @@ def path_of(key: str) -> Path:
 
 
 def descriptors(key: str) -> int:
-    """How many descriptors of this process are of the object."""
+    """The number of this process's descriptors of the object."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one that listed them
@@ -53,7 +53,7 @@ def descriptors(key: str) -> int:
     return found
 
 
-def test_what_is_registered_is_read_and_written_where_the_client_sees_it(
+def test_a_registered_region_is_read_and_written_in_the_clients_memory(
     memory: ClientMemory, make_object: MakeObject
 ) -> None:
     key = make_object(64)
@@ -67,13 +67,13 @@ def test_what_is_registered_is_read_and_written_where_the_client_sees_it(
     assert memory.status() == []
 
 
-def test_keys_are_understood_with_and_without_their_slash(memory: ClientMemory, make_object: MakeObject) -> None:
+def test_keys_are_accepted_with_and_without_a_slash(memory: ClientMemory, make_object: MakeObject) -> None:
     memory.register("r", make_object(8).removeprefix("/"), 0, 8)
     assert memory.window(Portion("r", 0, 2)).read() == b"\x00\x01"
 
 
 @pytest.mark.fault("M1")
-def test_nothing_is_registered_where_it_is_not_allowed(make_object: MakeObject) -> None:
+def test_registration_is_refused_unless_the_operator_allows_it(make_object: MakeObject) -> None:
     memory = ClientMemory()
     key = make_object(8)
     for call in (
@@ -119,7 +119,7 @@ def test_a_name_is_registered_once(memory: ClientMemory, make_object: MakeObject
         "/none-here",
     ],
 )
-def test_only_what_lies_in_shared_memory_is_opened(memory: ClientMemory, key: str) -> None:
+def test_only_objects_in_shared_memory_are_opened(memory: ClientMemory, key: str) -> None:
     with pytest.raises(Invalid, match="Unable to open shared memory region") as refused:
         memory.register("r", key, 0, 8)
     assert str(refused.value) == f"Unable to open shared memory region: '{key}'"
@@ -133,12 +133,12 @@ def test_the_keys_of_triton_s_python_processes_are_reserved(memory: ClientMemory
         memory.register("r", f"{slashes}triton_python_backend_shm_region_1", 0, 8)
 
 
-def test_links_folders_and_pipes_are_no_shared_memory(memory: ClientMemory, make_object: MakeObject) -> None:
+def test_links_folders_and_pipes_are_refused(memory: ClientMemory, make_object: MakeObject) -> None:
     for make in (lambda path: path.symlink_to("/etc/passwd"), Path.mkdir, os.mkfifo):
         key = make_object(0)
         path = path_of(key)
         path.unlink()
-        make(path)  # type: ignore[operator]
+        make(path)
         try:
             with pytest.raises(Invalid, match="Unable to open shared memory region"):
                 memory.register("r", key, 0, 8)
@@ -181,7 +181,7 @@ def test_a_tensor_lies_inside_its_region(
         memory.register("s", make_object(64), 32, 2**64 - 32)
 
 
-def test_a_region_that_is_not_there_is_not_found_and_forgotten_without_a_word(memory: ClientMemory) -> None:
+def test_an_unknown_region_is_not_found_and_unregistering_it_is_no_error(memory: ClientMemory) -> None:
     for call in (lambda: memory.status("r"), lambda: memory.window(Portion("r", 0, 1))):
         with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
             call()
@@ -189,7 +189,7 @@ def test_a_region_that_is_not_there_is_not_found_and_forgotten_without_a_word(me
 
 
 @pytest.mark.fault("M10")
-def test_a_region_lives_as_long_as_a_request_has_it(memory: ClientMemory, make_object: MakeObject) -> None:
+def test_a_region_stays_open_while_a_request_uses_it(memory: ClientMemory, make_object: MakeObject) -> None:
     key, other = make_object(8), make_object(8)
     memory.register("r", key, 0, 8)
     window = memory.window(Portion("r", 0, 4))
@@ -206,7 +206,7 @@ def test_a_region_lives_as_long_as_a_request_has_it(memory: ClientMemory, make_o
 
 @pytest.mark.fault("M11")
 @pytest.mark.parametrize("left", [0, 3, 7])
-def test_an_object_that_its_owner_truncates_is_an_error_and_stays_as_short(
+def test_a_truncated_object_is_an_error_and_is_not_extended(
     memory: ClientMemory, make_object: MakeObject, left: int
 ) -> None:
     key = make_object(8)
@@ -220,7 +220,7 @@ def test_an_object_that_its_owner_truncates_is_an_error_and_stays_as_short(
 
 
 @pytest.mark.fault("M11")
-def test_an_object_that_its_owner_removes_is_used_on(memory: ClientMemory, make_object: MakeObject) -> None:
+def test_an_object_removed_by_its_owner_stays_usable(memory: ClientMemory, make_object: MakeObject) -> None:
     key = make_object(8)
     memory.register("r", key, 0, 8)
     path_of(key).unlink()
@@ -230,7 +230,7 @@ def test_an_object_that_its_owner_removes_is_used_on(memory: ClientMemory, make_
 
 
 @pytest.mark.fault("M12")
-def test_there_is_a_most_of_regions(
+def test_the_number_of_regions_is_limited(
     memory: ClientMemory, make_object: MakeObject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert client_memory.REGIONS_MAX < 10_000

@@ -1,4 +1,4 @@
-"""That a process finds out whether its GPUs are lost to it, from a driver's library that is not there."""
+"""Detection of GPUs that are lost to the process, with a fake driver library."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Driver:
         ((719,), "CUDA error 719"),
     ],
 )
-def test_a_lost_gpu_is_named_by_the_drivers_word_and_nothing_is_kept(
+def test_a_lost_gpu_is_reported_with_the_drivers_error_name_and_nothing_leaks(
     contexts: tuple[int | None, ...], why: str
 ) -> None:
     driver = Driver(*contexts)
@@ -82,5 +82,5 @@ def test_a_lost_gpu_is_named_by_the_drivers_word_and_nothing_is_kept(
     assert (driver.current, driver.retained, driver.events) == ([], 0, 0)
 
 
-def test_a_process_that_never_used_a_gpu_has_lost_none() -> None:
+def test_a_process_without_a_gpu_has_lost_none() -> None:
     assert why_lost() == ""

@@ -1,4 +1,4 @@
-"""Which GPUs a process has, and that asking costs a machine without one nothing."""
+"""The GPUs of a process; detection is cheap on a machine without one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from flowserve.errors import Unsupported
-from flowserve.memory.delivery import ON_DEVICE
 from flowserve.memory.devices import Devices, devices, using
-from flowserve.memory.stream import DeviceStream
+from flowserve.memory.stream import ON_DEVICE, DeviceStream
 from flowserve.memory.tensor import Tensor
-from flowserve.testing.fake_device import FakeMachine
+from tests.support.fake_device import FakeMachine
 
 
-def test_a_gpu_that_is_not_there_is_named_with_those_that_are() -> None:
+def test_a_missing_gpu_is_named_together_with_the_existing_ones() -> None:
     found = Devices(FakeMachine(2).devices)
     assert found[1].place.number == 1
     with pytest.raises(Unsupported, match="there is no GPU 2 here: they are numbered from 0 to 1"):
@@ -25,7 +24,7 @@ def test_a_gpu_that_is_not_there_is_named_with_those_that_are() -> None:
         Devices((), "no driver")[0]
 
 
-def test_pools_are_limited_one_by_one_and_what_is_lent_stays_lent(caplog: pytest.LogCaptureFixture) -> None:
+def test_pools_are_limited_one_by_one_and_blocks_in_use_stay_in_use(caplog: pytest.LogCaptureFixture) -> None:
     found = Devices(FakeMachine(2).devices, gpu_bytes=4096)
     stream = found[0].device.stream()
     held = found[0].pool.take(2048, stream)
@@ -40,14 +39,14 @@ def test_pools_are_limited_one_by_one_and_what_is_lent_stays_lent(caplog: pytest
     assert [record.message for record in caplog.records] == ["there is no GPU 7 here whose pool could be limited"]
 
 
-def test_within_a_block_other_gpus_are_the_processes() -> None:
+def test_tests_can_replace_the_gpus_of_the_process() -> None:
     before = devices()
     with using(Devices(FakeMachine().devices)) as found:
         assert devices() is found
     assert devices() is before
 
 
-def test_looking_for_gpus_imports_nothing_heavy_where_there_is_no_driver() -> None:
+def test_detecting_gpus_without_a_driver_imports_nothing_heavy() -> None:
     code = (
         "import sys; from flowserve.memory.devices import devices; found = devices(); "
         "heavy = {'cupy', 'onnxruntime'} & sys.modules.keys(); "
@@ -59,7 +58,7 @@ def test_looking_for_gpus_imports_nothing_heavy_where_there_is_no_driver() -> No
 
 
 @pytest.mark.gpu
-def test_on_hardware_rows_go_there_and_come_back_through_two_streams() -> None:
+def test_on_hardware_rows_are_uploaded_and_downloaded_through_two_streams() -> None:
     memory = devices()[0]
     first, second = DeviceStream(memory), DeviceStream(memory)
     tensors = [Tensor(np.full((1, 1 << 20), value, np.float32), 0, 1) for value in range(4)]
@@ -78,10 +77,8 @@ def test_on_hardware_rows_go_there_and_come_back_through_two_streams() -> None:
 
 
 @pytest.mark.gpu
-def test_on_hardware_memory_that_goes_from_stream_to_stream_holds_what_was_written_last() -> None:
-    """The pool hands the same few blocks around as fast as the host can; a wait that is missing would show as rows of
-    another round.
-    """
+def test_on_hardware_memory_reused_across_streams_holds_the_last_write() -> None:
+    """The same few blocks are reused as fast as the host can; a missing wait would appear as rows of another round."""
     memory = devices()[0]
     streams = [DeviceStream(memory) for _ in range(3)]
     for turn in range(300):

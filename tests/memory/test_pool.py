@@ -1,4 +1,4 @@
-"""Buffers come home when their last view is gone, whoever held it."""
+"""Buffers return to the pool when their last view is gone, on any thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool, size_class,
 LARGE = 600_000
 
 
-def test_a_buffer_comes_home_with_its_last_view_and_serves_again() -> None:
+def test_a_buffer_is_returned_with_its_last_view_and_reused() -> None:
     pool = Pool()
     array = pool.take(LARGE)
     address = array.ctypes.data
@@ -41,7 +41,7 @@ def test_a_buffer_comes_home_with_its_last_view_and_serves_again() -> None:
         lambda a: np.lib.stride_tricks.as_strided(a, (2,), (1,)),
     ],
 )
-def test_a_view_of_a_view_keeps_the_buffer_out(derive: object) -> None:
+def test_a_derived_view_keeps_the_buffer_in_use(derive: object) -> None:
     pool = Pool()
     view = derive(pool.take(LARGE))  # type: ignore[operator]
     gc.collect()
@@ -51,7 +51,7 @@ def test_a_view_of_a_view_keeps_the_buffer_out(derive: object) -> None:
     assert pool.statistics().lent_bytes == 0
 
 
-def test_two_takers_never_share_memory() -> None:
+def test_two_buffers_in_use_never_share_memory() -> None:
     pool = Pool()
     arrays = [pool.take(LARGE) for _ in range(4)]
     for i, array in enumerate(arrays):
@@ -60,7 +60,7 @@ def test_two_takers_never_share_memory() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, POOLED_BYTES_MIN - 1, POOLED_BYTES_MIN, POOLED_BYTES_MIN + 1, LARGE])
-def test_what_is_handed_out_is_as_long_as_asked_aligned_and_writable(nbytes: int) -> None:
+def test_a_buffer_has_the_requested_size_is_aligned_and_writable(nbytes: int) -> None:
     array = Pool().take(nbytes)
     assert array.nbytes == nbytes
     assert array.dtype == np.uint8
@@ -76,7 +76,7 @@ def test_small_buffers_are_not_kept() -> None:
     assert pool.statistics().kept_bytes == 0
 
 
-def test_no_more_is_kept_than_the_limit_and_what_was_unused_longest_goes_first() -> None:
+def test_at_most_the_limit_is_kept_and_the_least_recently_used_size_is_dropped_first() -> None:
     pool = Pool(kept_bytes_max=4 * size_class(LARGE))
     old = [pool.take(LARGE) for _ in range(4)]
     del old
@@ -91,7 +91,7 @@ def test_no_more_is_kept_than_the_limit_and_what_was_unused_longest_goes_first()
     del again
 
 
-def test_nothing_is_kept_where_the_limit_is_zero() -> None:
+def test_nothing_is_kept_with_a_limit_of_zero() -> None:
     pool = Pool(kept_bytes_max=0)
     pool.take(LARGE)
     assert pool.statistics().kept_bytes == 0
@@ -105,7 +105,7 @@ def test_a_size_class_holds_what_it_serves_and_wastes_at_most_a_fifth(nbytes: in
     assert size_class(size) == size
 
 
-def test_threads_that_take_and_free_at_once_leave_nothing_lent() -> None:
+def test_concurrent_threads_leave_no_buffer_in_use() -> None:
     pool = Pool()
     wrong: list[int] = []
 
@@ -131,7 +131,7 @@ def test_threads_that_take_and_free_at_once_leave_nothing_lent() -> None:
     assert statistics.reused > 0
 
 
-def test_a_buffer_freed_by_the_garbage_collector_inside_the_pool_comes_home_too() -> None:
+def test_a_buffer_freed_by_the_garbage_collector_inside_the_pool_is_returned() -> None:
     pool = Pool()
     for _ in range(50):
         cycle: list[object] = [pool.take(LARGE)]
@@ -148,5 +148,5 @@ def test_a_buffer_may_outlive_its_pool() -> None:
     assert array[-1] == 7
 
 
-def test_glibc_takes_the_thresholds_and_others_are_left_alone() -> None:
+def test_malloc_is_tuned_on_glibc_only() -> None:
     assert tune_malloc() == (platform.libc_ver()[0] == "glibc")

@@ -1,21 +1,21 @@
-"""What crosses between host and device, how often, and in which order: on a device that raises where one is missing."""
+"""Copies between host and device, their number and ordering, on a fake device that raises if an ordering is missing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flowserve.graph.conversion import Conversion
-from flowserve.memory.blocks import Block
-from flowserve.memory.delivery import ON_DEVICE, ON_HOST
+from flowserve.memory.device_memory import Block
 from flowserve.memory.device_tensor import DeviceTensor, Mirror
 from flowserve.memory.devices import Devices
-from flowserve.memory.stream import ALIGNMENT, DeviceStream
+from flowserve.memory.stream import ALIGNMENT, ON_DEVICE, ON_HOST, DeviceStream
 from flowserve.memory.tensor import Tensor
-from flowserve.testing.fake_device import FakeDevice, FakeInstance, FakeMachine, Race, add_one
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, Array, gpu_memory
+from tests.support.fake_device import FakeDevice, FakeInstance, FakeMachine, Race, add_one
 
 GPU = gpu_memory(0)
 IN, OUT, WITHIN = (HOST_MEMORY, GPU), (GPU, PINNED_MEMORY), (GPU, GPU)
@@ -24,7 +24,7 @@ IN, OUT, WITHIN = (HOST_MEMORY, GPU), (GPU, PINNED_MEMORY), (GPU, GPU)
 class Bench:
     """A machine, and instances on it, each on its own stream."""
 
-    def __init__(self, instances: int = 3, gpus: int = 1, **budgets: int) -> None:
+    def __init__(self, instances: int = 3, gpus: int = 1, **budgets: Any) -> None:
         self.machine = FakeMachine(gpus)
         self.devices = Devices(self.machine.devices, **budgets)
         self.instances = [FakeInstance(DeviceStream(self.devices[i % gpus]), add_one) for i in range(instances)]
@@ -37,7 +37,7 @@ class Bench:
 
 
 def _rows(*values: float) -> list[Tensor]:
-    """One request of one row for each value, each in memory of its own."""
+    """One request of one row for each value, each in its own memory."""
     return [Tensor(np.full((1, 4), value, np.float32), 0, 1) for value in values]
 
 
@@ -47,7 +47,7 @@ def _first(tensor: Tensor) -> float:
 
 
 @pytest.mark.parametrize("count", [1, 32])
-def test_a_chain_of_three_is_one_copy_in_and_one_out_and_none_between(count: int) -> None:
+def test_a_chain_of_three_makes_one_upload_and_one_download_and_no_copy_between(count: int) -> None:
     bench = Bench()
     tensors = _rows(*range(count))
     for instance in bench.instances[:-1]:
@@ -57,12 +57,12 @@ def test_a_chain_of_three_is_one_copy_in_and_one_out_and_none_between(count: int
     assert [_first(tensor) for tensor in tensors] == [value + 3 for value in range(count)]
     assert bench.copies() == {IN: 1, OUT: 1}
     assert bench.machine.copies == {(PINNED_MEMORY, GPU): 1, (GPU, PINNED_MEMORY): 1}
-    assert bench.machine.synchronised == 1  # the host was held up once, at the exit
+    assert bench.machine.synchronised == 1  # the host blocked once, at the last node
     del tensors
     assert bench.held() == 0
 
 
-def test_members_that_are_no_neighbours_are_laid_side_by_side_on_the_device() -> None:
+def test_members_that_are_not_neighbours_are_concatenated_on_the_device() -> None:
     bench = Bench()
     first = bench.instances[0].run(_rows(1, 2, 3), [ON_DEVICE] * 3)
     joined = bench.instances[1].run([first[2], first[0]])
@@ -70,7 +70,7 @@ def test_members_that_are_no_neighbours_are_laid_side_by_side_on_the_device() ->
     assert bench.copies() == {IN: 1, WITHIN: 2, OUT: 1}
 
 
-def test_a_batch_of_host_and_device_members_copies_in_only_what_is_not_there() -> None:
+def test_a_batch_of_host_and_device_members_uploads_only_host_members() -> None:
     bench = Bench()
     there = bench.instances[0].run(_rows(1, 2), [ON_DEVICE] * 2)
     mixed = bench.instances[1].run([*_rows(10), *there, *_rows(20)])
@@ -78,7 +78,7 @@ def test_a_batch_of_host_and_device_members_copies_in_only_what_is_not_there() -
     assert bench.devices.ledger.entries()[IN] == (2, 16 * 2 + 16 * 2)
 
 
-def test_what_two_instances_read_crosses_once() -> None:
+def test_an_input_of_two_instances_is_uploaded_once() -> None:
     bench = Bench()
     shared: list[Tensor] = [Mirror(tensor) for tensor in _rows(1, 2)]
     assert [_first(tensor) for tensor in bench.instances[0].run(shared)] == [2, 3]
@@ -87,7 +87,7 @@ def test_what_two_instances_read_crosses_once() -> None:
     assert bench.copies() == {IN: 1, OUT: 3}
 
 
-def test_rows_at_an_odd_address_are_copied_to_where_libraries_can_read_them() -> None:
+def test_unaligned_rows_are_copied_to_an_aligned_address() -> None:
     bench = Bench()
     made = bench.instances[0].run(_rows(1, 2), [ON_DEVICE] * 2)
     assert _first(bench.instances[1].run(made[1:])[0]) == 4
@@ -98,7 +98,7 @@ def test_rows_at_an_odd_address_are_copied_to_where_libraries_can_read_them() ->
         assert (array.address % ALIGNMENT, copied) == (0, 16)
 
 
-def test_an_output_read_on_both_sides_crosses_once_and_stays() -> None:
+def test_an_output_read_on_host_and_device_is_downloaded_once_and_stays() -> None:
     bench = Bench()
     both = bench.instances[0].run(_rows(1, 2), [ON_HOST | ON_DEVICE] * 2)
     assert [_first(tensor) for tensor in both] == [2, 3]
@@ -106,7 +106,7 @@ def test_an_output_read_on_both_sides_crosses_once_and_stays() -> None:
     assert bench.copies() == {IN: 1, OUT: 2}
 
 
-def test_only_the_rows_that_somebody_reads_on_the_host_cross() -> None:
+def test_only_rows_read_on_the_host_are_downloaded() -> None:
     bench = Bench()
     made = bench.instances[0].run(_rows(0, 1, 2, 3), [ON_HOST, ON_HOST, ON_DEVICE, ON_HOST])
     assert [isinstance(tensor, DeviceTensor) for tensor in made] == [False, False, True, False]
@@ -114,7 +114,7 @@ def test_only_the_rows_that_somebody_reads_on_the_host_cross() -> None:
     assert bench.devices.ledger.entries()[OUT] == (2, 3 * 16)
 
 
-def test_a_tensor_without_a_batch_dimension_goes_the_same_way() -> None:
+def test_a_tensor_without_a_batch_dimension_is_transferred_the_same_way() -> None:
     bench = Bench()
     whole = [Tensor(np.array(41, np.int64))]
     made = bench.instances[1].run(bench.instances[0].run(whole, [ON_DEVICE]))
@@ -122,7 +122,7 @@ def test_a_tensor_without_a_batch_dimension_goes_the_same_way() -> None:
     assert _first(made[0]) == 43
 
 
-def test_a_conversion_on_the_way_is_a_view() -> None:
+def test_a_conversion_on_the_device_is_a_view() -> None:
     bench = Bench()
     made = bench.instances[0].run(_rows(1), [ON_DEVICE])[0]
     converted = made.converted(Conversion(reshapes=(((4,), (2, 2)),), batch=-1))
@@ -138,22 +138,22 @@ def test_between_two_devices_a_batch_crosses_in_one_copy() -> None:
     assert bench.copies()[GPU, gpu_memory(1)] == 1
 
 
-def test_to_copies_there_and_back_and_is_the_tensor_itself_where_it_lies_there() -> None:
+def test_move_copies_between_host_and_device_and_returns_a_tensor_already_in_place() -> None:
     bench = Bench()
     stream = bench.instances[0].stream
     tensor = _rows(7)[0]
-    there = tensor.to(GPU, stream)
+    there = stream.move(tensor, GPU)
     assert isinstance(there, DeviceTensor)
-    assert there.to(GPU, stream) is there
-    back = there.to(HOST_MEMORY, bench.instances[1].stream)
+    assert stream.move(there, GPU) is there
+    back = bench.instances[1].stream.move(there, HOST_MEMORY)
     assert _first(back) == 7
-    assert back.to(HOST_MEMORY, stream) is back
+    assert stream.move(back, HOST_MEMORY) is back
     assert bench.copies() == {IN: 1, OUT: 1}
     with pytest.raises(ValueError, match="a stream of gpu0 copies nothing to gpu1"):
-        tensor.to(gpu_memory(1), stream)
+        stream.move(tensor, gpu_memory(1))
 
 
-def test_nothing_on_a_device_becomes_a_numpy_array_by_itself() -> None:
+def test_a_device_tensor_never_becomes_a_numpy_array_implicitly() -> None:
     bench = Bench()
     made = bench.instances[0].run(_rows(1), [ON_DEVICE])[0]
     with pytest.raises(TypeError, match="lies in gpu0, not on the host"):
@@ -162,7 +162,7 @@ def test_nothing_on_a_device_becomes_a_numpy_array_by_itself() -> None:
         np.asarray(made.block)
 
 
-def test_without_room_on_the_device_tensors_lie_in_pinned_memory_and_answers_are_right(
+def test_with_a_full_device_tensors_are_in_pinned_memory_and_results_are_correct(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench(gpu_bytes=0)
@@ -176,14 +176,14 @@ def test_without_room_on_the_device_tensors_lie_in_pinned_memory_and_answers_are
     assert bench.held() == 0
 
 
-def test_without_pinned_memory_copies_wait_and_answers_are_right() -> None:
+def test_without_pinned_memory_copies_block_and_results_are_correct() -> None:
     bench = Bench(pinned_bytes=0)
     tensors = bench.instances[0].run(_rows(1, 2), [ON_DEVICE] * 2)
     assert [_first(tensor) for tensor in bench.instances[1].run(tensors)] == [3, 4]
     assert bench.machine.used_bytes(PINNED_MEMORY) == 0
 
 
-def test_a_batch_that_fails_leaves_nothing_behind_and_its_memory_is_not_used_too_early() -> None:
+def test_a_failed_batch_leaks_nothing_and_its_memory_is_not_reused_too_early() -> None:
     bench = Bench(gpu_bytes=512)
 
     def fail(array: Array, made: Array) -> None:
@@ -196,7 +196,7 @@ def test_a_batch_that_fails_leaves_nothing_behind_and_its_memory_is_not_used_too
     assert _first(bench.instances[1].run(_rows(1))[0]) == 2  # the same memory, on another stream
 
 
-def test_a_device_that_is_lost_fails_every_batch_and_holds_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_fails_every_batch_and_leaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
 
     def lost(*_: object) -> None:
@@ -223,14 +223,14 @@ def _no_uses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceStream, "_brought_here", _brought_without_event)
+    monkeypatch.setattr(DeviceStream, "_upload_missing", _upload_without_event)
 
 
-_brought_here = DeviceStream._brought_here
+_upload_missing = DeviceStream._upload_missing
 
 
-def _brought_without_event(self: DeviceStream, tensors: list[Tensor]) -> object:
-    found, nbytes = _brought_here(self, tensors)
+def _upload_without_event(self: DeviceStream, tensors: list[Tensor]) -> object:
+    found, nbytes = _upload_missing(self, tensors)
     for tensor in found:
         tensor.block.ready = None
     return found, nbytes
@@ -260,7 +260,7 @@ def _shared(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("remove", "scene"),
     [
-        (_no_wait, _chain),  # a reader does not wait for who wrote
+        (_no_wait, _chain),  # a reader does not wait for the writer
         (_no_wait, _shared),
         (_no_events_of_their_own, _shared),
         (_no_synchronising, _exit),  # the host reads what has not arrived
@@ -268,7 +268,7 @@ def _shared(bench: Bench) -> None:
         (_no_uses, _reuse),
     ],
 )
-def test_each_order_is_needed_the_device_notices_when_one_is_taken_away(
+def test_each_ordering_is_needed_the_fake_device_detects_a_missing_one(
     remove: Callable[[pytest.MonkeyPatch], None],
     scene: Callable[[Bench], None],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Figures of GPUs, out of an NVML that is not there."""
+"""Figures of GPUs, with a fake NVML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flowserve.observe.gpus import GpuMeter, GpuReadings
+from flowserve.observe.machine import GpuMeter, GpuReadings
 from flowserve.observe.metrics import machine_text
 
 NOT_SUPPORTED = 3
@@ -30,7 +30,7 @@ class Two(ctypes.Structure):
 
 
 class Nvml:
-    """NVML with two GPUs; the second tells nothing but its memory."""
+    """NVML with two GPUs; the second provides only its memory."""
 
     def __init__(self) -> None:
         self.energy = 5_000
@@ -71,7 +71,7 @@ def missing(name: str) -> Any:
     raise OSError(name)
 
 
-def test_every_figure_that_a_gpu_tells_is_read_in_tritons_units() -> None:
+def test_every_figure_of_a_gpu_is_read_in_tritons_units() -> None:
     nvml = Nvml()
     meter = GpuMeter(lambda _: nvml)
     nvml.energy += 2_500
@@ -80,7 +80,7 @@ def test_every_figure_that_a_gpu_tells_is_read_in_tritons_units() -> None:
     assert second == GpuReadings("GPU-101", None, 80 << 30, 1 << 30, None, None, None)
 
 
-def test_they_are_in_the_metrics_by_the_gpus_uuid_and_what_is_not_told_is_not_there() -> None:
+def test_metrics_are_labelled_by_uuid_and_omit_missing_figures() -> None:
     nvml = Nvml()
     text = machine_text(None, GpuMeter(lambda _: nvml), None).decode()
     assert 'nv_energy_consumption{gpu_uuid="GPU-100"} 0' in text, "as Triton calls it"
@@ -102,7 +102,7 @@ def test_they_are_in_the_metrics_by_the_gpus_uuid_and_what_is_not_told_is_not_th
     }
 
 
-def test_without_nvml_there_is_nothing() -> None:
+def test_without_nvml_there_are_no_gpu_metrics() -> None:
     assert GpuMeter(missing).read() == []
     assert b"nv_gpu" not in machine_text(None, GpuMeter(missing), None)
     nvml = Nvml()

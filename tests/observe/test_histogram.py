@@ -12,7 +12,7 @@ durations = st.integers(0, 100_000_000_000) | st.sampled_from(DURATION_EDGES_NS)
 
 
 @given(st.lists(durations))
-def test_a_bucket_holds_what_is_at_most_its_edge(values: list[int]) -> None:
+def test_a_bucket_counts_values_up_to_its_edge(values: list[int]) -> None:
     histogram = Histogram(DURATION_EDGES_NS)
     for value in values:
         histogram.observe(value)
@@ -40,13 +40,13 @@ took = st.integers(0, 10**9)
 
 
 @given(st.lists(st.tuples(counts, counts, took, took, took, took), max_size=300))
-def test_what_was_noted_comes_to_the_same_however_much_is_added_up_at_once(
+def test_property_counters_do_not_depend_on_when_records_are_added_up(
     batches: list[tuple[int, int, int, int, int, int]],
 ) -> None:
     often, late = Statistics("m", 1), Statistics("m", 1)
-    for at, (rows, count, waited, *durations) in enumerate(batches):
+    for at, (rows, count, waited, a, b, c) in enumerate(batches):
         for one in (often, late):
-            one.ran(rows, count, waited + sum(durations), waited, *durations, now_ns=at)
+            one.ran(rows, count, waited + a + b + c, waited, a, b, c, at)
         often.add_up()
     assert late.as_json(0) == often.as_json(0)
     assert late.success_count == sum(count for _, count, *_ in batches)
@@ -55,17 +55,17 @@ def test_what_was_noted_comes_to_the_same_however_much_is_added_up_at_once(
         assert getattr(late, name).counts == getattr(often, name).counts
 
 
-def test_the_last_inference_is_the_last_whichever_way_it_was_counted() -> None:
+def test_the_last_inference_is_the_latest_of_all_counters() -> None:
     one = Statistics("m", 1)
-    one.ran(1, 1, 5, 0, 1, 1, 1, now_ns=10_000_000)
-    one.executed(2, 1, 1, 1, now_ns=30_000_000)  # its members had waited for different times
+    one.ran(1, 1, 5, 0, 1, 1, 1, 10_000_000)
+    one.executed(2, 1, 1, 1, now_ns=30_000_000)  # its members had different waits
     assert one.as_json(0)["last_inference"] == 30
-    one.ran(1, 1, 5, 0, 1, 1, 1, now_ns=40_000_000)
-    one.ran(1, 1, 5, 0, 1, 1, 1, now_ns=20_000_000)  # one that went alone is told of later
+    one.ran(1, 1, 5, 0, 1, 1, 1, 40_000_000)
+    one.ran(1, 1, 5, 0, 1, 1, 1, 20_000_000)  # a record that is added later
     assert one.as_json(0)["last_inference"] == 40
 
 
-def test_the_edges_hold_those_of_tritons_histogram_and_every_common_batch() -> None:
+def test_the_edges_include_tritons_and_every_common_batch_size() -> None:
     assert {100, 500, 2000, 5000} <= {edge // 1_000_000 for edge in DURATION_EDGES_NS}
     assert list(DURATION_EDGES_NS) == sorted(set(DURATION_EDGES_NS))
     assert (DURATION_EDGES_NS[0], DURATION_EDGES_NS[-1]) == (100_000, 50_000_000_000)

@@ -1,4 +1,4 @@
-"""The Prometheus text, and the numbers in it."""
+"""The Prometheus text and its numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flowserve.memory.devices import Devices, using
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.deployment_metrics import deployment_metrics
+from flowserve.observe.exposition import SLICE
 from flowserve.observe.metrics import machine_text
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
-from flowserve.observe.templates import SLICE
 from flowserve.observe.traffic import node_traffics
-from flowserve.testing.fake_device import FakeInstance, FakeMachine, add_one
 from flowserve.values import DType, TensorSpec
+from tests.support.fake_device import FakeInstance, FakeMachine, add_one
 
 MS = 1_000_000
 PORT = (TensorSpec("X", DType.FP32, (4,)),)
@@ -38,20 +38,20 @@ ALONE = Graph(
 
 @pytest.fixture(autouse=True)
 def without_gpus() -> Iterator[None]:
-    """Whatever the machine has that the tests run on: a GPU has figures of its own."""
+    """Hides the GPUs of the machine that runs the tests."""
     with using(Devices((), "none here")):
         yield
 
 
 def metrics_text(*counters: tuple[Statistics, int]) -> str:
-    """The whole page of these deployments."""
+    """The complete page of these deployments."""
     own = b"".join(deployment_metrics().pieces(counters))
     return (own + machine_text(None, None, None)).decode()
 
 
 def samples(one: Statistics, pending: int = 0) -> dict[tuple[str, ...], float]:
     text = metrics_text((one, pending))
-    # The parser, too, insists on _total.
+    # The parser requires _total.
     return {
         (sample.name.removesuffix("_total"), *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -105,7 +105,7 @@ def test_counters_are_the_statistics_in_microseconds() -> None:
     }
 
 
-def test_histograms_hold_each_request_at_its_own_duration() -> None:
+def test_histograms_count_each_request_at_its_own_duration() -> None:
     found = samples(busy())
     queue = {edge: found["flowserve_queue_duration_seconds_bucket", edge, "m", "2"] for edge in ("0.0005", "0.001")}
     assert queue == {"0.0005": 0, "0.001": 1}
@@ -130,7 +130,7 @@ def test_tritons_own_histogram_has_its_edges_in_milliseconds() -> None:
     assert found[f"{name}_sum", "m", "2"] == 272
 
 
-def test_nodes_and_edges_say_what_they_carried() -> None:
+def test_nodes_and_edges_report_their_traffic() -> None:
     found = samples(busy())
     assert found["flowserve_node_batches", "m", "m", "2"] == 2
     assert found["flowserve_node_batch_rows", "m", "m", "2"] == 4
@@ -144,7 +144,7 @@ def test_names_that_need_quoting_are_quoted() -> None:
     assert found["nv_inference_count", 'nv_x_total"%d\n', "1"] == 0
 
 
-def test_a_page_of_many_deployments_is_written_in_pieces_and_says_the_same_of_each() -> None:
+def test_a_page_of_many_deployments_is_written_in_pieces() -> None:
     many = [(Statistics(f"m{number:03}", 1), number) for number in range(100)]
     page = deployment_metrics()
     first, again = ([*page.pieces(many)] for _ in range(2))
@@ -159,7 +159,7 @@ def test_a_page_of_many_deployments_is_written_in_pieces_and_says_the_same_of_ea
     assert [name for name in families if name in runs] == [name for name in runs if name in families]
 
 
-def test_a_page_follows_a_deployment_whose_graph_is_replaced_and_forgets_one_that_is_gone() -> None:
+def test_a_page_follows_replaced_graphs_and_drops_removed_deployments() -> None:
     page = deployment_metrics()
     one = Statistics("m", 2)
 
@@ -185,7 +185,7 @@ def test_counters_keep_tritons_names() -> None:
     assert not re.search(r"\bnv_\w+_total", text)
 
 
-def test_every_family_stands_in_the_docs() -> None:
+def test_every_family_is_in_the_docs() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     with using(Devices(FakeMachine().devices)):
         text = metrics_text((Statistics("m", 1), 0))
@@ -194,7 +194,7 @@ def test_every_family_stands_in_the_docs() -> None:
     assert [name for name in families if f"`{name}`" not in docs] == []
 
 
-def test_what_crossed_to_a_gpu_and_back_is_shown_and_what_its_pools_hold() -> None:
+def test_copies_between_memories_and_pools_are_shown() -> None:
     with using(Devices(FakeMachine().devices, gpu_bytes=4096)) as devices:
         instance = FakeInstance(DeviceStream(devices[0]), add_one)
         answer = instance.run([Tensor(np.zeros((2, 4), np.float32), 0, 2)])
@@ -202,7 +202,7 @@ def test_what_crossed_to_a_gpu_and_back_is_shown_and_what_its_pools_hold() -> No
     assert answer[0].array.all()
     assert found["flowserve_memory_copies", "host", "gpu0"] == found["flowserve_memory_copies", "gpu0", "pinned"] == 1
     assert found["flowserve_memory_copied_bytes", "host", "gpu0"] == 32
-    assert found["flowserve_memory_pool_bytes", "pinned", "lent"] == 512  # the answer
+    assert found["flowserve_memory_pool_bytes", "pinned", "lent"] == 512  # the response
     assert (found["nv_pinned_memory_pool_used_bytes",], found["nv_pinned_memory_pool_total_bytes",]) == (512, 1 << 28)
     assert found["flowserve_memory_pool_bytes", "gpu0", "kept"] == 1024
     assert found["flowserve_memory_pool_bytes", "gpu0", "budget"] == 4096

@@ -1,4 +1,4 @@
-"""Metrics that models make: who shares what, what is left when a holder goes, and how they read."""
+"""Custom metrics of models: shared families, removed holders, text format."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowserve.errors import Invalid
+from flowserve.observe.exposition import COUNTER, GAUGE, HISTOGRAM
 from flowserve.observe.model_metrics import (
-    COUNTER,
-    GAUGE,
-    HISTOGRAM,
     ModelMetrics,
     cells_of,
     check_buckets,
@@ -29,11 +27,12 @@ def hold(
     labels: Mapping[str, str] | None = None,
     buckets: Sequence[float] | None = None,
 ) -> tuple[int, list[float]]:
-    """A holder of one metric, and what it counts in."""
+    """A holder of one metric, and its cells."""
     holder = metrics.open(name, "what it is", kind)
     edges = check_buckets(kind, buckets)
     cells = [0.0] * cells_of(kind, edges)
-    metrics.add(holder, check_labels(labels or {}), edges, cells)
+    given: dict[object, object] = dict((labels or {}).items())
+    metrics.add(holder, check_labels(given), edges, cells)
     return holder, cells
 
 
@@ -41,7 +40,7 @@ def lines(metrics: ModelMetrics) -> list[str]:
     return metrics.text().decode().splitlines()
 
 
-def test_a_counter_is_what_all_its_holders_counted_and_does_not_shrink_when_one_of_them_goes() -> None:
+def test_a_counter_is_the_sum_over_holders_and_does_not_decrease_when_one_ends() -> None:
     metrics = ModelMetrics()
     first, a = hold(metrics, "seen", COUNTER)
     second, b = hold(metrics, "seen", COUNTER)
@@ -60,20 +59,20 @@ def test_a_counter_is_what_all_its_holders_counted_and_does_not_shrink_when_one_
     assert lines(metrics)[-1] == "seen 1"
 
 
-def test_a_gauge_is_what_was_set_last_and_everything_added_since() -> None:
+def test_a_gauge_is_the_last_set_value_plus_later_additions() -> None:
     metrics = ModelMetrics()
     _, a = hold(metrics, "busy", GAUGE)
     second, b = hold(metrics, "busy", GAUGE)
-    a[2], b[2] = 2.0, -0.5  # nobody has set it: both count
+    a[2], b[2] = 2.0, -0.5  # never set: both additions count
     assert lines(metrics)[-1] == "busy 1.5"
     a[:] = [10.0, 100.0, 0.0]
     b[:] = [20.0, 7.0, 1.0]
     assert lines(metrics)[-1] == "busy 8"
-    metrics.drop(second)  # what it had is over with it
+    metrics.drop(second)  # its value ends with it
     assert lines(metrics)[-1] == "busy 100"
 
 
-def test_a_histogram_adds_up_and_reads_as_prometheus_wants_it() -> None:
+def test_a_histogram_is_summed_and_formatted_for_prometheus() -> None:
     metrics = ModelMetrics()
     first, a = hold(metrics, "sizes", HISTOGRAM, {"b": "2", "a": "1"}, [0.1, 1, 2.5])
     _, b = hold(metrics, "sizes", HISTOGRAM, {"a": "1", "b": "2"}, [0.1, 1, 2.5])
@@ -93,10 +92,11 @@ def test_a_histogram_adds_up_and_reads_as_prometheus_wants_it() -> None:
 
 
 @given(st.text(), st.dictionaries(st.from_regex("[a-z]{1,3}", fullmatch=True).filter("le".__ne__), st.text()))
-def test_laws_whatever_labels_and_descriptions_hold_is_read_back(description: str, labels: dict[str, str]) -> None:
+def test_property_any_labels_and_descriptions_round_trip(description: str, labels: dict[str, str]) -> None:
     metrics = ModelMetrics()
     holder = metrics.open("m", description, GAUGE)
-    metrics.add(holder, check_labels(labels), (), [1.0, 2.0, 0.5])
+    given: dict[object, object] = dict(labels.items())
+    metrics.add(holder, check_labels(given), (), [1.0, 2.0, 0.5])
     (family,) = text_string_to_metric_families(metrics.text().decode())
     (sample,) = family.samples
     assert sample.labels == labels
@@ -104,14 +104,14 @@ def test_laws_whatever_labels_and_descriptions_hold_is_read_back(description: st
     assert len(metrics.text().decode().split("\n")) == 4
 
 
-def test_numbers_that_are_none_are_written_as_prometheus_reads_them() -> None:
+def test_nan_and_infinities_are_written_for_prometheus() -> None:
     metrics = ModelMetrics()
     for name, value in (("a", math.nan), ("b", math.inf), ("c", -math.inf), ("d", 1e30)):
         hold(metrics, name, COUNTER)[1][0] = value
     assert [line for line in lines(metrics) if line[0] != "#"] == ["a NaN", "b +Inf", "c -Inf", "d 1e+30"]
 
 
-def test_the_first_description_stands_and_another_kind_is_refused() -> None:
+def test_the_first_description_is_kept_and_another_kind_is_refused() -> None:
     metrics = ModelMetrics()
     first = metrics.open("m", "first", COUNTER)
     hold(metrics, "m", COUNTER)
@@ -134,7 +134,7 @@ def test_the_first_description_stands_and_another_kind_is_refused() -> None:
         ("sizes", GAUGE, "exists already, as a histogram"),
     ],
 )
-def test_a_family_that_cannot_be_is_refused(name: str, kind: str, reason: str) -> None:
+def test_an_invalid_family_is_refused(name: str, kind: str, reason: str) -> None:
     metrics = ModelMetrics()
     metrics.open("sizes", "", HISTOGRAM)
     with pytest.raises(Invalid, match=reason):
@@ -142,12 +142,12 @@ def test_a_family_that_cannot_be_is_refused(name: str, kind: str, reason: str) -
 
 
 @pytest.mark.parametrize("labels", [{"le": "1"}, {"__a": "1"}, {"a-b": "1"}, {"": "1"}, {"a": 1}])
-def test_labels_that_cannot_be_are_refused(labels: dict[object, object]) -> None:
+def test_invalid_labels_are_refused(labels: dict[object, object]) -> None:
     with pytest.raises(Invalid, match="label"):
-        check_labels(labels)
+        check_labels(dict[object, object](labels))
 
 
-def test_buckets_are_numbers_that_rise_and_histograms_only_have_them() -> None:
+def test_only_histograms_have_buckets_which_increase() -> None:
     assert check_buckets(HISTOGRAM, []) == ()
     for wrong in (None, [1, 1], [2, 1], ["x"], [math.inf], [10**400], [*range(2000)]):
         with pytest.raises(Invalid, match="bucket"):
@@ -157,7 +157,7 @@ def test_buckets_are_numbers_that_rise_and_histograms_only_have_them() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["open", "drop", "count"]), st.integers(0, 5), st.integers(1, 9))))
-def test_laws_nothing_that_was_counted_is_lost_while_anybody_goes_on(happens: list[tuple[str, int, int]]) -> None:
+def test_property_no_count_is_lost_while_a_holder_exists(happens: list[tuple[str, int, int]]) -> None:
     metrics = ModelMetrics()
     stays, _ = hold(metrics, "m", COUNTER)
     held: dict[int, tuple[int, list[float]]] = {}

@@ -1,4 +1,4 @@
-"""Traces as spans: how they are nested, what they say, and whose children they are."""
+"""Traces as OpenTelemetry spans: nesting, attributes, parents."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from flowserve.graph.types import Graph, ModelKey, Node
-from flowserve.observe.context import is_sampled
 from flowserve.observe.otel import Spans
-from flowserve.observe.trace import Execution, Step, Trace
+from flowserve.observe.trace import Execution, Trace, TracedStep, is_sampled
 from flowserve.observe.waits import BUSY, HANDOVER, Wait
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -25,7 +24,7 @@ def trace_of(*nodes: Node, name: str = "pipe", is_ensemble: bool = True, parent:
         ran = Execution(i + 1, node.model, f"{node.model.name}_0", 2, 4, begun + 20, [1])
         ran.ran(begun + 30, begun + 40, begun + 80, begun + 90)
         waits = [Wait(BUSY, begun, begun + 20), Wait(HANDOVER, begun + 20, begun + 30)]
-        trace.steps.append(Step(node, 1, begun, begun + 5, ran, waits, begun + 90, error))
+        trace.steps.append(TracedStep(node, 1, begun, begun + 5, ran, waits, begun + 90, error))
     trace.ended_ns = 100 + 100 * len(nodes)
     trace.marks = [("HTTP_RECV_START", 50), ("HTTP_SEND_END", 1001)]
     return trace
@@ -44,16 +43,16 @@ def spans_of(trace: Trace) -> tuple[ReadableSpan, ...]:
 
 
 def nested(spans: tuple[ReadableSpan, ...], parent: int | None) -> list[Any]:
-    """Names, each with those inside, by their beginning."""
+    """Span names with their children, by start time."""
     inside = [one for one in spans if (one.parent.span_id if one.parent else None) == parent]
     inside.sort(key=lambda one: (one.start_time or 0, one.name != "queue"))
     return [(one.name, nested(spans, one.context.span_id)) for one in inside]
 
 
-RAN = [("queue", []), ("compute", [])]
+RAN: list[tuple[str, list[object]]] = [("queue", []), ("compute", [])]
 
 
-def test_spans_are_nested_as_the_graph_is() -> None:
+def test_spans_are_nested_like_the_graph() -> None:
     trace = trace_of(node(0, "first", "a"), node(1, "outer/in", "b", "nest"), node(2, "outer/deep/x", "c", "nest", "d"))
     spans = spans_of(trace)
     pipe = ("pipe", [("a", RAN), ("nest", [("b", RAN), ("d", [("c", RAN)])])])
@@ -72,7 +71,7 @@ def test_spans_are_nested_as_the_graph_is() -> None:
     }
 
 
-def test_a_computation_tells_its_batch_and_a_wait_its_reasons() -> None:
+def test_a_computation_span_names_its_batch_and_a_wait_span_its_reasons() -> None:
     spans = spans_of(trace_of(node(0, "m", "m"), name="m", is_ensemble=False, error="no luck"))
     assert nested(spans, None) == [("InferRequest", [("m", RAN)])]
     by_name = {one.name: one for one in spans}
@@ -98,7 +97,7 @@ def test_a_computation_tells_its_batch_and_a_wait_its_reasons() -> None:
     }
 
 
-def test_a_trace_goes_on_where_its_callers_is() -> None:
+def test_a_trace_continues_its_callers_trace() -> None:
     spans = spans_of(trace_of(node(0, "m", "m"), is_ensemble=False, parent=CALLER))
     assert {f"{one.context.trace_id:032x}" for one in spans} == {CALLER.split("-")[1]}
     (whole,) = [one for one in spans if one.name == "InferRequest"]
@@ -106,7 +105,7 @@ def test_a_trace_goes_on_where_its_callers_is() -> None:
     assert f"{whole.parent.span_id:016x}" == CALLER.split("-")[2]
 
 
-def test_what_a_model_called_is_inside_its_computation() -> None:
+def test_bls_calls_are_inside_the_computation_span() -> None:
     trace = trace_of(node(0, "caller", "caller"), name="caller", is_ensemble=False)
     trace.steps[0].execution.calls.append(trace_of(node(0, "m", "m"), name="m", is_ensemble=False))
     assert nested(spans_of(trace), None) == [("InferRequest", [("caller", [("queue", []), ("compute", [("m", RAN)])])])]
@@ -127,5 +126,5 @@ def test_what_a_model_called_is_inside_its_computation() -> None:
         ("1", None),
     ],
 )
-def test_a_context_is_one_or_none(text: str, sampled: bool | None) -> None:
+def test_a_trace_context_is_valid_or_ignored(text: str, sampled: bool | None) -> None:
     assert is_sampled(text) is sampled

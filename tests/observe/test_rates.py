@@ -1,4 +1,4 @@
-"""Figures of the last few seconds: differences of counters, percentiles of histograms."""
+"""Rates and percentiles of a recent period from counters and histograms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from flowserve.observe.histogram import DURATION_EDGES_NS
 from flowserve.observe.rates import (
-    Reading,
+    CounterSample,
     deployment_figures,
     edge_figures,
     model_figures,
@@ -21,8 +21,8 @@ from flowserve.observe.statistics import Statistics
 MS = 1_000_000
 
 
-def after(*batches: tuple[int, int]) -> Reading:
-    """A model that ran batches of (requests, compute nanoseconds), each of which waited 3 ms."""
+def after(*batches: tuple[int, int]) -> CounterSample:
+    """A model that ran batches of (requests, compute nanoseconds), each after a wait of 3 ms."""
     one = Statistics("m", 1)
     for requests, compute_ns in batches:
         one.executed(requests, 0, compute_ns, 0, now_ns=0)
@@ -30,7 +30,7 @@ def after(*batches: tuple[int, int]) -> Reading:
     return read(one)
 
 
-def test_what_happened_before_the_window_does_not_count() -> None:
+def test_events_before_the_period_do_not_count() -> None:
     figures = model_figures(after((16, 90 * MS)), after((16, 90 * MS), *[(4, MS)] * 10), 5.0, DURATION_EDGES_NS)
     assert figures["rate"] == 8.0
     assert figures["mean_batch"] == 4.0
@@ -38,19 +38,19 @@ def test_what_happened_before_the_window_does_not_count() -> None:
     assert 2 <= figures["queue_p50"] <= figures["queue_p99"] <= 5
 
 
-def test_where_nothing_happened_there_are_rates_and_no_times() -> None:
+def test_without_events_there_are_rates_and_no_times() -> None:
     one = after((1, MS))
     assert deployment_figures(one, one, 5.0, DURATION_EDGES_NS) == {"rate": 0, "failing": 0, "p50": None, "p99": None}
     assert deployment_figures(one, one, 0.0, DURATION_EDGES_NS)["rate"] == 0
 
 
-def test_a_counter_that_went_back_has_begun_again() -> None:
+def test_a_decreased_counter_has_restarted() -> None:
     figures = deployment_figures(after(*[(1, MS)] * 50), after(*[(1, MS)] * 10), 5.0, DURATION_EDGES_NS)
     assert figures["rate"] == 2.0
     assert figures["p50"] is not None
 
 
-def test_a_node_shows_its_batches_and_an_edge_what_it_carried() -> None:
+def test_a_node_shows_its_batches_and_an_edge_its_bytes() -> None:
     none = after()
     old = replace(none, nodes=((10, 100),), edges=(((1000, 0), (0, 500)),))
     new = replace(none, nodes=((30, 180),), edges=(((6000, 0), (5000, 1500)),))
@@ -69,18 +69,18 @@ def test_a_graph_of_another_shape_is_counted_from_zero() -> None:
     ("counts", "share", "expected"),
     [
         ([0, 0, 0], 0.5, None),
-        ([10, 0, 0], 0.5, 5.0),  # half of the way to the first edge
+        ([10, 0, 0], 0.5, 5.0),  # half way to the first edge
         ([10, 0, 0], 0.99, 9.9),
         ([5, 5, 0], 0.5, 10.0),
         ([5, 5, 0], 0.75, 15.0),
-        ([0, 0, 3], 0.5, 20.0),  # above the last edge nobody knows by how much
+        ([0, 0, 3], 0.5, 20.0),  # above the last edge, by an unknown amount
     ],
 )
 def test_a_percentile_lies_between_its_edges(counts: list[int], share: float, expected: float | None) -> None:
     assert quantile_ms([10 * MS, 20 * MS], counts, share) == expected
 
 
-def test_what_stood_still_is_not_read_again() -> None:
+def test_unchanged_counters_are_not_sampled_again() -> None:
     one = Statistics("m", 1)
     first = read(one)
     assert read(one, first) is first

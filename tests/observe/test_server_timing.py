@@ -1,4 +1,4 @@
-"""The header `Server-Timing`: what is in it, and that nothing in it can break it."""
+"""The header `Server-Timing`: contents and escaping."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.observe.server_timing import BYTES_MAX, server_timing
-from flowserve.observe.trace import Execution, Step, Trace
+from flowserve.observe.trace import Execution, Trace, TracedStep
 from flowserve.observe.waits import BUSY, FULL, HANDOVER, TURN, Wait
 
 MS = 1_000_000
@@ -15,7 +15,7 @@ ENTRY = re.compile(r"""([!#$%&'*+\-.^_`|~0-9A-Za-z]+)((?:;[a-z]+=(?:[0-9.-]+|"[^
 
 
 def parsed(header: str) -> list[tuple[str, dict[str, str]]]:
-    """By the grammar: names are tokens, values are numbers or quoted strings."""
+    """Parse by the grammar: names are tokens, values are numbers or quoted strings."""
     entries = []
     at = 0
     while at < len(header):
@@ -45,13 +45,13 @@ def trace_of(*names: str, error: str = "") -> Trace:
         ran = execution(i + 1, at + 4)
         waits = [Wait(BUSY, queued, queued + 3 * MS), Wait(FULL, queued + 3 * MS, queued + 4 * MS)]
         waits.append(Wait(HANDOVER, ran.taken_ns, ran.started_ns))
-        trace.steps.append(Step(node, 1, queued, queued, ran, waits, ran.ended_ns, error if i else ""))
+        trace.steps.append(TracedStep(node, 1, queued, queued, ran, waits, ran.ended_ns, error if i else ""))
         at += 15
     trace.ended_ns = at * MS
     return trace
 
 
-def test_each_step_has_its_wait_with_reasons_and_its_batch() -> None:
+def test_each_step_has_its_wait_reasons_and_its_batch() -> None:
     trace = trace_of("detect", "outer/detect")
     trace.waits.append(Wait(TURN, 1000 * MS, 1000 * MS + 250_000))
     assert parsed(server_timing(trace)) == [
@@ -90,14 +90,14 @@ def test_no_name_and_no_error_can_break_the_header() -> None:
     assert parsed(header)[0][1]["desc"].startswith("failed: no 'such'??thing / ?nder")
 
 
-def test_what_does_not_fit_is_counted() -> None:
+def test_entries_that_do_not_fit_are_counted() -> None:
     header = server_timing(trace_of(*(f"step{i}" for i in range(300))))
     entries = parsed(header)
     assert len(header) <= BYTES_MAX
     assert entries[-1] == ("more", {"desc": f"{1201 - (len(entries) - 1)} entries left out"})
 
 
-def test_what_a_model_called_is_named_after_it_and_told_once() -> None:
+def test_bls_calls_are_named_after_their_caller_and_listed_once() -> None:
     outer = trace_of("caller", "caller#2")
     outer.steps[1].execution = outer.steps[0].execution
     inner = trace_of("detect")
@@ -108,7 +108,7 @@ def test_what_a_model_called_is_named_after_it_and_told_once() -> None:
     assert "caller%2Frequest.queue" in names
 
 
-def test_a_batch_that_is_not_over_says_so() -> None:
+def test_an_unfinished_batch_is_marked() -> None:
     trace = trace_of("detect")
     trace.steps[0].execution.ended_ns = 0
     entries = dict(parsed(server_timing(trace)))

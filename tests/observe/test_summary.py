@@ -1,4 +1,4 @@
-"""Quantiles of the last minute: how near they are, and what is forgotten when."""
+"""Quantiles of the last minute: accuracy and expiry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flowserve.observe.deployment_metrics import deployment_metrics
 from flowserve.observe.metrics_choice import MetricsChoice
 from flowserve.observe.statistics import Statistics
-from flowserve.observe.summary import PARTS, WINDOW_NS, Window, summarising
+from flowserve.observe.summary import PARTS, WINDOW_NS, SlidingWindow, summarising
 
 SECOND = 1_000_000_000
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
@@ -21,7 +21,7 @@ SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
 
 @given(st.lists(st.integers(0, 10**13), min_size=1, max_size=200))
 def test_a_quantile_is_within_a_percent_of_an_observed_value(values: list[int]) -> None:
-    window = Window()
+    window = SlidingWindow()
     for value in values:
         window.observe(value, SECOND)
     exact = np.quantile(values, SHARES, method="inverted_cdf")
@@ -33,10 +33,10 @@ LATE = st.sampled_from([0, 0, 0, SECOND, 20 * SECOND, 90 * SECOND])
 
 
 @given(st.lists(st.tuples(st.integers(0, 20 * SECOND), st.integers(1, 1000), LATE), min_size=1, max_size=60))
-def test_what_is_a_minute_old_is_forgotten_and_what_is_younger_than_most_of_it_is_not_however_late_it_is_told(
+def test_observations_expire_after_a_minute_even_if_recorded_late(
     steps: list[tuple[int, int, int]],
 ) -> None:
-    window, now, seen = Window(), 100 * SECOND, []
+    window, now, seen = SlidingWindow(), 100 * SECOND, []
     for wait, value, late in steps:
         now += wait
         window.observe(value, now - late)
@@ -85,7 +85,7 @@ def test_summaries_have_tritons_names_and_unit() -> None:
     assert found["nv_cache_miss_summary_per_model", "m", "0.5", "1"] == pytest.approx(5000, rel=0.01)
 
 
-def test_what_the_operator_does_not_want_to_see_is_not_there() -> None:
+def test_disabled_metrics_are_omitted() -> None:
     everything = {key[0] for key in samples(MetricsChoice())}
     assert not any("summary" in name for name in everything)
     gone = everything - {key[0] for key in samples(MetricsChoice(has_latency_counters=False))}

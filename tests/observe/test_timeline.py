@@ -1,4 +1,4 @@
-"""The timeline: slices that nest, batches that requests merge into and part from, lanes that are used again."""
+"""The timeline: nested slices, batches, reused lanes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.observe.timeline import timeline
-from flowserve.observe.trace import Execution, Step, Trace
+from flowserve.observe.trace import Execution, Trace, TracedStep
 from flowserve.observe.waits import BUSY, HANDOVER, TURN, Wait
 
 A, B = (Node(i, name, ModelKey(name, 1), (), (), 8) for i, name in enumerate("ab"))
@@ -24,12 +24,12 @@ def ran(number: int, model: Node, at: int, members: list[int], instance: str = "
     return execution
 
 
-def step(node: Node, ready: int, execution: Execution) -> Step:
+def step(node: Node, ready: int, execution: Execution) -> TracedStep:
     waits = [Wait(BUSY, ready, execution.taken_ns), Wait(HANDOVER, execution.taken_ns, execution.started_ns)]
-    return Step(node, 1, ready, ready, execution, [one for one in waits if one.ns], execution.ended_ns)
+    return TracedStep(node, 1, ready, ready, execution, [one for one in waits if one.ns], execution.ended_ns)
 
 
-def request(number: int, arrived: int, ended: int, *steps: Step) -> Trace:
+def request(number: int, arrived: int, ended: int, *steps: TracedStep) -> Trace:
     trace = Trace(number, GRAPH, "", 1, arrived, ended_ns=ended, steps=[*steps])
     if steps and steps[0].ready_ns > arrived:
         trace.waits.append(Wait(TURN, arrived, steps[0].ready_ns))
@@ -41,7 +41,7 @@ def drawn(traces: Sequence[Trace]) -> list[Any]:
 
 
 def check_nesting(events: list[Any]) -> None:
-    """On each lane a slice lies inside another one or beside it."""
+    """On each lane, two slices are nested or disjoint."""
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -57,7 +57,7 @@ def check_nesting(events: list[Any]) -> None:
                 assert apart or inside
 
 
-def test_requests_merge_into_a_batch_and_part_again() -> None:
+def test_requests_merge_into_a_batch_and_separate_again() -> None:
     together = ran(1, A, 20, [1, 2])
     alone = ran(2, B, 40, [1], "b_0")
     first = request(1, 0, 60, step(A, 5, together), step(B, 29, alone))
@@ -84,7 +84,7 @@ def test_requests_merge_into_a_batch_and_part_again() -> None:
         )
 
 
-def test_steps_beside_each_other_have_lanes_of_their_own_and_lanes_are_used_again() -> None:
+def test_parallel_steps_have_separate_lanes_and_lanes_are_reused() -> None:
     traces = [
         request(n, 100 * n, 100 * n + 50, step(A, 100 * n, ran(2 * n, A, 100 * n + 5, [n])),
                 step(B, 100 * n, ran(2 * n + 1, B, 100 * n + 5, [n], "b_0")))
@@ -95,7 +95,7 @@ def test_steps_beside_each_other_have_lanes_of_their_own_and_lanes_are_used_agai
     assert len([one for one in events if one["name"] == "thread_name" and one["pid"] == 1]) == 2
 
 
-def test_what_a_model_called_is_a_request_that_its_batch_leads_to() -> None:
+def test_a_bls_call_is_a_request_connected_to_its_callers_batch() -> None:
     calling = ran(1, A, 20, [1])
     calling.calls.append(request(2, 24, 26))
     events = drawn([request(1, 0, 60, step(A, 5, calling))])
@@ -104,7 +104,7 @@ def test_what_a_model_called_is_a_request_that_its_batch_leads_to() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30), st.integers(1, 30)), max_size=8))
-def test_laws_slices_nest_whatever_overlaps(facts: list[tuple[int, int, int]]) -> None:
+def test_property_slices_are_nested(facts: list[tuple[int, int, int]]) -> None:
     traces = []
     for n, (arrived, wait, other) in enumerate(facts):
         one = ran(2 * n, A, arrived + wait, [n], f"a_{n}")

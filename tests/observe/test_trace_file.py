@@ -1,4 +1,4 @@
-"""Triton's trace file: its objects, and which of them are in which file when."""
+"""Triton's trace file: its objects, and when they are written to which file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph, ModelKey, Node
-from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, Step, TensorSeen, Trace
-from flowserve.observe.trace_file import TraceFile
-from flowserve.observe.trace_json import as_objects
-from flowserve.observe.trace_settings import Setting, TraceChoice
+from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, TensorSeen, Trace, TracedStep
+from flowserve.observe.trace_file import TraceFile, as_objects
+from flowserve.observe.trace_settings import TraceChoice, TraceSampler
 from flowserve.observe.waits import BUSY, Wait
 
 COMPUTE = ["COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"]
@@ -33,7 +32,7 @@ def trace_of(*nodes: Node, name: str = "pipe", is_ensemble: bool = True, request
         begun = 100 + 100 * i
         ran = Execution(i + 1, one.model, f"{one.model.name}_0", 2, 4, begun + 20, [1])
         ran.ran(begun + 30, begun + 40, begun + 80, begun + 90)
-        trace.steps.append(Step(one, 1, begun, begun + 5, ran, [Wait(BUSY, begun, begun + 30)], begun + 90))
+        trace.steps.append(TracedStep(one, 1, begun, begun + 5, ran, [Wait(BUSY, begun, begun + 30)], begun + 90))
     trace.ended_ns = 100 + 100 * len(nodes)
     trace.marks = [("HTTP_RECV_START", 50), ("HTTP_RECV_END", 60), ("HTTP_SEND_START", 1000), ("HTTP_SEND_END", 1001)]
     return trace
@@ -61,7 +60,7 @@ def test_a_plain_model_is_one_trace() -> None:
     assert {one["id"] for one in objects} == {7}
 
 
-def test_steps_are_traces_below_their_ensemble_and_those_inside_another_below_that() -> None:
+def test_steps_are_child_traces_of_their_ensemble() -> None:
     nodes = (node(0, "first", "a"), node(1, "outer/in", "b", "nest"), node(2, "outer/deep/x", "c", "nest", "deeper"))
     objects = [*as_objects(trace_of(*nodes), count(1))]
     told = {number: (one["model_name"], one.get("parent_id")) for number, one in heads(objects).items()}
@@ -76,7 +75,7 @@ def test_steps_are_traces_below_their_ensemble_and_those_inside_another_below_th
     assert not set(COMPUTE) & stamps(objects, 1).keys()
 
 
-def test_what_a_model_called_is_a_trace_below_it() -> None:
+def test_a_bls_call_is_a_child_trace() -> None:
     trace = trace_of(node(0, "caller", "caller"))
     trace.steps[0].execution.calls.append(trace_of(node(0, "m", "m"), name="m", is_ensemble=False))
     told = {n: (one["model_name"], one.get("parent_id")) for n, one in heads([*as_objects(trace, count(1))]).items()}
@@ -93,7 +92,7 @@ def test_what_a_model_called_is_a_trace_below_it() -> None:
         (np.array([b"a,b", "ü".encode()], object), '"a,b","ü"', "BYTES"),
     ],
 )
-def test_tensors_are_text(array: Any, data: str, dtype: str) -> None:
+def test_tensors_are_written_as_text(array: Any, data: str, dtype: str) -> None:
     trace = trace_of(node(0, "m", "m"), is_ensemble=False)
     trace.tensors.append(TensorSeen(QUEUE_INPUT, "IN", dtype, array.shape, array))
     trace.steps[0].tensors.append(TensorSeen(BACKEND_OUTPUT, "OUT", dtype, array.shape, None))
@@ -105,9 +104,9 @@ def test_tensors_are_text(array: Any, data: str, dtype: str) -> None:
 
 
 def write(path: Path, choice: TraceChoice, requests: int, *, retire: bool = False) -> list[str]:
-    """Trace so many requests, and say which files there are then."""
+    """Trace that many requests, and return the files that exist then."""
     file = TraceFile(path)
-    setting = Setting(choice)
+    setting = TraceSampler(choice)
     for _ in range(requests):
         if setting.sample():
             file.put(setting, trace_of(node(0, "m", "m"), is_ensemble=False))
@@ -121,21 +120,21 @@ def traces_in(path: Path) -> list[int]:
     return [*heads(json.loads(path.read_text()))]
 
 
-def test_all_go_into_the_file_where_nothing_else_is_said(tmp_path: Path) -> None:
+def test_by_default_all_traces_go_into_the_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("what was here before, and longer than a little")
     assert write(path, TraceChoice(str(path), ("TIMESTAMPS",), 2), 7) == ["trace.json"]
     assert traces_in(path) == [1, 2, 3]
 
 
-def test_every_so_many_go_into_a_file_of_their_own(tmp_path: Path) -> None:
+def test_log_frequency_writes_numbered_files(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     choice = TraceChoice(str(path), ("TIMESTAMPS",), 1, -1, 2)
     assert write(path, choice, 5) == ["trace.json.0", "trace.json.1", "trace.json.2"]
     assert [traces_in(tmp_path / f"trace.json.{i}") for i in range(3)] == [[1, 2], [3, 4], [5]]
 
 
-def test_a_count_that_is_used_up_is_written_and_one_that_is_not_at_the_end(tmp_path: Path) -> None:
+def test_an_exhausted_count_is_written_at_once_and_others_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     assert write(path, TraceChoice(str(path), ("TIMESTAMPS",), 1, 3), 5) == ["trace.json.0"]
     assert traces_in(tmp_path / "trace.json.0") == [1, 2, 3]
@@ -143,7 +142,7 @@ def test_a_count_that_is_used_up_is_written_and_one_that_is_not_at_the_end(tmp_p
     assert traces_in(path) == [1, 2]
 
 
-def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="cannot be written: there is no folder"):
         TraceFile(tmp_path / "nowhere/trace.json").check()
     with pytest.raises(Invalid, match="cannot be written: it is a folder"):
@@ -151,11 +150,13 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     TraceFile(tmp_path / "trace.json").check()
 
 
-def test_what_cannot_be_written_is_said_once_and_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_write_failure_is_logged_once_and_the_traces_are_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "gone/trace.json"
     with caplog.at_level(logging.ERROR):
         write_to = TraceFile(path)
-        setting = Setting(TraceChoice(str(path), ("TIMESTAMPS",), 1))
+        setting = TraceSampler(TraceChoice(str(path), ("TIMESTAMPS",), 1))
         for _ in range(3):
             write_to.put(setting, trace_of(node(0, "m", "m"), is_ensemble=False))
         write_to.close()

@@ -1,4 +1,4 @@
-"""Trace settings: what may be set, whose settings count, and which request is the next to be traced."""
+"""Trace settings: valid values, precedence, selection of requests."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import Invalid, Unsupported
-from flowserve.observe.trace_settings import OPENTELEMETRY, Setting, TraceChoice, TraceSettings
+from flowserve.observe.trace_settings import OPENTELEMETRY, TraceChoice, TraceSampler, TraceSettings
 
 ON = TraceChoice("trace.json", ("TIMESTAMPS",), 1)
 
 
 @given(st.integers(1, 20), st.integers(-1, 5), st.integers(0, 200))
-def test_one_request_of_so_many_is_traced_until_so_many_were(rate: int, count: int, requests: int) -> None:
-    setting = Setting(TraceChoice("f", ("TIMESTAMPS",), rate, count))
+def test_one_of_trace_rate_requests_is_traced_until_trace_count(rate: int, count: int, requests: int) -> None:
+    setting = TraceSampler(TraceChoice("f", ("TIMESTAMPS",), rate, count))
     traced = [number for number in range(1, requests + 1) if setting.sample()]
     every = [*range(rate, requests + 1, rate)]
     assert traced == (every if count < 0 else every[:count])
     assert setting.left == (count if count < 0 else count - len(traced))
 
 
-def test_who_is_traced_by_its_caller_is_traced_whatever_rate_and_count_say() -> None:
-    setting = Setting(TraceChoice(trace_level=("TIMESTAMPS",), trace_rate=0, trace_count=0, trace_mode=OPENTELEMETRY))
+def test_a_request_traced_by_its_caller_is_traced_regardless_of_rate_and_count() -> None:
+    setting = TraceSampler(
+        TraceChoice(trace_level=("TIMESTAMPS",), trace_rate=0, trace_count=0, trace_mode=OPENTELEMETRY)
+    )
     assert setting.sample(has_context=True)
     assert not setting.sample()
-    assert not Setting(TraceChoice("f", ("TIMESTAMPS",), 1, 0)).sample(has_context=True)
-    assert not Setting(TraceChoice(trace_mode=OPENTELEMETRY)).sample(has_context=True)
+    assert not TraceSampler(TraceChoice("f", ("TIMESTAMPS",), 1, 0)).sample(has_context=True)
+    assert not TraceSampler(TraceChoice(trace_mode=OPENTELEMETRY)).sample(has_context=True)
 
 
-def test_a_model_has_the_servers_settings_but_for_its_own() -> None:
+def test_a_model_inherits_the_servers_settings() -> None:
     settings = TraceSettings(ON)
     assert settings.of("m") is settings.of()
     settings.change({"trace_rate": "12", "log_frequency": "34"}, "m")
@@ -52,7 +54,7 @@ def test_a_model_has_the_servers_settings_but_for_its_own() -> None:
     assert settings.of("m") is settings.of()
 
 
-def test_what_is_left_of_a_count_stays_when_something_else_changes() -> None:
+def test_the_remaining_count_is_kept_when_other_settings_change() -> None:
     settings = TraceSettings(ON)
     settings.change({"trace_count": "5"})
     assert settings.of().sample()
@@ -62,8 +64,8 @@ def test_what_is_left_of_a_count_stays_when_something_else_changes() -> None:
     assert settings.of().as_json()["trace_count"] == "5"
 
 
-def test_a_setting_that_is_replaced_is_told() -> None:
-    retired: list[Setting] = []
+def test_a_replaced_sampler_is_notified() -> None:
+    retired: list[TraceSampler] = []
     settings = TraceSettings(ON, retired=retired.append)
     settings.change({"trace_rate": "3"}, "m")
     assert retired == []
@@ -92,7 +94,7 @@ def test_a_setting_that_is_replaced_is_told() -> None:
     ],
 )
 @pytest.mark.parametrize("model", ["", "m"])
-def test_what_cannot_be_is_refused_and_changes_nothing(asked: dict[str, Any], text: str, model: str) -> None:
+def test_invalid_settings_are_refused_without_a_change(asked: dict[str, Any], text: str, model: str) -> None:
     settings = TraceSettings(ON)
     before = settings.of(model).as_json()
     with pytest.raises(Invalid, match="^" + ".*" + text.replace("'", ".")):
@@ -101,7 +103,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(asked: dict[str, Any], te
 
 
 @pytest.mark.fault("Z3")
-def test_over_the_wire_nobody_chooses_a_file_or_a_mode() -> None:
+def test_clients_cannot_choose_a_file_or_a_mode() -> None:
     settings = TraceSettings(ON)
     with pytest.raises(Unsupported, match="trace file location can not be updated through network protocol"):
         settings.change({"trace_file": "/tmp/elsewhere"})
@@ -111,7 +113,7 @@ def test_over_the_wire_nobody_chooses_a_file_or_a_mode() -> None:
     assert settings.of().as_json()["trace_file"] == "trace.json"
 
 
-def test_nothing_is_turned_on_that_would_have_nowhere_to_go() -> None:
+def test_tracing_without_a_destination_cannot_be_enabled() -> None:
     settings = TraceSettings()
     with pytest.raises(Invalid, match="trace file name is not given"):
         settings.change({"trace_level": ["TIMESTAMPS"]})

@@ -1,4 +1,4 @@
-"""What a graph's nodes and edges count, before anything ran."""
+"""Traffic counters of a graph's nodes and edges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DIAMOND = Graph(
 )
 
 
-def test_every_edge_into_a_node_is_there_and_none_into_the_answer() -> None:
+def test_every_edge_into_a_node_is_counted_and_none_into_the_response() -> None:
     edges = [(edge.producer, edge.tensor, one.name) for one in node_traffics(DIAMOND) for edge in one.edges]
     assert edges == [
         ("", "x", "a"),
@@ -46,7 +46,7 @@ def test_every_edge_into_a_node_is_there_and_none_into_the_answer() -> None:
     ]
 
 
-def test_only_edges_that_meet_another_producers_are_joined() -> None:
+def test_only_edges_with_another_producer_at_their_consumer_are_joined() -> None:
     assert [[edge.is_joined for edge in one.edges] for one in node_traffics(DIAMOND)] == [
         [False],
         [False],
@@ -55,11 +55,11 @@ def test_only_edges_that_meet_another_producers_are_joined() -> None:
     ]
 
 
-def test_an_output_that_nobody_reads_has_no_tensor() -> None:
+def test_an_output_without_a_reader_has_no_tensor() -> None:
     assert [one.tensors for one in node_traffics(DIAMOND)] == [("top",), ("left",), ("", "right"), ("y",)]
 
 
-def test_rows_weigh_what_their_specs_say_and_what_varies_is_weighed_when_it_comes() -> None:
+def test_row_sizes_follow_from_specs_and_varying_rows_are_measured() -> None:
     edges = tuple(Edge(f"t{i}", GRAPH, i, 0, i) for i in range(4))
     specs = (FIXED, TEXT, WIDE, MAYBE)
     (one,) = node_traffics(Graph("g", 1, specs, (FIXED,), 8, (node(0, specs),), edges))
@@ -67,11 +67,11 @@ def test_rows_weigh_what_their_specs_say_and_what_varies_is_weighed_when_it_come
     assert not one.is_fixed
     one.whole_rows += 3
     one.edges[2].carried(100, 60, out_of_one=True)
-    one.edges[2].carried(10, 20, out_of_one=False)  # strings weigh more where they are copied than where they lie
+    one.edges[2].carried(10, 20, out_of_one=False)  # copied BYTES can be larger than the references to them
     assert [one.handed_on(edge) for edge in one.edges] == [3 * 48, 3 * 16, 40, 0]
     assert (one.edges[2].copied, one.edges[2].regathered) == (80, 60)
 
 
-def test_what_a_mixed_batch_cost_is_shared_by_rows() -> None:
+def test_the_cost_of_a_mixed_batch_is_divided_by_rows() -> None:
     assert share([100, 10], 3, 4) == [75, 7]
     assert share([100], 0, 0) == [0]

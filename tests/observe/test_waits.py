@@ -1,16 +1,16 @@
-"""Why a step waited: the reasons follow each other without a gap and leave nothing out."""
+"""Wait reasons: adjacent intervals that cover the whole wait."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.observe.waits import BUSY, FULL, TURN, Spells, Wait, add, by_reason, divided
+from flowserve.observe.waits import BUSY, FULL, TURN, BusyPeriods, Wait, add, by_reason, divided
 
 MOMENTS = st.integers(0, 60)
 
 
-def test_a_wait_is_divided_where_instances_came_free_and_were_taken_again() -> None:
+def test_a_wait_is_divided_by_periods_without_a_free_instance() -> None:
     assert divided(10, 100, [(0, 30), (40, 90)], TURN) == [
         Wait(BUSY, 10, 30),
         Wait(TURN, 30, 40),
@@ -19,13 +19,13 @@ def test_a_wait_is_divided_where_instances_came_free_and_were_taken_again() -> N
     ]
 
 
-def test_who_did_not_wait_has_no_reasons() -> None:
+def test_without_a_wait_there_are_no_reasons() -> None:
     assert divided(10, 10, [(0, 100)], FULL) == []
 
 
 @given(MOMENTS, MOMENTS, st.lists(MOMENTS, max_size=12).map(sorted))
-def test_laws_reasons_cover_the_time_exactly_once(start: int, length: int, marks: list[int]) -> None:
-    spells, times = Spells(), [*zip(marks[::2], marks[1::2], strict=False)]
+def test_property_reasons_cover_the_time_exactly_once(start: int, length: int, marks: list[int]) -> None:
+    spells, times = BusyPeriods(), [*zip(marks[::2], marks[1::2], strict=False)]
     for begun, ended in times:
         spells.begin(begun)
         spells.end(ended)
@@ -39,8 +39,8 @@ def test_laws_reasons_cover_the_time_exactly_once(start: int, length: int, marks
     assert by_reason(waits).get(BUSY, 0) == len(covered & set(range(start, end)))
 
 
-def test_who_waited_through_more_spells_than_are_remembered_waited_for_an_instance() -> None:
-    spells = Spells()
+def test_a_wait_longer_than_the_kept_periods_counts_as_busy() -> None:
+    spells = BusyPeriods()
     for moment in range(0, 20_000, 2):
         spells.begin(moment)
         spells.end(moment + 1)
@@ -50,7 +50,7 @@ def test_who_waited_through_more_spells_than_are_remembered_waited_for_an_instan
     assert sum(wait.ns for wait in waits) == 19_900
 
 
-def test_reasons_are_summed_and_the_longest_is_first() -> None:
+def test_reasons_are_summed_longest_first() -> None:
     waits: list[Wait] = []
     add(waits, TURN, 0, 5)
     add(waits, BUSY, 5, 30)

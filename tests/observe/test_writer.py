@@ -1,4 +1,4 @@
-"""The thread that writes traces: in order, to the end, and never more waiting than there is room for."""
+"""The background writer: order, completion, limit of waiting jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from flowserve.observe.writer import Writer
 
 
-def test_what_it_was_given_is_done_in_order_before_it_ends_whatever_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_jobs_run_in_order_before_the_end_even_if_some_fail(caplog: pytest.LogCaptureFixture) -> None:
     done: list[object] = []
     writer = Writer("w", done.append)
 
@@ -28,7 +28,7 @@ def test_what_it_was_given_is_done_in_order_before_it_ends_whatever_fails(caplog
     assert not writer.is_begun
 
 
-def test_where_too_much_waits_more_is_lost_and_said_once(
+def test_with_too_many_waiting_jobs_others_are_dropped_and_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowserve.observe.writer.WAITING_MAX", 2)

@@ -11,7 +11,7 @@ import pytest
 from flowserve.render.html import render_html
 from flowserve.render.layout import lay_out
 from flowserve.render.svg import render_svg
-from flowserve.testing.pictures import grown_graph
+from tests.support.pictures import grown_graph
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -49,9 +49,9 @@ def test_a_browser_draws_the_svg_in_its_size_and_colours(tmp_path: Path) -> None
     assert edge_pixels > 100, "no wires are drawn"
 
 
-def test_in_a_browser_a_click_on_an_ensemble_folds_it_out(tmp_path: Path) -> None:
+def test_in_a_browser_a_click_on_an_ensemble_unfolds_it(tmp_path: Path) -> None:
     page = tmp_path / "graph.html"
-    # The page's own script runs first; this one then does as a reader would, and says what shows.
+    # The page's own script runs first; this one then clicks as a reader would, and records what is visible.
     clicks = """<script>
       document.querySelector("[data-show='']").click();
       const shown = () => document.querySelector(".picture:not([hidden])").dataset.open || "folded";

@@ -1,4 +1,4 @@
-"""docs/gpu.md is true: its configurations are accepted, and its graph is drawn as it stands there."""
+"""docs/gpu.md is correct: its configurations are accepted, and its graph is drawn as shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowserve.config.types import Completion, ModelConfig
 from flowserve.graph.compile import compile_ensemble
 from flowserve.render.facts import gather_facts
 from flowserve.render.text import render_text
-from flowserve.testing.ensembles import available, tensors
+from tests.support.ensembles import available, tensors
 
 FILES = {"onnxruntime": "model.onnx"}
 
@@ -21,7 +21,7 @@ def _read(text: str, name: str, folder: Path, completion: Completion | None = No
     return finish(draft_of(parse(text, f"{name}/config.pbtxt"), folder / name, FILES), completion, gpus=ASSUMED)
 
 
-def test_its_examples_are_right(root: Path, tmp_path: Path) -> None:
+def test_the_examples_of_the_gpu_page_are_correct(root: Path, tmp_path: Path) -> None:
     page = (root / "docs/gpu.md").read_text(encoding="utf-8")
     ensemble, model = re.findall(r"```pbtxt\n(.*?)```", page, re.DOTALL)
     assert _read(model, "m", tmp_path).instance_groups[0].gpus == (0,)

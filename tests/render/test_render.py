@@ -1,4 +1,4 @@
-"""The pictures of one graph: whole, against files in testdata/; and what must hold of any graph's."""
+"""Pictures of one graph, compared with files in testdata/; and properties of the pictures of any graph."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from hypothesis import given, settings
 
 from flowserve.errors import Invalid, Unsupported
 from flowserve.graph.compile import compile_ensemble
-from flowserve.graph.plain import compile_model
-from flowserve.graph.types import Graph
-from flowserve.render.dot import render_dot
-from flowserve.render.drawing import Box, Drawing, Wire, text_width
+from flowserve.graph.types import Graph, compile_model
+from flowserve.render.diagrams import render_dot, render_mermaid
 from flowserve.render.facts import Facts, ModelFacts
 from flowserve.render.formats import RENDERERS as RENDERERS_BY_NAME
 from flowserve.render.formats import SUFFIXES, format_of
 from flowserve.render.html import render_html
 from flowserve.render.jsontext import render_json
-from flowserve.render.layout import lay_out
-from flowserve.render.mermaid import render_mermaid
+from flowserve.render.layout import Box, Drawing, Wire, lay_out, text_width
 from flowserve.render.png import render_png
 from flowserve.render.scopes import scopes_of
 from flowserve.render.svg import render_svg
 from flowserve.render.text import render_text
-from flowserve.testing.ensembles import Drawn, ensembles, model
-from flowserve.testing.pictures import READ_TEXT_FACTS, grown_graph, plain_graph, read_text_graph
 from flowserve.values import gpu_memory
+from tests.support.ensembles import Drawn, ensembles, model
+from tests.support.pictures import READ_TEXT_FACTS, grown_graph, plain_graph, read_text_graph
 
 GOLDEN = Path(__file__).parent / "testdata"
 RENDERERS = {"txt": render_text, "mmd": render_mermaid, "dot": render_dot, "json": render_json, "svg": render_svg}
@@ -103,7 +100,7 @@ def in_frame(frame: Box, box: Box, graph: Graph) -> bool:
 
 
 def assert_legible(drawing: Drawing, graph: Graph) -> None:
-    """Boxes apart or one in the other, labels on no box, all on the page, wires through no box."""
+    """Boxes are disjoint or nested, no label is on a box, everything is on the page, no wire crosses a box."""
     boxes = drawing.boxes()
     for a, b in itertools.combinations(boxes, 2):
         inside = (a.kind == "frame" and in_frame(a, b, graph)) or (b.kind == "frame" and in_frame(b, a, graph))
@@ -121,13 +118,13 @@ def assert_legible(drawing: Drawing, graph: Graph) -> None:
 
 
 def label_box(wire: Wire) -> Box:
-    """Where the two lines of a label stand."""
+    """The area of the two lines of a label."""
     x, y = wire.start
     return Box("lane", left=x + 6, top=y - 14, width=text_width(wire.label), height=28)
 
 
 def crosses(wire: Wire, box: Box) -> bool:
-    """Whether a wire's straight pieces run through a box. Its bend lies between two layers, where no box is."""
+    """Whether a wire's straight pieces cross a box. Its bend is between two layers, where no box is."""
     pieces = [(wire.start[0], wire.turn, wire.start[1]), (wire.bent, wire.end[0], wire.end[1])]
     return any(
         box.top < y < box.top + box.height and left < box.left + box.width and box.left < right
@@ -147,12 +144,12 @@ def test_drawings_of_one_to_sixty_nodes_are_legible_open_and_folded(count: int, 
 
 @settings(max_examples=40)
 @given(ensembles(max_steps=15))
-def test_any_drawing_is_legible(drawn: Drawn) -> None:
+def test_property_any_drawing_is_legible(drawn: Drawn) -> None:
     graph = compile_ensemble(drawn.config, 1, drawn.available)
     assert_legible(lay_out(graph, {}), graph)
 
 
-def test_what_stands_in_layers_is_joined_only_to_the_next() -> None:
+def test_layers_are_connected_only_to_the_next_one() -> None:
     for wire in lay_out(grown_graph(30), {}).all_wires():
         assert wire.source.layer + 1 == wire.target.layer
         assert wire.start[0] <= wire.turn < wire.bent <= wire.end[0] + 0.1
@@ -163,15 +160,15 @@ def test_a_drawing_has_every_edge_of_the_graph_from_its_producer_to_its_reader()
     starts: dict[int, set[int]] = {}
     ends: dict[int, set[int]] = {}
     for wire in lay_out(graph, {}).all_wires():
-        for edge in wire.edges:
-            starts.setdefault(edge, set()).add(wire.source.node)
-            ends.setdefault(edge, set()).add(wire.target.node)
+        for number in wire.edges:
+            starts.setdefault(number, set()).add(wire.source.node)
+            ends.setdefault(number, set()).add(wire.target.node)
     for number, edge in enumerate(graph.edges):
         assert edge.producer in starts[number]
         assert edge.consumer in ends[number]
 
 
-def test_a_tensor_enters_and_leaves_a_nested_ensemble_once_however_many_read_it() -> None:
+def test_a_tensor_enters_and_leaves_a_nested_ensemble_once() -> None:
     scope = next(iter(scopes_of(grown_graph(30)).walk()))
     assert scope.name == "part_0"
     assert len(scope.entering) == 1
@@ -179,20 +176,20 @@ def test_a_tensor_enters_and_leaves_a_nested_ensemble_once_however_many_read_it(
     assert [inner.path for inner in scope.inner] == ["part_0/part_0_inner"]
 
 
-def test_a_tensor_is_called_in_a_frame_as_it_is_in_its_ensemble() -> None:
+def test_a_tensor_in_a_frame_has_its_name_in_the_ensemble() -> None:
     labels = {wire.label[0] for wire in lay_out(grown_graph(6), {}).all_wires() if wire.label}
     assert {"p", "q", "r"} <= labels
     assert not any("/" in label for label in labels)
 
 
 @pytest.mark.parametrize("draw", [render_svg, render_html])
-def test_a_picture_needs_nothing_from_outside(draw: Callable[[Graph, Facts], str]) -> None:
+def test_a_picture_is_self_contained(draw: Callable[[Graph, Facts], str]) -> None:
     drawn = draw(*GRAPHS["read_text"])
     assert set(re.findall(r"https?://[^\"]*", drawn)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|<link|<img| src=", drawn)
 
 
-def test_a_page_has_a_picture_for_each_way_to_fold_and_says_everything_without_scripts() -> None:
+def test_a_page_has_a_picture_for_each_folding_and_is_complete_without_scripts() -> None:
     graph = grown_graph(12)
     page = render_html(graph, {})
     shown = re.findall(r'<div class="picture" data-open="([^"]*)"( hidden)?>', page)
@@ -202,7 +199,7 @@ def test_a_page_has_a_picture_for_each_way_to_fold_and_says_everything_without_s
     assert all(f"{node.model}<" in whole for node in graph.nodes)
 
 
-def test_json_says_what_an_edge_carries_and_who_reads_it() -> None:
+def test_json_has_the_tensor_and_the_readers_of_an_edge() -> None:
     document = json.loads(render_json(*GRAPHS["read_text"]))
     assert document["schema"] == "flowserve.graph/1"
     (edge,) = [edge for edge in document["edges"] if edge["tensor"] == "upright"]
@@ -213,7 +210,7 @@ def test_json_says_what_an_edge_carries_and_who_reads_it() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 30])
-def test_a_png_is_a_picture_of_the_size_of_the_drawing(count: int) -> None:
+def test_a_png_has_the_size_of_the_drawing(count: int) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     graph = grown_graph(count)
     picture = image.open(io.BytesIO(render_png(graph, {})))
@@ -224,19 +221,19 @@ def test_a_png_is_a_picture_of_the_size_of_the_drawing(count: int) -> None:
     assert {(255, 255, 255), (221, 244, 255), (87, 96, 106)} <= colors
 
 
-def test_without_pillow_a_png_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(Unsupported, match=r"pip install 'flowserve\[pictures\]'"):
         render_png(plain_graph(), {})
 
 
-def test_a_file_says_by_its_name_which_picture_it_wants() -> None:
+def test_the_format_follows_from_the_file_suffix() -> None:
     assert {format_of(Path(f"g{suffix}")) for suffix in SUFFIXES} == set(RENDERERS_BY_NAME)
     with pytest.raises(Invalid, match=r"'g.jpeg' does not say which picture"):
         format_of(Path("g.jpeg"))
 
 
-def test_edges_of_a_graph_on_a_gpu_say_what_they_cost() -> None:
+def test_edges_of_a_graph_on_a_gpu_show_their_transfer() -> None:
     on_gpu = ModelFacts(places=frozenset({gpu_memory(0)}))
     lines = render_text(plain_graph(), {"digits": on_gpu}).splitlines()
     assert lines[-4].endswith("<- input X (copy host to gpu0, 3136 bytes a row)")

@@ -1,4 +1,4 @@
-"""What is made of what, and what a change means for others. Pure, with laws."""
+"""Containment of deployments and the effects of a change, with property tests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.repository.containment import Containment, Steps, steps_of
-from flowserve.testing.ensembles import ensemble, model
+from tests.support.ensembles import ensemble, model
 
-# `outer` is made of `inner` and `c`, `inner` of `a` and `b`; `alone` of nothing.
+# `outer` contains `inner` and `c`, `inner` contains `a` and `b`; `alone` contains nothing.
 STEPS = {"a": (), "b": (), "c": (), "alone": (), "inner": ("a", "b"), "outer": ("inner", "c")}
 NAMES = st.sampled_from("abcdefgh")
 ANY_STEPS = st.dictionaries(NAMES, st.sets(NAMES))
@@ -20,7 +20,7 @@ def goes_with(name: str, steps: Steps, *stay: str) -> frozenset[str]:
     return Containment(steps).goes_with(name, set(stay).__contains__)
 
 
-def test_the_steps_of_an_ensemble_are_names_once_and_a_model_has_none() -> None:
+def test_the_steps_of_an_ensemble_are_unique_names_and_a_model_has_none() -> None:
     config = ensemble(
         "e", {"x": "FP32[4]"}, {"y": "FP32[4]"}, [("m", {"x": "x"}, {"y": "t"}), ("m", {"x": "t"}, {"y": "y"})]
     )
@@ -28,7 +28,7 @@ def test_the_steps_of_an_ensemble_are_names_once_and_a_model_has_none() -> None:
     assert steps_of(model("m", {"x": "FP32[4]"}, {"y": "FP32[4]"})) == frozenset()
 
 
-def test_what_contains_a_name_at_any_depth_is_above_it() -> None:
+def test_above_has_every_ensemble_that_contains_a_name() -> None:
     made_of = Containment(STEPS)
     assert made_of.above(["a"]) == {"inner", "outer"}
     assert made_of.above(["c", "alone"]) == {"outer"}
@@ -36,20 +36,20 @@ def test_what_contains_a_name_at_any_depth_is_above_it() -> None:
     assert made_of.above(["outer"]) == frozenset()
 
 
-def test_what_a_name_is_made_of_at_any_depth_is_below_it_as_it_will_be() -> None:
+def test_below_has_everything_a_name_will_contain() -> None:
     made_of = Containment(STEPS)
     assert made_of.below(["outer"], {}) == {"inner", "a", "b", "c"}
     assert made_of.below(["outer"], {"inner": ("new",)}) == {"inner", "new", "c"}
     assert made_of.below(["a"], {}) == frozenset()
 
 
-def test_ensembles_that_contain_each_other_do_not_go_on_for_ever() -> None:
+def test_ensembles_that_contain_each_other_terminate() -> None:
     circle = {"a": ("b",), "b": ("a",)}
     assert Containment(circle).above(["a"]) == Containment(circle).below(["a"], {}) == {"a", "b"}
     assert goes_with("a", circle) == {"b"}
 
 
-def test_an_ensemble_takes_along_what_only_it_is_made_of_and_nobody_named() -> None:
+def test_an_unload_includes_steps_that_only_this_ensemble_contains() -> None:
     assert goes_with("outer", STEPS, "outer") == {"a", "b", "c", "inner"}
     assert goes_with("outer", STEPS, "outer", "inner") == {"c"}
     assert goes_with("outer", {**STEPS, "other": ("inner",)}, "outer", "other") == {"c"}
@@ -58,16 +58,16 @@ def test_an_ensemble_takes_along_what_only_it_is_made_of_and_nobody_named() -> N
     assert goes_with("unknown", STEPS) == frozenset()
 
 
-def test_what_takes_over_together_is_joined_by_containment_also_through_what_does_not_change() -> None:
+def test_changes_connected_by_containment_are_in_one_group() -> None:
     made_of = Containment(STEPS)
     assert made_of.groups({"a": (), "c": (), "alone": ()}) == [{"a", "c"}, {"alone"}]
     assert Containment().groups({"a": (), "b": ()}) == [{"a"}, {"b"}]
-    assert made_of.groups({"inner": ("a",), "b": ()}) == [{"b"}, {"inner"}]  # which it is made of no longer
+    assert made_of.groups({"inner": ("a",), "b": ()}) == [{"b"}, {"inner"}]  # no longer contained
     assert made_of.groups({}) == []
 
 
 @given(ANY_STEPS, ANY_STEPS)
-def test_groups_divide_what_changes_and_never_part_a_step_from_its_ensemble(
+def test_property_groups_partition_changes_and_keep_steps_with_their_ensemble(
     steps: Mapping[str, set[str]], changed: Mapping[str, set[str]]
 ) -> None:
     found = Containment(steps).groups(changed)
@@ -80,7 +80,7 @@ def test_groups_divide_what_changes_and_never_part_a_step_from_its_ensemble(
 
 
 @given(st.lists(st.tuples(NAMES, st.none() | st.sets(NAMES)), max_size=20), st.sets(NAMES), NAMES)
-def test_what_was_put_and_dropped_in_any_order_is_what_is_left_of_it(
+def test_property_put_and_drop_in_any_order_leave_the_remaining_names(
     script: list[tuple[str, set[str] | None]], names: set[str], name: str
 ) -> None:
     made_of, left = Containment(), dict[str, set[str]]()

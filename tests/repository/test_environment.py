@@ -1,4 +1,4 @@
-"""Which Python environment a model means by EXECUTION_ENV_PATH. What is wrong with one: tests/server."""
+"""The Python environment named by EXECUTION_ENV_PATH. Errors of environments are tested in tests/server."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.backends.python_code import code_in
+from flowserve.backends.python.source import code_in
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problems
 from flowserve.repository.environment import environment_of
 from flowserve.repository.layout import find_models
-from flowserve.runtime.reading import read_apart
-from flowserve.testing.backends import config_of
+from flowserve.runtime.loading.reading import read_apart
+from tests.support.backends import config_of
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A model's folder with an archive in it and a link to that, and an environment beside it."""
+    """A model's folder with an archive and a link to it, and an environment next to the folder."""
     (tmp_path / "m").mkdir()
     with tarfile.open(tmp_path / "m/env.tar.gz", "w:gz"):
         pass
@@ -43,22 +43,20 @@ def wanting(path: str, backend: str = "python") -> ModelConfig:
         ("shared", "shared"),
     ],
 )
-def test_an_environment_is_meant_by_its_path(
+def test_an_environment_is_identified_by_its_path(
     home: Path, written: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(home.parent)  # what begins with neither is relative to where the server was started
+    monkeypatch.chdir(home.parent)  # other paths are relative to the server's working directory
     assert environment_of(wanting(written.format(home.parent)), home) == home.parent / meant
 
 
-def test_nobody_else_means_one(home: Path) -> None:
+def test_other_models_have_no_environment(home: Path) -> None:
     assert environment_of(wanting("/nowhere", "onnxruntime"), home) is None
     assert environment_of(wanting(""), home) is None
 
 
 @pytest.mark.parametrize("mark", ["pyvenv.cfg", "conda-meta/history"])
-def test_an_environment_in_a_models_folder_is_neither_taken_for_a_version_nor_for_its_code(
-    home: Path, mark: str
-) -> None:
+def test_an_environment_in_a_model_folder_is_neither_a_version_nor_code(home: Path, mark: str) -> None:
     (home / "1").mkdir()
     (home / "1/model.py").touch()
     for file in (mark, "lib/python3.12/site-packages/numpy/core.py"):
@@ -75,7 +73,7 @@ def test_a_pipe_is_not_read(home: Path) -> None:
         environment_of(wanting("$$TRITON_MODEL_DIRECTORY/pipe"), home)
 
 
-def test_a_check_says_what_is_not_there_beside_what_else_is_wrong(tmp_path: Path) -> None:
+def test_a_missing_environment_is_reported_with_other_mistakes(tmp_path: Path) -> None:
     (tmp_path / "m/1").mkdir(parents=True)
     (tmp_path / "m/1/model.py").write_text("class TritonPythonMode: ...")
     (tmp_path / "m/config.pbtxt").write_text(

@@ -1,4 +1,4 @@
-"""Label files: one label a line, found again at the end of the ensemble that the output leaves through."""
+"""Label files: one label per line, also for outputs of ensembles."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import Problems
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
-from flowserve.repository.labels import output_labels
 from flowserve.repository.layout import ModelFolder, scan
-from flowserve.repository.read import ReadModel, read_model
-from flowserve.testing.ensembles import tensors
+from flowserve.repository.read import ReadModel, output_labels, read_model
 from flowserve.values import DType, TensorSpec
+from tests.support.ensembles import tensors
 
 CONFIG = """
 input { name: "X" data_type: TYPE_FP32 dims: 4 }
@@ -28,7 +27,7 @@ def says(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[[bytes], ReadModel]:
-    """Read a model "m" whose label file holds these bytes."""
+    """Read a model "m" whose label file has these bytes."""
 
     def read(content: bytes) -> ReadModel:
         home = tmp_path / "models" / "m"
@@ -52,7 +51,7 @@ def read(tmp_path: Path) -> Callable[[bytes], ReadModel]:
         (b"", ()),
     ],
 )
-def test_a_label_file_has_one_label_a_line(
+def test_a_label_file_has_one_label_per_line(
     read: Callable[[bytes], ReadModel], content: bytes, labels: tuple[str, ...]
 ) -> None:
     assert read(content).labels == {"Y": labels}
@@ -67,7 +66,7 @@ def test_a_label_file_that_is_no_text_is_a_mistake_with_its_place(read: Callable
     )
 
 
-def test_an_output_of_an_ensemble_has_the_labels_of_the_output_it_comes_from_unless_it_has_its_own() -> None:
+def test_an_ensembles_output_has_its_producers_labels_unless_it_has_its_own() -> None:
     x, y, z = (TensorSpec(name, DType.FP32, (4,)) for name in "XYZ")
     node = Node(0, "m", ModelKey("m", 1), (x,), (y, z), 0)
     edges = (
@@ -78,5 +77,5 @@ def test_an_output_of_an_ensemble_has_the_labels_of_the_output_it_comes_from_unl
     )
     outputs = tuple(TensorSpec(name, DType.FP32, (4,)) for name in ("P", "Q", "R"))
     graph = Graph("e", 1, (x,), outputs, 0, (node,), edges, is_ensemble=True)
-    known = {"e": {"Q": ("own",)}, "m": {"Y": ("cat", "dog"), "Z": ("other",)}}
+    known: dict[str, dict[str, tuple[str, ...]]] = {"e": {"Q": ("own",)}, "m": {"Y": ("cat", "dog"), "Z": ("other",)}}
     assert output_labels(graph, known.__getitem__) == {"P": ("cat", "dog"), "Q": ("own",)}

@@ -1,4 +1,4 @@
-"""Which folders are models and which of theirs are versions, on real folders."""
+"""Model folders and version folders of a repository, on real folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Make folders under a repository; a path with a suffix becomes an empty file."""
+    """Create folders in a repository; a path with a suffix becomes an empty file."""
 
     def create(*paths: str, repository: str = "models") -> Path:
         root = tmp_path / repository
@@ -46,13 +46,13 @@ def folder(*versions: int) -> ModelFolder:
     return ModelFolder("m", Path("models/m"), Path("models"), versions)
 
 
-def test_models_come_by_name_with_their_versions_in_number_order(make: Make) -> None:
+def test_models_are_ordered_by_name_and_versions_by_number(make: Make) -> None:
     root = make("b/10", "b/9", "a/1/model.onnx", "a/config.pbtxt")
     assert [(found.name, found.versions) for found in scan(root)] == [("a", (1,)), ("b", (9, 10))]
 
 
 @pytest.mark.fault("L9")
-def test_folders_that_are_no_versions_are_ignored_with_a_warning(make: Make) -> None:
+def test_folders_that_are_not_versions_are_ignored_with_a_warning(make: Make) -> None:
     root = make("m/1", "m/abc", "m/04", "m/0", "m/-1", "m/3abc", "m/1_0", "m/\u0663", "m/99999999999999999999")
     (found,) = scan(root)
     assert found.versions == (1,)
@@ -61,14 +61,14 @@ def test_folders_that_are_no_versions_are_ignored_with_a_warning(make: Make) -> 
 
 
 @pytest.mark.parametrize("place", ["config.pbtx", "Config.PBTXT", "config.pbtxt.txt", "model.pbtxt", "1/config.pbtxt"])
-def test_a_configuration_by_another_name_or_in_another_place_is_told(make: Make, place: str) -> None:
+def test_a_configuration_with_another_name_or_place_is_reported(make: Make, place: str) -> None:
     (folder,) = scan(make(f"m/{place}", "m/1/model.onnx", "m/config.json", "m/config.py", "m/labels.txt"))
     told = [str(warning) for warning in folder.warnings]
     assert told == [f"m/{place}: not read: a model's configuration is m/config.pbtxt [R12]"]
     assert not scan(make("n/config.pbtxt", f"n/{place}", "n/1/model.onnx"))[-1].warnings
 
 
-def test_what_belongs_beside_versions_is_skipped_in_silence(make: Make) -> None:
+def test_known_folders_next_to_versions_are_skipped_silently(make: Make) -> None:
     root = make(
         "m/1", "m/warmup", "m/initial_state", "m/configs", "m/labels", "m/__pycache__", "m/.cache", "m/labels.txt"
     )
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_read_is_skipped_with_the_reason(make: Make, mon
     root = make("m/1", "locked/1")
     scandir = os.scandir
 
-    def refusing(path: Path) -> Any:  # as for another user than root
+    def refusing(path: Path) -> Any:  # as for a user other than root
         if Path(path).name == "locked":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return scandir(path)
@@ -117,7 +117,7 @@ def test_a_folder_whose_name_is_no_utf8_is_skipped_with_a_warning_that_can_be_pr
     ]
 
 
-def test_a_models_folder_given_as_repository_is_said_to_be_one(make: Make) -> None:
+def test_a_model_folder_given_as_repository_is_refused(make: Make) -> None:
     root = make("m/1", "m/config.pbtxt")
     with pytest.raises(Problems) as refused:
         find_models([root / "m"])
@@ -127,7 +127,7 @@ def test_a_models_folder_given_as_repository_is_said_to_be_one(make: Make) -> No
 
 
 @pytest.mark.fault("C10")
-def test_links_that_lead_in_a_circle_or_nowhere_do_no_harm(make: Make) -> None:
+def test_circular_and_broken_links_are_harmless(make: Make) -> None:
     root = make("m/1")
     (root / "loop").symlink_to(root / "loop")
     (root / "gone").symlink_to(root / "nowhere")
@@ -149,7 +149,7 @@ def test_a_name_in_two_repositories_is_served_from_neither(make: Make) -> None:
     assert str(second) in text
 
 
-def test_who_looks_for_a_name_finds_it_wherever_it_is_and_looks_at_nothing_else(make: Make) -> None:
+def test_a_search_for_a_name_reads_only_that_folder(make: Make) -> None:
     first, second = make("m/1", "a/1", "notes/old", repository="one"), make("m/1", "b/1", repository="two")
     found = find_models([first, second], ["b", "m", "unknown"])
     assert [folder.name for folder in found.folders] == ["b"]
@@ -162,12 +162,12 @@ def test_the_same_repository_given_twice_is_one(make: Make) -> None:
     assert [folder.name for folder in find_models([root, root]).folders] == ["m"]
 
 
-def test_a_repository_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_repository_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="does not exist"):
         scan(tmp_path / "nowhere")
 
 
-def test_a_file_given_as_repository_is_said_so(make: Make) -> None:
+def test_a_file_given_as_repository_is_reported(make: Make) -> None:
     root = make("m/config.pbtxt")
     with pytest.raises(Problems, match="is a file; give the folder that holds the models' folders"):
         scan(root / "m" / "config.pbtxt")
@@ -185,15 +185,15 @@ def test_a_file_given_as_repository_is_said_so(make: Make) -> None:
         (VersionPolicy(specific=(10, 11)), (10,)),
     ],
 )
-def test_the_version_policy_picks_from_what_is_on_disk(policy: VersionPolicy, served: tuple[int, ...]) -> None:
+def test_the_version_policy_selects_from_versions_on_disk(policy: VersionPolicy, served: tuple[int, ...]) -> None:
     assert versions_to_serve(folder(1, 9, 10), policy) == served
 
 
-def test_specific_versions_that_are_missing_are_told() -> None:
+def test_missing_specific_versions_are_reported() -> None:
     assert missing_versions(folder(1, 9), VersionPolicy(specific=(9, 11))) == (11,)
 
 
-def test_a_policy_that_leaves_nothing_says_what_there_is() -> None:
+def test_a_policy_without_a_match_lists_the_available_versions() -> None:
     with pytest.raises(Problems) as caught:
         versions_to_serve(folder(1, 2), VersionPolicy(specific=(3,)))
     assert str(caught.value) == (
@@ -202,11 +202,11 @@ def test_a_policy_that_leaves_nothing_says_what_there_is() -> None:
     )
 
 
-def test_an_ensemble_without_a_version_folder_is_told_to_make_one() -> None:
+def test_an_ensemble_without_a_version_folder_gets_a_hint() -> None:
     with pytest.raises(Problems, match=r"mkdir m/1"):
         versions_to_serve(folder(), VersionPolicy(), is_ensemble=True)
 
 
-def test_a_model_without_a_version_folder_is_told_where_its_files_go() -> None:
+def test_a_model_without_a_version_folder_gets_a_hint() -> None:
     with pytest.raises(Problems, match=r"put the model's files into m/1/"):
         versions_to_serve(folder(), VersionPolicy())

@@ -1,4 +1,4 @@
-"""What comes with a load call: names and paths that stay where they belong, files that disappear again."""
+"""Models sent with a load call: valid names and paths, removal of the files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flowserve.repository.override import check_name, write_files
 
 @pytest.fixture(autouse=True)
 def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where private folders are made."""
+    """The parent of private folders."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
 
-def test_files_lie_where_they_say_in_a_folder_only_this_user_can_enter() -> None:
+def test_files_are_written_to_a_folder_accessible_to_this_user_only() -> None:
     files = write_files("m", {"1/model.onnx": b"one", "labels.txt": b"two", "1/more/x": b""})
     assert (files.path / "m/1/model.onnx").read_bytes() == b"one"
     assert (files.path / "m/labels.txt").read_bytes() == b"two"
@@ -29,7 +29,7 @@ def test_files_lie_where_they_say_in_a_folder_only_this_user_can_enter() -> None
     assert files.path.stat().st_mode & 0o777 == 0o700
 
 
-def test_they_disappear_with_the_last_who_holds_them(private: Path) -> None:
+def test_files_are_removed_with_their_last_reference(private: Path) -> None:
     files = write_files("m", {"1/x": b""})
     other = files
     del files
@@ -73,7 +73,7 @@ def test_a_file_where_another_path_needs_a_folder_is_refused(private: Path) -> N
 
 
 @given(st.text(max_size=20))
-def test_whatever_the_path_nothing_is_written_outside(path: str) -> None:
+def test_property_no_path_writes_outside_the_folder(path: str) -> None:
     try:
         files = write_files("m", {path: b"x"})
     except Invalid:
@@ -84,17 +84,17 @@ def test_whatever_the_path_nothing_is_written_outside(path: str) -> None:
 
 @pytest.mark.fault("L13")
 @pytest.mark.parametrize("name", ["", " \n", "..", ".", "a/b", "a\\b", "a\0b", "a\r\nX: 1", "n" * 256, "\x1b[31m"])
-def test_a_name_that_is_no_folder_of_a_repository_is_refused(name: str) -> None:
+def test_an_invalid_model_name_is_refused(name: str) -> None:
     with pytest.raises(Invalid, match="cannot be the name of a model"):
         check_name(name)
 
 
 @pytest.mark.parametrize("name", ["m", "a.b", "..x", "ünïcode", "with space", "n" * 255])
-def test_ordinary_names_are_names(name: str) -> None:
+def test_ordinary_names_are_accepted(name: str) -> None:
     assert check_name(name) == name
 
 
-def test_without_a_folder_for_temporary_files_the_load_is_refused_and_says_so(
+def test_without_a_temporary_folder_the_load_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))

@@ -1,7 +1,4 @@
-"""One folder, read whole.
-
-What the user wrote, what the model says, which versions; and all that is wrong with it at once.
-"""
+"""Reading one model folder: configuration, completion, versions, and all mistakes at once."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import Invalid, Problems
 from flowserve.repository.layout import ModelFolder, scan
 from flowserve.repository.read import ReadModel, read_model
-from flowserve.testing.ensembles import tensors
+from tests.support.ensembles import tensors
 
 FILES = {"onnxruntime": "model.onnx"}
 INPUT = 'input { name: "X" data_type: TYPE_FP32 dims: 4 }'
@@ -38,12 +35,12 @@ def is_broken(config: ModelConfig, folder: ModelFolder, version: int) -> Complet
 
 
 def raises(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
-    raise ZeroDivisionError("somebody else's code")
+    raise ZeroDivisionError("another project's code")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[..., ModelFolder]:
-    """Make the folder of a model "m": its configuration, and an empty model.onnx in each of its versions."""
+    """Create the folder of a model "m": its configuration, and an empty model.onnx in each version."""
 
     def create(config: str | None, *versions: str, files: bool = True) -> ModelFolder:
         home = tmp_path / "models" / "m"
@@ -69,7 +66,7 @@ def refused(folder: ModelFolder, complete: Callable[[ModelConfig, ModelFolder, i
     return caught.value
 
 
-def test_a_folder_without_configuration_is_what_its_model_says(folder: Make) -> None:
+def test_a_folder_without_configuration_is_completed_from_its_model(folder: Make) -> None:
     read = read_model(folder(None, "1"), FILES, says)
     assert isinstance(read, ReadModel)
     assert read.config.backend == "onnxruntime"
@@ -77,7 +74,7 @@ def test_a_folder_without_configuration_is_what_its_model_says(folder: Make) -> 
     assert read.versions == (1,)
 
 
-def test_the_newest_version_to_be_served_is_the_one_that_is_asked(folder: Make) -> None:
+def test_completion_uses_the_newest_served_version(folder: Make) -> None:
     asked = []
 
     def note(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
@@ -89,51 +86,51 @@ def test_the_newest_version_to_be_served_is_the_one_that_is_asked(folder: Make) 
     assert read.versions == (1, 9)
 
 
-def test_an_ensemble_is_asked_nothing_and_needs_nothing_in_its_version_folder(folder: Make) -> None:
+def test_an_ensemble_needs_no_completion_and_an_empty_version_folder(folder: Make) -> None:
     read = read_model(folder(ENSEMBLE, "1", files=False), FILES, raises)
     assert read.config.is_ensemble
     assert read.versions == (1,)
 
 
-def test_an_ensemble_without_a_version_folder_is_told_to_make_one(folder: Make) -> None:
+def test_an_ensemble_without_a_version_folder_gets_a_hint(folder: Make) -> None:
     assert "mkdir m/1" in str(refused(folder(ENSEMBLE)))
 
 
-def test_a_configuration_that_does_not_parse_says_where(folder: Make) -> None:
+def test_a_syntax_error_has_its_place(folder: Make) -> None:
     (problem,) = refused(folder("max_batch_size: many", "1")).problems
     assert str(problem.place) == "m/config.pbtxt:1:17"
 
 
 @pytest.mark.fault("C12")
-def test_a_model_file_that_cannot_be_read_is_the_reason_and_what_it_would_have_said_is_not_missed(folder: Make) -> None:
+def test_an_unreadable_model_file_is_the_only_problem(folder: Make) -> None:
     problems = refused(folder(None, "1"), is_broken).problems
     assert [problem.message for problem in problems] == ["m/1/model.onnx is truncated"]
 
 
-def test_a_broken_model_file_does_not_hide_what_is_wrong_in_the_configuration(folder: Make) -> None:
+def test_a_broken_model_file_does_not_hide_mistakes_of_the_configuration(folder: Make) -> None:
     text = str(refused(folder(f"max_batch_size: -3\n{INPUT}\n{OUTPUT}", "1"), is_broken))
     assert "m/1/model.onnx is truncated" in text
     assert "m/config.pbtxt:1:1" in text
 
 
-def test_no_version_does_not_hide_what_is_wrong_in_the_configuration(folder: Make) -> None:
+def test_a_missing_version_does_not_hide_mistakes_of_the_configuration(folder: Make) -> None:
     text = str(refused(folder(f'backend: "onnxruntime"\nmax_batch_size: -3\n{INPUT}\n{OUTPUT}')))
     assert "at least one version must be available under the version policy of model 'm'" in text
     assert "m/config.pbtxt:2:1" in text
 
 
-def test_a_backend_that_raises_anything_at_all_is_named(folder: Make) -> None:
+def test_a_backend_that_raises_any_exception_is_named(folder: Make) -> None:
     text = str(refused(folder(None, "1"), raises))
-    assert "backend 'onnxruntime' failed to read it: ZeroDivisionError: somebody else's code" in text
+    assert "backend 'onnxruntime' failed to read it: ZeroDivisionError: another project's code" in text
 
 
-def test_versions_asked_for_and_not_there_are_a_warning(folder: Make) -> None:
+def test_missing_versions_of_a_policy_are_a_warning(folder: Make) -> None:
     read = read_model(folder("version_policy { specific { versions: [1, 7] } }", "1"), FILES, says)
     (warning,) = read.warnings
     assert str(warning) == "m/config.pbtxt:1:1: version 7 of its version policy is not there; served without it [R8]"
 
 
-def test_a_parameter_that_is_nearly_one_of_ours_is_a_warning(folder: Make) -> None:
+def test_a_misspelt_parameter_is_a_warning(folder: Make) -> None:
     keys = ("executoin", "Max_Requests", "execution", "my_own", "execute_model_at", "requests")
     text = "\n".join(f'parameters {{ key: "{key}" value {{ string_value: "inline" }} }}' for key in keys)
     second, first = read_model(folder(text, "1"), FILES, says).warnings
@@ -144,7 +141,7 @@ def test_a_parameter_that_is_nearly_one_of_ours_is_a_warning(folder: Make) -> No
     assert (second.place and second.place.line, second.hint) == (2, 'did you mean "max_requests"?')
 
 
-def test_an_environment_is_a_warning_for_a_python_model_that_says_it_runs_in_the_server(folder: Make) -> None:
+def test_an_environment_of_a_python_model_inside_the_server_is_a_warning(folder: Make) -> None:
     execution = 'parameters { key: "execution" value { string_value: "thread" } }'
     text = f"""backend: "python"\n{INPUT}\n{OUTPUT}\nparameters {{
   key: "EXECUTION_ENV_PATH" value {{ string_value: "/env.tar.gz" }} }}
@@ -163,7 +160,7 @@ def test_an_environment_is_a_warning_for_a_python_model_that_says_it_runs_in_the
     assert read_model(home, FILES, says).warnings == ()
 
 
-def test_what_is_said_of_batches_and_has_no_effect_is_a_warning(folder: Make) -> None:
+def test_batching_settings_without_effect_are_a_warning(folder: Make) -> None:
     policies = "priority_queue_policy { key: 1 value { max_queue_size: 1 } }"
     text = f"""backend: "python" {INPUT} {OUTPUT}
 parameters {{ key: "TRITON_BATCH_STRATEGY_PATH" value {{ string_value: "/strategy.so" }} }}
@@ -171,7 +168,7 @@ dynamic_batching {{ {policies} }}"""
     home = folder(text, "1", files=False)
     (home.path / "1" / "model.py").touch()
     strategy, policy = read_model(home, FILES | {"python": "model.py"}, says).warnings
-    assert str(strategy).startswith("m/config.pbtxt:2:14: TRITON_BATCH_STRATEGY_PATH is not used: which requests are ")
+    assert str(strategy).startswith("m/config.pbtxt:2:14: TRITON_BATCH_STRATEGY_PATH is not used: the server decides ")
     assert str(policy) == (
         "m/config.pbtxt:3:20: priority_queue_policy is not used: without priority_levels there is no level that it "
         "could be for (default_queue_policy is for all requests) [R15]"
@@ -184,12 +181,12 @@ dynamic_batching {{ {policies} }}"""
         (home.path / place / "batchstrategy.so").touch()
     *libraries, _ = read_model(home, FILES | {"python": "model.py"}, says).warnings
     assert [str(one).split(" (")[0] for one in libraries] == [
-        f"{path}: batchstrategy.so is not used: which requests are batched together is the server's own decision"
+        f"{path}: batchstrategy.so is not used: the server decides itself which requests are batched together"
         for path in ("m/batchstrategy.so", "m/1/batchstrategy.so")
     ]
 
 
-def test_every_field_that_is_read_and_ignored_is_a_warning_at_its_place(folder: Make) -> None:
+def test_every_ignored_field_is_a_warning_at_its_place(folder: Make) -> None:
     hints = 'optimization { eager_batching: true } instance_group { host_policy: "p" }'
     home = folder(f'{INPUT} {OUTPUT}\n{hints} metric_tags {{ key: "a" value: "b" }}', "1")
     assert [*map(str, read_model(home, FILES, says).warnings)] == [
@@ -199,7 +196,7 @@ def test_every_field_that_is_read_and_ignored_is_a_warning_at_its_place(folder: 
     ]
 
 
-def test_of_what_a_server_wrote_out_only_what_says_something_is_a_warning(folder: Make) -> None:
+def test_ignored_fields_at_their_default_are_no_warning(folder: Make) -> None:
     home = folder(f"{INPUT} {OUTPUT}", "1")
     tensor = {"name": "X", "data_type": "TYPE_FP32", "dims": ["4"]}
     written_out = {
@@ -221,7 +218,7 @@ def test_of_what_a_server_wrote_out_only_what_says_something_is_a_warning(folder
 
 
 @pytest.mark.fault("C14")
-def test_a_configuration_that_changes_while_its_model_is_asked_counts_as_it_was(folder: Make) -> None:
+def test_a_configuration_changed_during_completion_is_used_as_it_was(folder: Make) -> None:
     home = folder(f"max_batch_size: 4\n{INPUT}\n{OUTPUT}", "1")
 
     def change(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:

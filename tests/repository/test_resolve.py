@@ -1,4 +1,4 @@
-"""What can be served together: order, and what one failure means for the rest."""
+"""Deployments that can be served together: order, and the consequences of a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Internal
 from flowserve.repository.resolve import Resolution, resolve
-from flowserve.testing.ensembles import ensemble, model
+from tests.support.ensembles import ensemble, model
 
 
 def chain(name: str, *links: str) -> ModelConfig:
@@ -61,7 +61,7 @@ def test_a_failure_reaches_every_ensemble_above_it_and_nothing_else() -> None:
     assert "ensemble 'high' depends on 'low' which is not valid." in str(answer.failed["high"])
 
 
-def test_however_deep_what_failed_lies_it_is_told_once() -> None:
+def test_a_nested_failure_is_reported_once_at_any_depth() -> None:
     links = [chain(f"n{depth}", f"n{depth - 1}" if depth else "bad") for depth in range(5)]
     answer = resolved(*links, plain("bad"), failed={"bad": Internal("no kernel")})
     assert str(answer.failed["n4"]).endswith(
@@ -71,7 +71,7 @@ def test_however_deep_what_failed_lies_it_is_told_once() -> None:
 
 
 @pytest.mark.fault("E6")
-def test_an_ensemble_of_a_model_nobody_has_fails_alone() -> None:
+def test_an_ensemble_of_a_missing_model_fails_alone() -> None:
     answer = resolved(chain("e", "goood"), plain("good"))
     assert answer.models == ("good",)
     text = str(answer.failed["e"])
@@ -80,7 +80,7 @@ def test_an_ensemble_of_a_model_nobody_has_fails_alone() -> None:
 
 
 @pytest.mark.fault("E4")
-def test_each_ensemble_of_a_circle_is_told_its_circle_and_those_above_are_told_whose_it_is() -> None:
+def test_each_ensemble_of_a_cycle_names_it_and_those_above_refer_to_it() -> None:
     answer = resolved(chain("a", "b"), chain("b", "a"), chain("top", "a"), chain("fine", "m"), plain("m"))
     assert answer.ensembles == ("fine",)
     assert "circular dependency between ensembles: a -> b -> a" in str(answer.failed["a"])
@@ -89,7 +89,7 @@ def test_each_ensemble_of_a_circle_is_told_its_circle_and_those_above_are_told_w
 
 
 @given(st.data())
-def test_failing_more_models_never_serves_more_and_asking_twice_gives_the_same(data: st.DataObject) -> None:
+def test_property_more_failures_never_serve_more_and_results_are_deterministic(data: st.DataObject) -> None:
     names = [f"m{i}" for i in range(4)]
     configs = [plain(name) for name in names]
     for i in range(data.draw(st.integers(1, 6))):

@@ -1,4 +1,4 @@
-"""Whether a folder changed: by what is in it, not by what its times say."""
+"""Detection of changed folders by contents, not by times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
         lambda folder: (folder / "labels.txt").touch(),
     ],
 )
-def test_every_change_of_contents_shows_in_both(folder: Path, change: object) -> None:
+def test_every_change_of_contents_changes_stamp_and_digest(folder: Path, change: object) -> None:
     before = stamp(folder), digest(folder)
     assert callable(change)
     change(folder)
@@ -38,14 +38,14 @@ def test_every_change_of_contents_shows_in_both(folder: Path, change: object) ->
     assert before[1] != after[1]
 
 
-def test_a_file_that_was_only_touched_is_what_it_was(folder: Path) -> None:
+def test_a_touched_file_has_the_same_digest(folder: Path) -> None:
     before = stamp(folder), digest(folder)
     os.utime(folder / "1/model.onnx", (1, 1))
     assert digest(folder) == before[1]
     assert stamp(folder) != before[0]
 
 
-def test_a_change_that_keeps_size_and_times_shows(folder: Path) -> None:
+def test_a_change_that_keeps_size_and_times_changes_the_digest(folder: Path) -> None:
     file = folder / "1/model.onnx"
     before, times = (stamp(folder), digest(folder)), file.stat()
     other = folder.parent / "other"
@@ -57,7 +57,7 @@ def test_a_change_that_keeps_size_and_times_shows(folder: Path) -> None:
     assert digest(folder) != before[1]
 
 
-def test_what_editors_and_python_leave_behind_does_not_count(folder: Path) -> None:
+def test_hidden_files_and_python_caches_do_not_count(folder: Path) -> None:
     before = stamp(folder), digest(folder)
     (folder / "1/.model.py.swp").touch()
     (folder / ".git").mkdir()
@@ -66,7 +66,7 @@ def test_what_editors_and_python_leave_behind_does_not_count(folder: Path) -> No
     assert (stamp(folder), digest(folder)) == before
 
 
-def test_links_are_followed_and_those_that_lead_in_a_circle_end(folder: Path, tmp_path: Path) -> None:
+def test_links_are_followed_and_circular_ones_terminate(folder: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "weights"
     elsewhere.write_bytes(b"w1")
     (folder / "1/weights").symlink_to(elsewhere)
@@ -78,11 +78,11 @@ def test_links_are_followed_and_those_that_lead_in_a_circle_end(folder: Path, tm
     assert digest(folder) != before[1]
 
 
-def test_a_folder_that_is_not_there_has_an_empty_stamp(tmp_path: Path) -> None:
+def test_a_missing_folder_has_an_empty_stamp(tmp_path: Path) -> None:
     assert stamp(tmp_path / "nothing") == ()
 
 
-def test_a_pipe_is_a_name_and_nobody_waits_for_what_comes_out_of_it(folder: Path) -> None:
+def test_a_pipe_counts_by_name_and_is_not_read(folder: Path) -> None:
     before = digest(folder)
     os.mkfifo(folder / "1/pipe")
     assert digest(folder) != before

@@ -1,4 +1,4 @@
-"""Temporary folders: what is held stays, what a killed process left goes, and what is anybody's own is not touched."""
+"""Temporary folders: locked ones stay, those of a killed process are removed, other folders are not touched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.temporary import MODELS, UNPACKED, claim, give_up, sweep
+from flowserve.temporary import MODELS, UNPACKED, claim, give_up, remove_abandoned
 
 pytestmark = pytest.mark.fault("X8")
 
@@ -24,15 +24,15 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def left_behind(kind: str = MODELS) -> Path:
     folder, fd = claim(kind)
     (Path(folder) / "m/1").mkdir(parents=True)
-    os.close(fd)  # as the end of a process does
+    os.close(fd)  # as at the end of a process
     return Path(folder)
 
 
 @pytest.mark.parametrize("kind", [UNPACKED, MODELS])
-def test_what_was_left_is_removed_and_what_is_held_stays_until_it_is_given_up(places: Path, kind: str) -> None:
+def test_abandoned_folders_are_removed_and_locked_ones_stay(places: Path, kind: str) -> None:
     left_behind(kind)
     held, fd = claim(kind)
-    sweep()
+    remove_abandoned()
     assert [*places.iterdir()] == [Path(held)]
     assert Path(held).stat().st_mode & 0o777 == 0o700
     give_up(held, fd)
@@ -40,9 +40,9 @@ def test_what_was_left_is_removed_and_what_is_held_stays_until_it_is_given_up(pl
 
 
 @pytest.mark.parametrize("name", [f"{MODELS}prod", f"{UNPACKED}of-mine", "models.claimed", f"{MODELS}prod.claimed"])
-def test_a_folder_of_somebodys_own_stays_whatever_it_is_called(places: Path, name: str) -> None:
+def test_other_folders_stay_whatever_their_name(places: Path, name: str) -> None:
     (places / name / "m").mkdir(parents=True)
-    sweep()
+    remove_abandoned()
     assert (places / name / "m").is_dir()
 
 
@@ -50,33 +50,35 @@ def test_a_link_is_not_followed(places: Path) -> None:
     left = left_behind()
     own = left.rename(places / "own")
     left.symlink_to(own)
-    sweep()
+    remove_abandoned()
     assert (own / "m").is_dir()
 
 
-def test_one_that_goes_meanwhile_does_not_keep_the_others(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_disappears_does_not_prevent_removing_others(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone, left = left_behind(), left_behind()
     gone.joinpath("m/1").rmdir()
     gone.joinpath("m").rmdir()
     gone.rmdir()
     monkeypatch.setattr(os, "listdir", lambda _: [gone.name, left.name])
-    sweep()
+    remove_abandoned()
     assert not left.exists()
 
 
-def test_where_there_are_no_locks_a_folder_can_be_had_and_nobody_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_a_folder_can_be_claimed_and_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     folder, fd = claim(MODELS)
-    sweep()
+    remove_abandoned()
     assert os.path.isdir(folder)
     give_up(folder, fd)
     assert not os.path.exists(folder)
 
 
-def test_a_folder_that_cannot_be_held_is_not_left(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_opened_is_removed(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_many(path: str, flags: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -87,5 +89,5 @@ def test_a_folder_that_cannot_be_held_is_not_left(places: Path, monkeypatch: pyt
     assert [*places.iterdir()] == []
 
 
-def test_without_a_folder_for_them_there_is_nothing_to_sweep(places: Path) -> None:
-    sweep(str(places / "gone"))
+def test_without_a_temporary_folder_there_is_nothing_to_remove(places: Path) -> None:
+    remove_abandoned(str(places / "gone"))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.testing.processes import ServedInProcesses
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from tests.support.processes import ServedInProcesses
 
 
 @pytest.fixture

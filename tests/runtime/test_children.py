@@ -19,15 +19,15 @@ import pytest
 import trio
 
 from flowserve.errors import Unavailable
-from flowserve.runtime.children import SUPPORTED, Child, Children
 from flowserve.runtime.clock import running_clock
+from flowserve.runtime.processes.children import SUPPORTED, Child, Children
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(not SUPPORTED, reason="child processes for models need Linux"),
 ]
 
-WITHIN_S = 20.0  # a bound for a crowded machine, not what is expected
+WITHIN_S = 20.0  # a bound for a loaded machine, not the expected time
 
 # What the children of these tests do: run the text they are given.
 ENTRY = """
@@ -61,7 +61,7 @@ async def begin(children: Children, text: str, name: str = "m_0") -> Child:
     return await trio.to_thread.run_sync(spawn)
 
 
-async def test_an_end_that_cannot_be_dealt_with_leaves_the_others_watched_over(
+async def test_a_failing_exit_handler_does_not_stop_the_watch_over_other_children(
     children: Children, caplog: pytest.LogCaptureFixture
 ) -> None:
     def slip(child: Child) -> None:
@@ -72,7 +72,7 @@ async def test_an_end_that_cannot_be_dealt_with_leaves_the_others_watched_over(
         first.on_end = slip
         first.kill()
         with trio.fail_after(WITHIN_S):
-            while not first.ended:  # noqa: ASYNC110 - nobody is told of it
+            while not first.ended:  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.01)
         second.kill()
         assert "SIGKILL" in await end_of(second)
@@ -116,7 +116,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.fault("R2")
-async def test_an_end_is_called_by_its_name(children: Children) -> None:
+async def test_the_end_of_a_child_is_described(children: Children) -> None:
     for text, how in {
         "os._exit(3)": "ended with exit status 3",
         "sys.exit(4)": "ended with exit status 4",
@@ -144,7 +144,7 @@ async def test_an_end_is_noticed_although_a_grandchild_holds_the_socket(children
         children,
         """
         if os.fork() == 0:
-            os.setsid()  # not of our group: nobody kills it
+            os.setsid()  # in another group, so that it is not killed
             time.sleep(6)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -155,7 +155,7 @@ async def test_an_end_is_noticed_although_a_grandchild_holds_the_socket(children
     assert time.monotonic() - began < 5.5
 
 
-async def test_what_a_child_has_started_ends_with_it(children: Children, tmp_path: Path) -> None:
+async def test_processes_started_by_a_child_end_with_it(children: Children, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     child = await begin(
         children,
@@ -226,7 +226,7 @@ async def test_siblings_share_nothing_that_can_be_changed(children: Children) ->
         answers.append(json.loads(await last_word(child)))
     for cwd, spoilt, has_attribute, fds, *_ in answers:
         assert (cwd, spoilt, has_attribute) == (os.getcwd(), None, False)
-        assert len(fds) <= 6  # the standard three, the socket, what listdir itself opens, the urandom of somebody
+        assert len(fds) <= 6  # the standard three, the socket, the one listdir opens, a urandom
     assert answers[0][4] != answers[1][4]
     assert answers[0][5] != answers[1][5]
     assert answers[0][6] == os.environ.get("OPENBLAS_NUM_THREADS")
@@ -245,8 +245,8 @@ async def test_children_have_one_thread_and_numpy_at_hand(children: Children) ->
     assert await last_word(child) == b"[1, True, True]"
 
 
-async def test_a_group_that_is_told_to_stop_leaves_children_to_the_server(children: Children) -> None:
-    """As when systemd stops a service: everybody gets SIGTERM, and the server still drains."""
+async def test_a_stop_signal_to_the_process_group_leaves_children_to_the_server(children: Children) -> None:
+    """As when systemd stops a service: every process gets SIGTERM, and the server still drains."""
     child = await begin(children, "os.write(socket_fd, b'1'); time.sleep(1); os.write(socket_fd, b'2')")
     await trio.lowlevel.wait_readable(child.socket)
     assert child.socket.recv(1) == b"1"
@@ -259,7 +259,7 @@ async def test_a_group_that_is_told_to_stop_leaves_children_to_the_server(childr
 
 
 @pytest.mark.fault("R6")
-async def test_what_is_printed_is_logged_under_the_models_name(
+async def test_printed_output_is_logged_under_the_models_name(
     children: Children, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "flowserve.model.m")
@@ -283,7 +283,7 @@ async def test_what_is_printed_is_logged_under_the_models_name(
     ]
 
 
-async def test_tracebacks_of_a_child_are_one_record_each_whoever_prints_them(
+async def test_each_traceback_of_a_child_is_one_log_record(
     children: Children, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "flowserve.model.m")
@@ -308,8 +308,8 @@ async def test_tracebacks_of_a_child_are_one_record_each_whoever_prints_them(
     """
     child = await begin(children, text)
     with trio.fail_after(30):
-        # Nothing comes after the last one, and it is told all the same.
-        while len(caplog.records) < 3:  # noqa: ASYNC110  # a log wakes nobody
+        # The last record is logged although no line follows it.
+        while len(caplog.records) < 3:  # noqa: ASYNC110  # a log sets no event
             await trio.sleep(0.01)
     child.kill(why="seen enough")
     await end_of(child)
@@ -322,7 +322,7 @@ async def test_tracebacks_of_a_child_are_one_record_each_whoever_prints_them(
 
 
 @pytest.mark.fault("R6")
-async def test_a_crash_says_in_the_log_where_it_happened(children: Children, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_crash_is_logged_with_its_location(children: Children, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flowserve.model.m")
     text = """
         def unlucky():
@@ -335,7 +335,7 @@ async def test_a_crash_says_in_the_log_where_it_happened(children: Children, cap
     assert "in unlucky" in caplog.text
 
 
-async def test_a_kill_of_our_own_says_why(children: Children) -> None:
+async def test_the_log_states_the_reason_of_a_kill_by_the_server(children: Children) -> None:
     child = await begin(children, "time.sleep(600)")
     child.kill(why="it was in the way")
     assert await end_of(child) == "model 'm', instance 'm_0': it was in the way"
@@ -346,7 +346,7 @@ async def test_when_the_forkserver_is_killed_its_children_end_at_once_and_the_ne
 ) -> None:
     child = await begin(children, "time.sleep(600)")
     forkserver = parent_of(child.pid)
-    monkeypatch.setattr("flowserve.runtime.children.REPORT_S_MAX", 10 * WITHIN_S)  # no report is waited for
+    monkeypatch.setattr("flowserve.runtime.processes.children.REPORT_S_MAX", 10 * WITHIN_S)  # no report is waited for
     os.kill(forkserver, signal.SIGKILL)
     assert "together with the process that had started it" in await end_of(child)
     while True:
@@ -390,7 +390,7 @@ async def test_nothing_can_be_started_once_everything_is_closed(children: Childr
 SERVER = """
 import sys
 import trio
-from flowserve.runtime.children import Children
+from flowserve.runtime.processes.children import Children
 from flowserve.runtime.clock import running_clock
 
 async def main():

@@ -11,11 +11,11 @@ import trio
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.repository.layout import ModelFolder, find_models
-from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.completion import Completer
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.testing.backends import Repository, config_of
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.completion import Completer
+from flowserve.runtime.processes.children import SUPPORTED
+from tests.support.backends import Repository, config_of
 
 MODEL = """
 import os
@@ -48,11 +48,11 @@ async def ask(folder: Path, body: str, place: str = "process") -> Completion:
             return await trio.to_thread.run_sync(completer, config, found, 1)
         except FlowserveError as error:
             failed = error
-    raise failed  # outside of the engine, whose nursery would make it one of a group
+    raise failed  # outside of the engine's nursery, which would wrap it in an exception group
 
 
 @pytest.mark.parametrize("place", ["process", "thread"] if SUPPORTED else ["thread"])
-async def test_what_a_model_adds_to_its_configuration_does_not_depend_on_the_place(tmp_path: Path, place: str) -> None:
+async def test_auto_completion_is_the_same_in_every_execution_place(tmp_path: Path, place: str) -> None:
     completed = await ask(tmp_path, COMPLETE, place)
     assert completed.inputs is not None
     assert completed.outputs is not None
@@ -72,7 +72,7 @@ async def test_what_a_model_adds_to_its_configuration_does_not_depend_on_the_pla
         ("        import helper_that_is_not_there", "No module named 'helper_that_is_not_there'"),
     ],
 )
-async def test_a_model_that_breaks_while_it_is_asked_takes_nobody_with_it(tmp_path: Path, body: str, why: str) -> None:
+async def test_a_model_that_fails_in_auto_completion_affects_no_other(tmp_path: Path, body: str, why: str) -> None:
     with pytest.raises(ModelFailed, match=why):
         await ask(tmp_path, body)
 

@@ -17,11 +17,11 @@ import trio.testing
 
 from flowserve.errors import Invalid, Unavailable
 from flowserve.repository.override import Override
-from flowserve.runtime.control import Control, ControlOptions, open_control
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.runtime.registry import LoadEvent
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.control import Control, ControlOptions, open_control
+from flowserve.runtime.loading.registry import LoadEvent
 from flowserve.values import Request
 
 CONFIG = """
@@ -70,7 +70,7 @@ async def running(repository: Path, *load: str) -> AsyncIterator[tuple[Engine, C
 
 
 async def ask(engine: Engine, name: str) -> float:
-    response = await engine.infer(engine.find(name), Request(inputs={"IN": np.zeros(1, np.float32)}))
+    response = await engine.infer(engine.deployments.find(name), Request(inputs={"IN": np.zeros(1, np.float32)}))
     return float(response.outputs["OUT"][0])
 
 
@@ -84,7 +84,7 @@ async def test_a_model_whose_files_change_while_it_loads_is_what_they_were_at_on
     write(tmp_path, "m", 1.0, change.strip())
     async with running(tmp_path) as (engine, control):
         await control.load("m")
-        assert engine.find("m").versions == [2]
+        assert engine.deployments.find("m").versions == [2]
         assert await ask(engine, "m") == 2
 
 
@@ -99,7 +99,7 @@ async def test_a_model_whose_files_never_come_to_rest_is_not_loaded(tmp_path: Pa
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("flowserve m")]
 
 
-async def test_who_leaves_in_the_middle_of_a_load_leaves_a_load_that_ends(tmp_path: Path) -> None:
+async def test_load_goes_on_after_its_caller_is_cancelled(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     write(
         tmp_path / "models", "m", 1.0, f"import time\n        while not Path({str(gate)!r}).exists(): time.sleep(0.01)"
@@ -108,13 +108,13 @@ async def test_who_leaves_in_the_middle_of_a_load_leaves_a_load_that_ends(tmp_pa
         with trio.move_on_after(0.1) as left:
             await control.load("m")
         assert left.cancelled_caught
-        assert engine.entries["m"].state == "LOADING"
+        assert engine.deployments.entries["m"].state == "LOADING"
         gate.touch()
         await control.load("m")
         assert await ask(engine, "m") == 1
 
 
-async def test_a_server_that_ends_gives_up_its_loads_and_says_so(tmp_path: Path) -> None:
+async def test_stopping_server_cancels_loads_with_an_error(tmp_path: Path) -> None:
     write(tmp_path / "models", "m", 1.0, "import time\n        time.sleep(1000)")
     said: list[str] = []
     async with running(tmp_path / "models") as (engine, control), trio.open_nursery() as nursery:
@@ -125,7 +125,7 @@ async def test_a_server_that_ends_gives_up_its_loads_and_says_so(tmp_path: Path)
             said.append(str(raised.value))
 
         nursery.start_soon(load)
-        while "m" not in engine.entries:  # noqa: ASYNC110, it is read on a thread
+        while "m" not in engine.deployments.entries:  # noqa: ASYNC110, it is read on a thread
             await trio.sleep(0.01)
         control.stop()
         with pytest.raises(Unavailable, match="Server is stopping"):
@@ -180,7 +180,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.fault("L15")
-async def test_a_model_that_hangs_while_it_is_read_can_be_unloaded_and_the_index_says_that_it_is_loading(
+async def test_model_that_hangs_during_autocomplete_is_loading_in_the_index_and_can_be_unloaded(
     tmp_path: Path,
 ) -> None:
     write_one_that_never_says_what_it_is(tmp_path, "hangs")
@@ -193,20 +193,20 @@ async def test_a_model_that_hangs_while_it_is_read_can_be_unloaded_and_the_index
             refused.append(str(raised.value))
 
         nursery.start_soon(load)
-        await until(lambda: "hangs" in engine.entries)
-        assert engine.index() == [{"name": "hangs", "state": "LOADING", "reason": ""}]
+        await until(lambda: "hangs" in engine.deployments.entries)
+        assert engine.deployments.index() == [{"name": "hangs", "state": "LOADING", "reason": ""}]
         with pytest.raises(Unavailable, match=r"'hangs' is not at ready state: it is being loaded$"):
-            engine.find("hangs")
+            engine.deployments.find("hangs")
         with trio.fail_after(20):
             await control.unload("hangs")  # wherever it hangs, or will
     assert "its process was killed: it was unloaded while it was loading" in refused[0]
 
 
 @pytest.mark.fault("L15")
-async def test_a_model_that_hangs_while_it_is_read_keeps_no_other_from_serving_and_is_followed_when_it_changes(
+async def test_model_that_hangs_during_autocomplete_does_not_block_other_models_and_is_reloaded_on_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowserve.runtime.loader.PATIENCE_S", 0.3)
+    monkeypatch.setattr("flowserve.runtime.loading.loader.HANG_AFTER_S", 0.3)
     write(tmp_path, "good", 1.0)
     asked = write_one_that_never_says_what_it_is(tmp_path, "hangs")
     async with (
@@ -215,10 +215,10 @@ async def test_a_model_that_hangs_while_it_is_read_keeps_no_other_from_serving_a
         trio.open_nursery() as nursery,
     ):
         nursery.start_soon(control.start, lambda event: None)
-        await until(lambda: asked.exists() and engine.entries["good"].state == "READY")
-        assert engine.entries["hangs"].state == "LOADING"
+        await until(lambda: asked.exists() and engine.deployments.entries["good"].state == "READY")
+        assert engine.deployments.entries["hangs"].state == "LOADING"
         write(tmp_path, "hangs", 2.0)
-        await until(lambda: engine.entries["hangs"].state == "READY")
+        await until(lambda: engine.deployments.entries["hangs"].state == "READY")
         assert await ask(engine, "hangs") == 2
 
 
@@ -232,7 +232,7 @@ async def test_every_event_of_a_start_is_told_in_order(tmp_path: Path) -> None:
     ):
         failed = await control.start(events.append)
         assert list(failed) == ["bad"]
-        assert not engine.is_ready
+        assert not engine.deployments.is_ready
     states = {name: [event.state for event in events if event.name == name] for name in ("good", "bad")}
     assert states == {"good": ["loading", "ready"], "bad": ["loading", "failed"]}
 
@@ -278,14 +278,14 @@ async def test_a_reload_holds_up_requests_of_others_for_no_longer_than_a_turn(tm
     assert set(answers) == {5.0}
 
 
-async def test_of_a_model_whose_folder_is_gone_nothing_is_kept(tmp_path: Path) -> None:
+async def test_registry_forgets_a_model_whose_folder_was_removed(tmp_path: Path) -> None:
     folder = write(tmp_path, "short_lived", 1.0)
     async with running(tmp_path, "short_lived") as (engine, control):
         shutil.rmtree(folder)
         for generation in await control._take_out("short_lived", dependents=False, is_gone=True):
             await generation.closed.wait()
         await trio.testing.wait_all_tasks_blocked()
-        assert "short_lived" not in engine.entries
+        assert "short_lived" not in engine.deployments.entries
         registry = control._registry
         assert (registry.known, registry.failed, registry.last) == ({}, {}, {})
 
@@ -293,9 +293,9 @@ async def test_of_a_model_whose_folder_is_gone_nothing_is_kept(tmp_path: Path) -
 async def test_how_long_a_model_took_to_load_is_told_of_what_runs_now(tmp_path: Path) -> None:
     write(tmp_path, "m", 1, "__import__('time').sleep(0.05)")
     async with running(tmp_path, "m") as (engine, control):
-        loaded = engine.find("m").statistics
+        loaded = engine.deployments.find("m").statistics
         assert loaded.load_s >= 0.05
         write(tmp_path, "m", 2)
         before = loaded.load_s
         await control.load("m")
-        assert 0 < engine.find("m").statistics.load_s != before
+        assert 0 < engine.deployments.find("m").statistics.load_s != before

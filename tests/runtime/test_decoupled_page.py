@@ -1,4 +1,4 @@
-"""docs/decoupled.md does what it says: its model is served, asked over HTTP, and its configurations are accepted."""
+"""The examples of docs/decoupled.md: its model is served over HTTP, and its configurations are accepted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ output [ { name: "KNOWN" data_type: TYPE_BOOL dims: [ 1 ] } ]
 
 
 @pytest.mark.server
-def test_the_page_does_what_it_says(root: Path, tmp_path: Path) -> None:
+def test_the_examples_of_the_decoupled_page_work(root: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall((root / "docs/decoupled.md").read_text())
     (model, ensemble), (code,) = ([text for kind, text in blocks if kind == one] for one in ("pbtxt", "python"))
     ((command, printed),) = [

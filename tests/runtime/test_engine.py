@@ -1,10 +1,11 @@
-"""The trio shell: what only a running loop can show. Policy is tested in tests/scheduling, without one."""
+"""The engine in a running event loop. Decisions of the scheduler alone are tested in tests/scheduling."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,21 +13,21 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import ClockNs, Results, Work
-from flowserve.config.gate import GateOptions
-from flowserve.errors import Internal, Invalid, ModelFailed, NotFound, Unavailable
+from flowserve.config.parameters import AdmissionOptions
+from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed, NotFound, Unavailable
 from flowserve.graph.types import ModelKey
-from flowserve.runtime import engine as engine_module
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.gate import Gate
-from flowserve.runtime.instance import LocalHost
-from flowserve.runtime.opening import open_engine
-from flowserve.runtime.placement import Placement
-from flowserve.runtime.pump import LONE_TURNS
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
-from flowserve.scheduling.router import Flow
-from flowserve.testing.engine import add_chain, add_function
+from flowserve.runtime.admission.controller import AdmissionController
+from flowserve.runtime.engine import engine as engine_module
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.observer import Observer
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.workers.local import LocalWorker
+from flowserve.runtime.workers.placement import Placement
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.values import Array, Request
+from tests.support.engine import add_chain, add_function
 
 HOUR_NS = 3_600_000_000_000
 OPTIONS = EngineOptions()
@@ -35,11 +36,11 @@ OPTIONS = EngineOptions()
 @asynccontextmanager
 async def running(options: EngineOptions = OPTIONS) -> AsyncIterator[Engine]:
     async with open_engine(options) as engine:
-        await wait_all_tasks_blocked()  # the pump sleeps: what a test submits in one turn is one turn
+        await wait_all_tasks_blocked()  # the engine's loop is parked: requests of one iteration are scheduled together
         yield engine
         await wait_all_tasks_blocked()
-        assert engine.dispatcher.in_flight == 0
-        engine.dispatcher.check()
+        assert engine.scheduler.in_flight == 0
+        engine.scheduler.check()
 
 
 def request(engine: Engine, value: float = 1.0, rows: int = 1) -> Request:
@@ -47,7 +48,7 @@ def request(engine: Engine, value: float = 1.0, rows: int = 1) -> Request:
 
 
 async def ask(engine: Engine, name: str, value: float, answers: dict[float, float]) -> None:
-    response = await engine.infer(engine.find(name), request(engine, value))
+    response = await engine.infer(engine.deployments.find(name), request(engine, value))
     assert response.outputs["OUT"].shape == (1, 4)
     answers[value] = float(response.outputs["OUT"][0, 0])
 
@@ -70,7 +71,7 @@ def poisoned(array: Array) -> Array:
     return array * 2
 
 
-async def test_requests_of_one_turn_run_as_one_batch_and_stay_one_through_the_chain() -> None:
+async def test_requests_of_one_loop_iteration_stay_one_batch_through_the_chain() -> None:
     async with running() as engine:
         first = add_function(engine, "first", [double])[0]
         last = add_function(engine, "last", [lambda array: array + 1])[0]
@@ -84,7 +85,7 @@ async def test_requests_of_one_turn_run_as_one_batch_and_stay_one_through_the_ch
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
-async def test_a_place_does_not_change_the_answer(inline: bool) -> None:
+async def test_the_execution_place_does_not_change_the_response(inline: bool) -> None:
     async with running() as engine:
         add_function(engine, "double", [double, double], inline=inline)
         answers: dict[float, float] = {}
@@ -94,27 +95,27 @@ async def test_a_place_does_not_change_the_answer(inline: bool) -> None:
         assert answers == {float(i): 2.0 * i for i in range(40)}
 
 
-async def test_a_lone_request_leaves_when_its_delay_is_over(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_single_request_runs_when_its_queue_delay_is_over(autojump_clock: trio.testing.MockClock) -> None:
     async with running() as engine:
-        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=HOUR_NS))
+        batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=HOUR_NS))
         add_function(engine, "slow", [double], batcher=batcher)
         started = trio.current_time()
-        await engine.infer(engine.find("slow"), request(engine))
+        await engine.infer(engine.deployments.find("slow"), request(engine))
         assert trio.current_time() - started == pytest.approx(3600)
 
 
-async def test_a_caller_who_leaves_is_withdrawn_and_never_run(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_cancelled_request_is_withdrawn_and_never_run(autojump_clock: trio.testing.MockClock) -> None:
     async with running() as engine:
-        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=HOUR_NS))
+        batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=HOUR_NS))
         instance = add_function(engine, "slow", [double], batcher=batcher)[0]
         with trio.move_on_after(1):
-            await engine.infer(engine.find("slow"), request(engine))
+            await engine.infer(engine.deployments.find("slow"), request(engine))
         assert len(batcher) == 0
-        await engine.infer(engine.find("slow"), request(engine, 3.0))
+        await engine.infer(engine.deployments.find("slow"), request(engine, 3.0))
         assert instance.batches == [[1]]
 
 
-async def test_a_caller_who_leaves_while_its_batch_runs_disturbs_nobody() -> None:
+async def test_a_request_cancelled_in_a_running_batch_affects_no_other() -> None:
     gate = threading.Event()
     entered = threading.Event()
 
@@ -131,7 +132,7 @@ async def test_a_caller_who_leaves_while_its_batch_runs_disturbs_nobody() -> Non
 
             async def leave_early() -> None:
                 with leaver:
-                    await engine.infer(engine.find("gated"), request(engine, 1.0))
+                    await engine.infer(engine.deployments.find("gated"), request(engine, 1.0))
 
             nursery.start_soon(leave_early)
             nursery.start_soon(ask, engine, "gated", 2.0, answers)
@@ -143,7 +144,7 @@ async def test_a_caller_who_leaves_while_its_batch_runs_disturbs_nobody() -> Non
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
-async def test_one_poisonous_request_of_a_pure_model_fails_alone_and_is_told_once(
+async def test_one_failing_request_of_a_pure_model_fails_alone_and_is_logged_once(
     inline: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running() as engine:
@@ -163,22 +164,22 @@ async def test_one_poisonous_request_of_a_pure_model_fails_alone_and_is_told_onc
         assert answers == {float(i): 2.0 * i for i in range(16) if i != 13}
         assert len(failures) == 1
         assert "thirteen" in failures[0]
-        row = engine.statistics("pure")[0]["inference_stats"]
+        row = engine.deployments.statistics("pure")[0]["inference_stats"]
         assert (row["success"]["count"], row["fail"]["count"]) == (15, 1)
     assert caplog.messages == ["model 'pure', instance 'pure_0' failed"]
     assert "ValueError: thirteen" in caplog.text
 
 
 @pytest.mark.fault("E7")
-async def test_a_failing_step_fails_its_ensemble_with_the_steps_own_text() -> None:
+async def test_a_failing_step_fails_its_ensemble_with_its_own_error() -> None:
     async with running() as engine:
         add_function(engine, "first", [double])
         add_function(engine, "bad", [poisoned])
         add_chain(engine, "chain", ["first", "bad"])
         with pytest.raises(ModelFailed, match=r"^in ensemble 'chain', .*'bad'.*thirteen"):
-            await engine.infer(engine.find("chain"), request(engine, 6.5))
-        assert engine.statistics("chain")[0]["inference_stats"]["fail"]["count"] == 1
-        assert engine.statistics("bad")[0]["inference_stats"]["fail"]["count"] == 1
+            await engine.infer(engine.deployments.find("chain"), request(engine, 6.5))
+        assert engine.deployments.statistics("chain")[0]["inference_stats"]["fail"]["count"] == 1
+        assert engine.deployments.statistics("bad")[0]["inference_stats"]["fail"]["count"] == 1
         answers: dict[float, float] = {}
         await ask(engine, "chain", 1.0, answers)
         assert answers == {1.0: 4.0}
@@ -224,7 +225,7 @@ async def test_a_node_measured_to_be_cheap_moves_onto_the_loop() -> None:
     async with running() as engine:
         add_function(engine, "cheap", [note], inline=False, placement=Placement())
         for _ in range(20):
-            await engine.infer(engine.find("cheap"), request(engine))
+            await engine.infer(engine.deployments.find("cheap"), request(engine))
         assert threads[0] != threading.get_ident()
         assert threads[-1] == threading.get_ident()
 
@@ -233,16 +234,16 @@ async def test_draining_refuses_new_requests_and_waits_for_those_in_flight() -> 
     gate = threading.Event()
     async with running() as engine:
         add_function(engine, "gated", [behind(gate)], inline=False)
-        engine.loaded()
-        assert engine.is_ready
+        engine.deployments.loaded()
+        assert engine.deployments.is_ready
         answers: dict[float, float] = {}
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, engine, "gated", 1.0, answers)
             await wait_all_tasks_blocked()
             assert await engine.drain(trio.current_time() + 0.05) == ["gated_0"]
-            assert not engine.is_ready
+            assert not engine.deployments.is_ready
             with pytest.raises(Unavailable, match="Server is stopping"):
-                await engine.infer(engine.find("gated"), request(engine))
+                await engine.infer(engine.deployments.find("gated"), request(engine))
             gate.set()
             assert await engine.drain(trio.current_time() + 10) == []
         assert answers == {1.0: 1.0}
@@ -255,55 +256,59 @@ async def test_statistics_count_rows_batches_and_requests() -> None:
         async with trio.open_nursery() as nursery:
             for i in range(4):
                 nursery.start_soon(ask, engine, "double", float(i), answers)
-        await engine.infer(engine.find("double"), request(engine, 1.0, rows=3))
-        row = engine.statistics("double", "1")[0]
+        await engine.infer(engine.deployments.find("double"), request(engine, 1.0, rows=3))
+        row = engine.deployments.statistics("double", "1")[0]
         assert (row["inference_count"], row["execution_count"]) == (7, 2)
         assert [size["batch_size"] for size in row["batch_stats"]] == [3, 4]
         assert row["inference_stats"]["success"]["count"] == 5
         assert row["last_inference"] > 0
 
 
-async def test_unknown_names_and_versions_say_what_is_missing() -> None:
+async def test_errors_for_unknown_models_name_the_model_and_version() -> None:
     async with running() as engine:
         add_function(engine, "double", [double])
-        assert engine.find("double", "1") is engine.find("double")
+        assert engine.deployments.find("double", "1") is engine.deployments.find("double")
         with pytest.raises(NotFound, match="Request for unknown model: 'nope' is not found"):
-            engine.find("nope")
+            engine.deployments.find("nope")
         with pytest.raises(NotFound, match=r"unknown model: 'doubel' is not found \(did you mean 'double'\?\)$"):
-            engine.find("doubel")
+            engine.deployments.find("doubel")
         with pytest.raises(NotFound, match="Request for unknown model: 'double' version 9 is not found"):
-            engine.find("double", "9")
-        engine.withdraw_name("triple", "ensemble 'triple' contains models that are not there (did you mean 'double'?)")
+            engine.deployments.find("double", "9")
+        engine.deployments.withdraw_name(
+            "triple", "ensemble 'triple' contains models that are not there (did you mean 'double'?)"
+        )
         with pytest.raises(Unavailable, match=r"'triple' is not at ready state: .* \(did you mean 'double'\?\)$"):
-            engine.find("triple")
+            engine.deployments.find("triple")
         for version in ("0", "-1", "abc", "1x", "99999999999999999999999"):
             with pytest.raises(Invalid, match="version"):
-                engine.find("double", version)
+                engine.deployments.find("double", version)
 
 
-async def test_where_names_are_for_some_only_errors_give_away_none() -> None:
+async def test_errors_name_no_other_model_when_names_are_restricted() -> None:
     async with running(EngineOptions(tells_names=False)) as engine:
         add_function(engine, "double", [double])
-        engine.withdraw_name("triple", "ensemble 'triple' contains models that are not there (did you mean 'double'?)")
-        engine.not_loaded = frozenset({"later"})
+        engine.deployments.withdraw_name(
+            "triple", "ensemble 'triple' contains models that are not there (did you mean 'double'?)"
+        )
+        engine.deployments.not_loaded = frozenset({"later"})
         for name in ("doubel", "later"):
             with pytest.raises(NotFound, match=rf"unknown model: '{name}' is not found$"):
-                engine.find(name)
+                engine.deployments.find(name)
         with pytest.raises(Unavailable, match=r"unknown model: 'triple' is not at ready state$"):
-            engine.find("triple")
+            engine.deployments.find("triple")
 
 
 @pytest.mark.fault("R11")
-async def test_a_wall_clock_that_jumps_back_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wall_clock_that_jumps_back_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = iter(range(1_000_000, 0, -1))
     monkeypatch.setattr("time.time", lambda: next(hours) * 3600.0)
     async with running() as engine:
-        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=20_000_000))
+        batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=20_000_000))
         add_function(engine, "slow", [double], batcher=batcher)
         started = trio.current_time()
         with trio.fail_after(5):
             for _ in range(3):
-                await engine.infer(engine.find("slow"), request(engine))
+                await engine.infer(engine.deployments.find("slow"), request(engine))
         assert trio.current_time() - started >= 0.06
 
 
@@ -317,7 +322,7 @@ async def test_a_backend_that_loses_members_fails_its_batch_and_nothing_else() -
         instance.run = lose_everything  # type: ignore[method-assign]  # what a third party's backend might do
         add_function(engine, "double", [double])
         with pytest.raises(ModelFailed, match="'broken_0': its backend lost a member"):
-            await engine.infer(engine.find("broken"), request(engine))
+            await engine.infer(engine.deployments.find("broken"), request(engine))
         answers: dict[float, float] = {}
         await ask(engine, "double", 2.0, answers)
         assert answers == {2.0: 4.0}
@@ -341,7 +346,7 @@ async def test_a_step_that_ends_after_the_server_stopped_waiting_starts_no_other
 
         async def call() -> None:
             try:
-                await engine.infer(engine.find("chain"), request(engine))
+                await engine.infer(engine.deployments.find("chain"), request(engine))
             except Unavailable as error:
                 failed.append(str(error))
 
@@ -354,77 +359,53 @@ async def test_a_step_that_ends_after_the_server_stopped_waiting_starts_no_other
     assert [text[:42] for text in failed] == ["in ensemble 'chain', Server is stopping, s"]
 
 
-async def test_lone_requests_do_not_wait_for_company_and_a_crowd_is_noticed() -> None:
+async def test_concurrent_requests_are_one_batch_after_requests_that_ran_alone() -> None:
     async with running() as engine:
         instance = add_function(engine, "double", [double])[0]
-        deployment = engine.find("double")
+        deployment = engine.deployments.find("double")
         for _ in range(100):
             await engine.infer(deployment, request(engine))
             await wait_all_tasks_blocked()
+        assert instance.batches == [[1]] * 100
         instance.batches.clear()
         for _ in range(2):
             async with trio.open_nursery() as nursery:
                 for i in range(16):
                     nursery.start_soon(ask, engine, "double", float(i), {})
             await wait_all_tasks_blocked()
-        # A few of the first crowd were taken to be alone, then it was noticed.
-        assert instance.batches[-1] == [1] * 16
-        assert [len(batch) for batch in instance.batches[:-2]] == [1] * (len(instance.batches) - 2)
-        assert len(instance.batches[-2]) >= 8
+        assert instance.batches == [[1] * 16] * 2
 
 
-async def test_what_came_at_once_is_one_batch_and_is_run_before_the_turn_ends() -> None:
+async def test_requests_between_begin_events_and_end_events_are_one_batch_and_have_run_at_its_end() -> None:
     async with running() as engine:
         instance = add_function(engine, "double", [double])[0]
-        deployment = engine.find("double")
+        deployment = engine.deployments.find("double")
         for size in (5, 1):
-            engine.begin_burst(size)
+            engine.begin_events()
             flows = [engine.submit(deployment, request(engine, float(i))) for i in range(size)]
-            engine.end_burst()
+            engine.end_events()
             assert [engine.response(flow).outputs["OUT"][0, 0] for flow in flows] == [2.0 * i for i in range(size)]
         assert instance.batches == [[1] * 5, [1]]
 
 
-async def test_who_sends_answers_hears_which_are_told_of_together() -> None:
-    class Heard:
-        def __init__(self) -> None:
-            self.told: list[str] = []
-
-        def begin_burst(self, most: int) -> None:
-            self.told.append(f"[ at most {most}")
-
-        def end_burst(self) -> None:
-            self.told.append("]")
-
-    heard = Heard()
-    async with running() as engine:
-        add_function(engine, "double", [double])
-        engine.tell_around(heard)
-        engine.begin_burst(3)
-        for i in range(3):
-            flow = engine.submit(engine.find("double"), request(engine, float(i)))
-            flow.waiter = lambda flow: heard.told.append(str(engine.response(flow).outputs["OUT"][0, 0]))
-        engine.end_burst()
-        assert heard.told == ["[ at most 3", "0.0", "2.0", "4.0", "]"]
-
-
-async def test_a_mistake_in_the_pump_is_heard_of_where_it_was_called_and_nobody_else_waits_for_ever(
+async def test_an_exception_of_a_step_is_raised_by_end_events_and_the_loop_serves_all_requests_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def mistaken(*_: object) -> None:
-        raise RuntimeError("a mistake")
+    def fault(*_: object) -> None:
+        raise RuntimeError("a fault")
 
     async with running() as engine:
         add_function(engine, "double", [double])
-        for _ in range(LONE_TURNS + 1):
-            await engine.infer(engine.find("double"), request(engine))
-            await wait_all_tasks_blocked()
+        deployment = engine.deployments.find("double")
+        engine.begin_events()
+        flow = engine.submit(deployment, request(engine, 3.0))
         with monkeypatch.context() as patch:
-            patch.setattr(engine.dispatcher, "pump", mistaken)
-            with pytest.raises(RuntimeError, match="a mistake"):
-                engine.submit(engine.find("double"), request(engine))
+            patch.setattr(engine.scheduler, "schedule", fault)
+            with pytest.raises(RuntimeError, match="a fault"):
+                engine.end_events()
         with trio.fail_after(5):
-            assert (await engine.infer(engine.find("double"), request(engine))).outputs["OUT"][0, 0] == 2
+            assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
+        assert engine.response(flow).outputs["OUT"][0, 0] == 6
 
 
 async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,12 +414,12 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pyt
 
     async with running() as engine:
         add_function(engine, "double", [double])
-        deployment = engine.find("double")
+        deployment = engine.deployments.find("double")
         with monkeypatch.context() as patch:
-            patch.setattr(LocalHost, "_gather", no_memory)
-            engine.begin_burst(3)
+            patch.setattr(LocalWorker, "_work_of", no_memory)
+            engine.begin_events()
             flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
-            engine.end_burst()
+            engine.end_events()
         for flow in flows:
             with pytest.raises(Internal, match="'double_0': a batch cannot be started: MemoryError: so many bytes"):
                 engine.response(flow)
@@ -459,14 +440,14 @@ def slips_once(patch: pytest.MonkeyPatch, where: object, name: str) -> None:
 @pytest.mark.parametrize("keeps_order", [False, True], ids=["any-order", "keeps-order"])
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
 @pytest.mark.parametrize("where", ["before it is taken in", "in the middle"])
-async def test_a_batch_whose_outcome_cannot_be_taken_in_fails_alone(
+async def test_an_internal_error_while_a_batch_completes_fails_only_that_batch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, inline: bool, keeps_order: bool
 ) -> None:
     async with running() as engine:
         add_function(engine, "double", [double], inline=inline, keeps_order=keeps_order)
-        deployment = engine.find("double")
+        deployment = engine.deployments.find("double")
         if where == "in the middle":
-            slips_once(monkeypatch, engine.dispatcher, "_mark" if keeps_order else "_deliver")
+            slips_once(monkeypatch, engine.scheduler, "_mark" if keeps_order else "_finish_alike")
         else:
             slips_once(monkeypatch, engine_module, "record_batch")
         with (
@@ -479,39 +460,99 @@ async def test_a_batch_whose_outcome_cannot_be_taken_in_fails_alone(
     assert "Traceback" in caplog.text
 
 
-async def test_a_slip_about_one_of_a_batch_leaves_nobody_of_it_unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_about_one_member_of_a_batch_leaves_no_member_without_a_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running() as engine:
         add_function(engine, "double", [double])
-        deployment = engine.find("double")
-        answered = engine._answered
+        deployment = engine.deployments.find("double")
+        finish = engine.scheduler._finish
 
-        def slip(flow: Flow) -> None:
+        def fault(flow: Flow) -> None:
             if flow is flows[1] and flow.error is None:
-                raise RuntimeError("a slip")
-            answered(flow)
+                raise RuntimeError("a fault")
+            finish(flow)
 
-        monkeypatch.setattr(engine.dispatcher, "_answered", slip)
-        engine.begin_burst(3)
+        monkeypatch.setattr(engine.scheduler, "_finish", fault)
+        monkeypatch.setattr(engine.scheduler, "_finish_alike", lambda *_: 0)  # each member is finished by itself
+        engine.begin_events()
         flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
         told: list[Flow] = []
         for flow in flows:
             flow.waiter = told.append
-        engine.end_burst()
+        engine.end_events()
         await wait_all_tasks_blocked()
         assert engine.response(flows[0]).outputs["OUT"][0, 0] == 2
-        with pytest.raises(Internal, match="'double_0': what came of a batch cannot be taken in: RuntimeError: a slip"):
-            engine.response(flows[2])
+        for flow in flows[1:]:
+            with pytest.raises(Internal, match=r"'double_0': what came of a batch cannot be taken in: .*: a fault"):
+                engine.response(flow)
         assert [flow.done for flow in flows] == [True] * 3
-        assert set(told) >= {flows[0], flows[2]}
-        assert engine.dispatcher.in_flight == 0
+        assert told == flows
+        assert engine.scheduler.in_flight == 0
 
 
-async def test_somebody_who_cannot_be_told_of_his_answer_keeps_it_from_nobody_else(
+class FaultyObserver:
+    """Raises at one of the points of `Observer`."""
+
+    def __init__(self, point: str) -> None:
+        self.point = point
+
+    def __getattr__(self, point: str) -> Callable[..., None]:
+        def observe(*_: object) -> None:
+            if point == self.point:
+                raise RuntimeError("a fault")
+
+        return observe
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
+@pytest.mark.parametrize(
+    ("point", "error"),
+    [
+        ("batched", "a batch cannot be started: RuntimeError: a fault"),
+        ("started", ""),
+        ("computed", "cannot be taken in: RuntimeError: a fault"),
+        ("finished", ""),
+        ("failed", "thirteen"),
+    ],
+)
+async def test_a_fault_of_an_observer_leaves_no_request_without_a_response(
+    point: str, error: str, inline: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running() as engine:
+        add_function(engine, "model", [poisoned], inline=inline)
+        deployment = engine.deployments.find("model")
+        observer = cast("Observer", FaultyObserver(point))
+        engine.observers.append(observer)
+        value = 13.0 if point == "failed" else 1.0
+        told: list[Flow] = []
+        engine.begin_events()
+        flows = [engine.submit(deployment, request(engine, value)) for _ in range(3)]
+        for flow in flows:
+            flow.waiter = told.append
+        engine.end_events()
+        with trio.fail_after(5):
+            while len(told) < 3:  # noqa: ASYNC110  # `waiter` sets no event
+                await trio.sleep(0.001)
+        assert told == flows
+        for flow in flows:
+            if error:
+                with pytest.raises(FlowserveError, match=error):
+                    engine.response(flow)
+            else:
+                assert engine.response(flow).outputs["OUT"][0, 0] == 2
+        engine.observers.remove(observer)
+        with trio.fail_after(5):
+            assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
+    assert "RuntimeError: a fault" in caplog.text
+
+
+async def test_a_failing_completion_callback_affects_no_other_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running() as engine:
         add_function(engine, "double", [double])
-        deployment = engine.find("double")
+        deployment = engine.deployments.find("double")
         told: list[object] = []
 
         def slip(flow: object) -> None:
@@ -525,40 +566,40 @@ async def test_somebody_who_cannot_be_told_of_his_answer_keeps_it_from_nobody_el
     assert "a slip" in caplog.text
 
 
-async def test_who_waits_at_the_gate_is_let_in_by_models_that_run_on_the_loop() -> None:
+async def test_requests_waiting_for_admission_are_admitted_when_inline_models_complete() -> None:
     async with running() as engine:
         add_function(engine, "double", [double])
-        deployment = engine.find("double")
-        options = GateOptions(max_requests=1, waits=True)
+        deployment = engine.deployments.find("double")
+        options = AdmissionOptions(max_requests=1, waits=True)
         key = ModelKey("double", deployment.version)
-        deployment.gate = Gate(
-            options, None, key, deployment.output_slot, deployment.statistics, engine.dispatcher, engine.clock
+        deployment.admission = AdmissionController(
+            options, None, key, deployment.output_slot, deployment.statistics, engine.scheduler, engine.clock
         )
-        with trio.fail_after(5):  # nobody else comes who could wake the server
+        with trio.fail_after(5):  # no other event wakes the server
             async with trio.open_nursery() as nursery:
                 for i in range(5):
                     nursery.start_soon(ask, engine, "double", float(i), {})
 
 
-async def test_who_leaves_when_his_deadline_has_passed_and_nobody_has_told_him_is_counted_once() -> None:
+async def test_a_request_cancelled_after_its_unreported_deadline_is_counted_once() -> None:
     async with running() as engine:
         add_function(engine, "double", [double])
-        deployment = engine.find("double")
+        deployment = engine.deployments.find("double")
         statistics = deployment.statistics
-        deployment.gate = Gate(
-            GateOptions(deadline_ms=1000, max_requests=1),
+        deployment.admission = AdmissionController(
+            AdmissionOptions(deadline_ms=1000, max_requests=1),
             None,
             ModelKey("double", deployment.version),
             deployment.output_slot,
             statistics,
-            engine.dispatcher,
+            engine.scheduler,
             engine.clock,
         )
         flow = engine.submit(deployment, request(engine))
         flow.waiter = lambda _: None
-        engine.dispatcher._expire(engine.clock() + 2_000_000_000)  # as where a queue is full between two turns
+        engine.scheduler._expire(engine.clock() + 2_000_000_000)  # as where a queue is full between two turns
         assert flow.done
         engine.withdraw(flow)
         await wait_all_tasks_blocked()
         assert sum(statistics.failures.values()) == 1
-        assert (deployment.gate.inside, engine.dispatcher.in_flight) == (0, 0)
+        assert (deployment.admission.inside, engine.scheduler.in_flight) == (0, 0)

@@ -13,14 +13,14 @@ import trio
 from flowserve.config.instances import Gpus
 from flowserve.memory.devices import Devices
 from flowserve.memory.devices import devices as process_devices
-from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.testing.fake_device import FakeMachine
-from flowserve.testing.fake_onnx import onnx_on
-from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_memory
+from tests.support.fake_device import FakeMachine
+from tests.support.fake_onnx import onnx_on
+from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 IN, OUT = (HOST_MEMORY, gpu_memory(0)), (gpu_memory(0), PINNED_MEMORY)
 GPU = "instance_group { kind: KIND_GPU }\n"
@@ -81,7 +81,7 @@ async def _ask(engine: Engine, name: str, count: int) -> list[float]:
 
     async def one(i: int) -> None:
         request = Request({port: np.full((1, 4), i, np.float32)}, stamp=engine.next_stamp())
-        response = await engine.infer(engine.find(name), request)
+        response = await engine.infer(engine.deployments.find(name), request)
         answers[i] = float(next(iter(response.outputs.values()))[0, 0])
 
     async with trio.open_nursery() as nursery:
@@ -101,7 +101,7 @@ async def test_a_pipeline_of_three_onnx_models_crosses_once_in_and_once_out(
     async with serving(_repository(tmp_path, {"a": GPU, "b": GPU, "c": GPU})) as engine:
         assert await _ask(engine, "chain", count) == [8.0 * i for i in range(count)]
         assert _copies(devices) == {IN: 1, OUT: 1}
-        assert [(node.batches, node.rows) for node in engine.find("chain").traffic] == [(1, count)] * 3
+        assert [(node.batches, node.rows) for node in engine.deployments.find("chain").traffic] == [(1, count)] * 3
 
 
 @pytest.mark.gpu
@@ -122,7 +122,7 @@ async def test_a_step_on_the_cpu_between_them_crosses_back_and_in_again(tmp_path
         assert await _ask(engine, "a", 2) == [0.0, 2.0]  # and a direct caller
 
 
-async def test_what_says_nothing_of_its_place_is_on_the_gpu_there_is(tmp_path: Path, devices: Devices) -> None:
+async def test_a_model_without_an_instance_group_is_placed_on_the_gpu(tmp_path: Path, devices: Devices) -> None:
     async with serving(_repository(tmp_path, {"a": "", "b": "", "c": ""})) as engine:
         assert await _ask(engine, "chain", 4) == [0.0, 8.0, 16.0, 24.0]
         assert _copies(devices) == {IN: 1, OUT: 1}
@@ -151,16 +151,14 @@ parameters { key: "execution" value: { string_value: "thread" } }
 """
 
 
-async def test_each_answer_of_a_model_that_answers_many_times_goes_through_the_gpu(
-    tmp_path: Path, devices: Devices
-) -> None:
+async def test_each_response_of_a_decoupled_model_goes_through_the_gpu(tmp_path: Path, devices: Devices) -> None:
     repository = _repository(tmp_path, {"b": GPU, "c": GPU})
     (repository / "a" / "1").mkdir(parents=True)
     (repository / "a" / "1" / "model.py").write_text(REPEAT)
     (repository / "a" / "config.pbtxt").write_text(REPEAT_CONFIG)
     async with serving(repository) as engine:
         request = Request({"IN": np.ones((1, 4), np.float32)}, stamp=engine.next_stamp())
-        async with engine.stream(engine.find("chain"), request) as answers:
+        async with engine.stream(engine.deployments.find("chain"), request) as answers:
             found = [float(answer.outputs["OUT"][0, 0]) async for answer in answers]
         assert found == [4, 8, 12]
         copies = _copies(devices)
@@ -194,7 +192,7 @@ async def test_a_model_of_sequences_on_the_gpu_has_its_tensors_on_the_host(tmp_p
                 sequence_end=not is_first,
                 stamp=engine.next_stamp(),
             )
-            response = await engine.infer(engine.find("s"), request)
+            response = await engine.infer(engine.deployments.find("s"), request)
             answers.append(float(response.outputs["y"][0, 0]))
         assert answers == [2, 1]
         assert _copies(devices) == {}  # onnxruntime copies by itself

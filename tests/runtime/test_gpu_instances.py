@@ -11,12 +11,12 @@ import trio
 from flowserve.config.instances import Gpus
 from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, RateLimiter, SourceMap
 from flowserve.errors import Problems
-from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.limits import refuse_what_never_runs
-from flowserve.runtime.opening import open_engine
-from flowserve.scheduling.limiter import Available, Limiter
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.control import ControlOptions, open_control
+from flowserve.runtime.processes.children import SUPPORTED
+from flowserve.runtime.workers.resources import refuse_what_never_runs
+from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 from flowserve.values import Request
 
 TWO = Gpus((0, 1))
@@ -26,7 +26,7 @@ parameters { key: "execution" value: { string_value: "thread" } }
 input [ { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] } ]
 output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
-# Answers with what it was told of its place.
+# Responds with its instance name and device.
 MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -40,7 +40,7 @@ class TritonPythonModel:
 """
 
 
-async def test_every_instance_is_told_its_gpu(tmp_path: Path) -> None:
+async def test_every_instance_receives_its_gpu(tmp_path: Path) -> None:
     (tmp_path / "m/1").mkdir(parents=True)
     (tmp_path / "m/config.pbtxt").write_text(CONFIG)
     (tmp_path / "m/1/model.py").write_text(MODEL)
@@ -52,7 +52,7 @@ async def test_every_instance_is_told_its_gpu(tmp_path: Path) -> None:
         assert await control.start(lambda event: None) == {}
 
         async def ask() -> None:
-            response = await engine.infer(engine.find("m"), Request(inputs={"IN": np.zeros(1, np.float32)}))
+            response = await engine.infer(engine.deployments.find("m"), Request(inputs={"IN": np.zeros(1, np.float32)}))
             places.add(response.outputs["OUT"][0].decode())
 
         async with trio.open_nursery() as nursery:
@@ -88,7 +88,7 @@ async def test_tensors_of_models_travel_by_dlpack_wherever_they_run(tmp_path: Pa
         open_control(engine, [tmp_path], ControlOptions()) as control,
     ):
         assert await control.start(lambda event: None) == {}
-        response = await engine.infer(engine.find("m"), Request(inputs={"IN": np.array([3.5], np.float32)}))
+        response = await engine.infer(engine.deployments.find("m"), Request(inputs={"IN": np.array([3.5], np.float32)}))
     assert response.outputs["OUT"].tolist() == [7.0]
 
 

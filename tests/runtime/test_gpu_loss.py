@@ -14,11 +14,11 @@ import pytest
 
 from flowserve import Engine
 from flowserve.errors import InstanceDied, ModelFailed, Unavailable
-from flowserve.testing.fake_device import FakeDevice, FakeMachine
-from flowserve.testing.fake_onnx import onnx_on
-from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import Served, serving
 from flowserve.values import Array
+from tests.support.fake_device import FakeDevice, FakeMachine
+from tests.support.fake_onnx import onnx_on
+from tests.support.onnx_files import onnx_identity
 
 ERROR = "CUDA_ERROR_ILLEGAL_ADDRESS"
 ONNX = "max_batch_size: 8\ninstance_group {{ kind: {} }}\n"
@@ -55,7 +55,7 @@ def machine() -> Iterator[FakeMachine]:
         yield machine
 
 
-async def test_what_is_on_a_lost_gpu_is_refused_and_not_ready_and_the_rest_goes_on(
+async def test_models_on_a_lost_gpu_are_unavailable_and_other_models_serve(
     tmp_path: Path, machine: FakeMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
     _write(tmp_path, "there", ONNX.format("KIND_GPU"), "model.onnx", onnx_identity())
@@ -63,7 +63,7 @@ async def test_what_is_on_a_lost_gpu_is_refused_and_not_ready_and_the_rest_goes_
     thread = PYTHON.format(kind="KIND_GPU", execution="thread")  # which may compute there without our knowing
     _write(tmp_path, "thread", thread, "model.py", ECHO.encode())
     async with Engine(tmp_path) as engine:
-        inner = engine._engine
+        inner = engine._engine.deployments
 
         def states() -> list[bool]:
             ready = [not inner.outage(inner.find(name)) for name in ("there", "thread", "here")]
@@ -101,7 +101,7 @@ def test_a_failure_that_leaves_the_gpu_as_it_was_is_that_batchs_alone(
 # itself what the driver would say.
 LOSES = """
 from pathlib import Path
-import flowserve.backends.child.main as child
+import flowserve.backends.worker.driver as child
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:

@@ -17,13 +17,13 @@ from trio.testing import wait_all_tasks_blocked
 from flowserve import Engine as EngineOfFiles
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import ModelKey
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.scheduling.router import Flow
-from flowserve.testing.backends import Repository
-from flowserve.testing.engine import Function, FunctionInstance, add_chain, add_function
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.scheduling.flow import Flow
 from flowserve.values import Array, Request
+from tests.support.backends import Repository
+from tests.support.engine import Function, FunctionInstance, add_chain, add_function
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ def times(factor: float, gate: threading.Event | None = None) -> Function:
 
 async def ask(engine: Engine, name: str, answers: list[float]) -> None:
     request = Request(inputs={"IN": np.full((1, 4), 1, np.float32)}, stamp=engine.next_stamp())
-    response = await engine.infer(engine.find(name), request)
+    response = await engine.infer(engine.deployments.find(name), request)
     answers.append(float(response.outputs["OUT"][0, 0]))
 
 
@@ -88,7 +88,7 @@ async def test_what_waits_in_the_old_queue_is_answered_by_the_old_generation() -
             nursery.start_soon(ask, engine, "m", answers)
         await wait_all_tasks_blocked()
         add_function(engine, "m", [times(3)])
-        assert sum(waiting for _, waiting in engine.counters()) == 4
+        assert sum(waiting for _, waiting in engine.deployments.counters()) == 4
         gate.set()
         assert await closed(old)
         assert answers == [2.0] * 5
@@ -113,7 +113,7 @@ async def test_an_ensemble_keeps_the_step_it_was_compiled_with_until_it_is_compi
 async def test_who_found_a_deployment_before_it_was_replaced_may_still_ask_it() -> None:
     async with running() as engine:
         (old,) = add_function(engine, "m", [times(2)])
-        deployment = engine.find("m")
+        deployment = engine.deployments.find("m")
         add_function(engine, "m", [times(3)])
         response = await engine.infer(deployment, Request(inputs={"IN": np.ones((1, 4), np.float32)}))
         assert response.outputs["OUT"][0, 0] == 2.0
@@ -135,14 +135,14 @@ async def test_a_caller_who_leaves_does_not_keep_the_old_generation() -> None:
         assert await closed(old)
 
 
-async def test_what_answers_requests_on_the_spot_does_not_keep_the_old_generation() -> None:
+async def test_inline_worker_does_not_hold_the_old_generation() -> None:
     answers: list[float] = []
     async with running() as engine:
         (old,) = add_function(engine, "m", [times(2)], is_pure=True)
-        assert engine.find("m").fast_path is not None
         for _ in range(40):
             await ask(engine, "m", answers)
             await wait_all_tasks_blocked()
+        assert old.batches == [[1]] * 40
         (new,) = add_function(engine, "m", [times(3)], is_pure=True)
         assert await closed(old)
         assert new.is_open
@@ -158,7 +158,7 @@ async def test_a_failed_request_does_not_keep_the_old_generation() -> None:
             # Not pytest.raises: it keeps the traceback, and with it the frames that hold the deployment.
             with suppress(ModelFailed):
                 await ask(engine, "m", [])
-        assert engine.statistics()[0]["inference_stats"]["fail"]["count"] == 3
+        assert engine.deployments.statistics()[0]["inference_stats"]["fail"]["count"] == 3
         add_function(engine, "m", [times(3)])
         assert await closed(old)
 
@@ -166,24 +166,24 @@ async def test_a_failed_request_does_not_keep_the_old_generation() -> None:
 async def test_a_name_that_is_withdrawn_is_refused_with_the_reason_and_its_counters_go() -> None:
     async with running() as engine:
         (instance,) = add_function(engine, "m", [times(2)])
-        engine.loaded()
+        engine.deployments.loaded()
         await ask(engine, "m", [])
-        assert len(engine.statistics()) == 1
-        engine.withdraw_name("m", "unloaded")
+        assert len(engine.deployments.statistics()) == 1
+        engine.deployments.withdraw_name("m", "unloaded")
         generation = engine.generations.retire(ModelKey("m", 1))
         with pytest.raises(Unavailable, match="'m' is not at ready state: unloaded"):
-            engine.find("m")
+            engine.deployments.find("m")
         await generation.closed.wait()
         assert not instance.is_open
-        assert engine.statistics() == []
-        assert engine.index() == [{"name": "m", "state": "UNAVAILABLE", "reason": "unloaded"}]
+        assert engine.deployments.statistics() == []
+        assert engine.deployments.index() == [{"name": "m", "state": "UNAVAILABLE", "reason": "unloaded"}]
 
 
 async def test_an_engine_that_ends_closes_old_generations_too() -> None:
     gate = threading.Event()
     async with running() as engine:
         (old,) = add_function(engine, "m", [times(2, gate)], inline=False)
-        deployment = engine.find("m")
+        deployment = engine.deployments.find("m")
         add_function(engine, "m", [times(3)])
     assert not old.is_open
     assert deployment.version == 1
@@ -204,7 +204,7 @@ async def test_a_request_to_an_ensemble_whose_requests_share_slots_goes_with_its
             await ask(engine, "chain", answers)
         assert answers == [4, 4, 4]
         assert [one for one in flows() if not any(one is other for other in before)] == []
-        histogram, _ = engine.find("chain").statistics.until_first_response()
+        histogram, _ = engine.deployments.find("chain").statistics.until_first_response()
         assert histogram.cumulated()[-1] == 3
 
 
@@ -229,7 +229,7 @@ sequence_batching { iterative_sequence: true }
 """
 
 
-async def test_who_left_while_his_request_was_to_run_again_keeps_no_model_from_being_unloaded(tmp_path: Path) -> None:
+async def test_cancelled_request_of_an_iterative_sequence_does_not_block_unload(tmp_path: Path) -> None:
     repository = Repository(tmp_path)
     repository.write("again", "config.pbtxt", ITERATIVE)
     repository.write("again", "1/model.py", RUNS_FOR_EVER)
@@ -248,7 +248,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("place", ["thread", "inline"])
-async def test_what_a_model_raises_keeps_no_request_and_no_model_from_being_unloaded(
+async def test_exception_of_a_model_holds_neither_request_nor_model(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "flowserve")  # pytest would keep what is logged, and it the request

@@ -1,4 +1,4 @@
-"""Which models the rate limiter refuses, where they say what it refuses, and which device instances count on."""
+"""Which models the rate limiter refuses, the location in its errors, and the device instances are counted on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, RateLimiter, SourceMap
 from flowserve.errors import Place, Problems
-from flowserve.runtime.limits import needs_of, refuse_what_never_runs
-from flowserve.scheduling.limiter import Available, Limiter
+from flowserve.runtime.workers.resources import needs_of, refuse_what_never_runs
+from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 
 LINE = Place("m/config.pbtxt", 7, 3)
 
@@ -29,7 +29,7 @@ def test_instances_on_the_cpu_count_on_device_zero_and_others_on_their_own() -> 
 
 
 @pytest.mark.fault("R9")
-def test_a_group_that_never_could_run_is_refused_at_its_line() -> None:
+def test_an_instance_group_that_could_never_run_is_refused_at_its_line() -> None:
     limiter = Limiter([Available("R", 2)])
     refused = model("m", wants("R", 2), wants("R", 3))
     with pytest.raises(Problems) as caught:
@@ -39,12 +39,12 @@ def test_a_group_that_never_could_run_is_refused_at_its_line() -> None:
     assert problem.message.startswith('Resource count for "R" is limited to 2')
 
 
-def test_what_is_never_given_work_needs_nothing() -> None:
+def test_a_passive_group_needs_no_resources() -> None:
     refuse_what_never_runs(Limiter([Available("R", 2)]), model("m", wants("R", 3, passive=True)), [])
 
 
 @pytest.mark.fault("R9")
-def test_of_two_that_contradict_each_other_the_later_by_name_is_refused() -> None:
+def test_of_two_contradicting_models_the_later_by_name_is_refused() -> None:
     models = [model("b", wants("R", is_global=True)), model("a", wants("R")), model("c", wants("R"))]
     limiter = Limiter()
     for accepted in (models[1], models[2]):
@@ -54,7 +54,7 @@ def test_of_two_that_contradict_each_other_the_later_by_name_is_refused() -> Non
 
 
 @pytest.mark.fault("R9")
-def test_what_is_loaded_already_is_not_contradicted() -> None:
+def test_a_model_that_contradicts_a_loaded_one_is_refused() -> None:
     limiter = Limiter()
     limiter.add([needs_of(wants("R"))])
     with pytest.raises(Problems, match="is present as both global and device-specific resource"):

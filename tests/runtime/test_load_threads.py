@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from flowserve.runtime.load_threads import LoadThreads
+from flowserve.runtime.loading.load_threads import LoadThreads
 
 
-async def test_a_few_are_loaded_at_once_and_those_that_hang_are_soon_not_counted() -> None:
+async def test_concurrent_loads_are_limited_and_hanging_ones_stop_counting() -> None:
     threads = LoadThreads(at_once=2, patience_s=0.2)
     goes_on = threading.Event()
     begun: list[str] = []
@@ -39,7 +39,7 @@ async def test_a_few_are_loaded_at_once_and_those_that_hang_are_soon_not_counted
             goes_on.set()
 
 
-async def test_what_it_raises_is_raised_as_it_is_and_who_leaves_gives_up_his_turn() -> None:
+async def test_a_load_error_is_raised_unchanged_and_a_cancelled_load_leaves_the_queue() -> None:
     threads = LoadThreads(at_once=1, patience_s=60)
 
     def fail() -> None:

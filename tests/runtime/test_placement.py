@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flowserve.runtime.placement import Placement
+from flowserve.runtime.workers.placement import Placement
 
 QUICK = 75_000  # less than the hop to a thread and back
 BETWEEN = 250_000
-SLOW = 1_500_000  # nobody else's request should wait so long for the loop
+SLOW = 1_500_000  # no other request should wait this long for the loop
 MANY = 1000  # batches; more than any patience here
 
 
@@ -29,14 +29,14 @@ def on_the_loop() -> Placement:
     return placement
 
 
-def test_what_was_never_measured_runs_on_the_thread_and_moves_after_some_quick_runs_only() -> None:
+def test_an_unmeasured_model_runs_on_the_thread_and_moves_after_several_quick_runs() -> None:
     placement = Placement()
     assert not placement.is_inline(1)
     assert 1 < until_it_moves(placement, 1, QUICK) < 10
 
 
 @pytest.mark.parametrize("duration_ns", [BETWEEN, SLOW])
-def test_what_is_not_quick_stays_on_the_thread(duration_ns: int) -> None:
+def test_a_model_that_is_not_quick_stays_on_the_thread(duration_ns: int) -> None:
     assert until_it_moves(Placement(), 1, duration_ns) == 0
 
 
@@ -47,20 +47,20 @@ def test_first_runs_that_are_slow_do_not_keep_a_model_from_the_loop() -> None:
     assert until_it_moves(placement, 1, QUICK)
 
 
-def test_what_turns_out_slow_goes_back_to_the_thread_soon(on_the_loop: Placement) -> None:
+def test_a_model_that_becomes_slow_returns_to_the_thread_soon(on_the_loop: Placement) -> None:
     assert 1 < until_it_moves(on_the_loop, 4, SLOW) < 20
 
 
-def test_what_is_a_little_slower_there_than_it_had_to_be_to_come_stays(on_the_loop: Placement) -> None:
+def test_a_model_between_the_two_thresholds_stays_on_the_loop(on_the_loop: Placement) -> None:
     assert until_it_moves(on_the_loop, 4, BETWEEN) == 0
 
 
-def test_one_run_during_which_the_machine_did_something_else_sends_nobody_away(on_the_loop: Placement) -> None:
+def test_one_outlier_does_not_move_a_model_to_the_thread(on_the_loop: Placement) -> None:
     on_the_loop.measured(4, 10_000 * SLOW, inline=True)
     assert on_the_loop.is_inline(4)
 
 
-def test_who_was_sent_back_is_looked_at_again_much_later(on_the_loop: Placement) -> None:
+def test_a_model_moved_back_is_reconsidered_much_later(on_the_loop: Placement) -> None:
     until_it_moves(on_the_loop, 4, SLOW)
     assert 100 < until_it_moves(on_the_loop, 4, QUICK) < MANY
 

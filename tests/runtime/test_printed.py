@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.runtime.printed import LINE_BYTES_MAX, LINE_PATIENCE_S, LINES_A_SECOND_MAX, Printed
+from flowserve.runtime.processes.printed import LINE_BYTES_MAX, LINE_PATIENCE_S, LINES_A_SECOND_MAX, Printed
 
 SECOND_NS = 1_000_000_000
 
@@ -29,7 +29,7 @@ def test_lines_do_not_depend_on_the_pieces_they_came_in(pieces: list[bytes]) -> 
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b" ", b"\r", b"\n", b"cc"]), max_size=30))
-def test_of_what_is_written_over_the_last_state_is_a_line_whatever_the_pieces(pieces: list[bytes]) -> None:
+def test_property_the_last_state_of_an_overwritten_line_is_logged_for_any_chunks(pieces: list[bytes]) -> None:
     whole = b"".join(pieces).rstrip(b"\n") + b"\n"
     last = [line.rstrip(b"\r").rpartition(b"\r")[2].decode() for line in whole[:-1].split(b"\n")]
     assert texts(Printed(), whole) == last
@@ -53,13 +53,13 @@ def test_a_progress_bar_shows_a_state_every_five_seconds_and_its_last() -> None:
     assert seen == [(0, "loading   0"), (5, "loading  50"), (10, "loading 100"), (12, "loading 119")]
 
 
-def test_a_line_without_an_end_is_shown_when_nothing_more_comes() -> None:
+def test_an_unterminated_line_is_logged_after_a_pause() -> None:
     printed = Printed()
-    assert printed.patience_s == inf
+    assert printed.wait_s == inf
     assert printed.take(b"loading ...", 0) == []
-    assert printed.patience_s == LINE_PATIENCE_S
-    assert printed.nothing_more() == [(logging.INFO, "loading ...")]
-    assert printed.patience_s == inf
+    assert printed.wait_s == LINE_PATIENCE_S
+    assert printed.wait_is_over() == [(logging.INFO, "loading ...")]
+    assert printed.wait_s == inf
     assert printed.take(b"\nnext\n\n", 0) == [(logging.INFO, "next"), (logging.INFO, "")]
 
 
@@ -78,7 +78,7 @@ def test_a_severity_at_the_front_is_the_level_of_the_line(line: bytes, level: in
     assert Printed().take(line + b"\n", 0) == [(level, "x")]
 
 
-def test_a_long_line_is_cut_and_says_so_and_the_next_one_is_whole() -> None:
+def test_a_long_line_is_cut_with_a_note_and_the_next_one_is_whole() -> None:
     long, after = texts(Printed(), b"a" * 10_000, b"a" * 90_000 + b"\nnext\n")
     assert long == "a" * LINE_BYTES_MAX + f" ... (cut: longer than {LINE_BYTES_MAX} bytes)"
     assert after == "next"

@@ -1,4 +1,4 @@
-"""An instance in a process that ends and is started again: it is what it was, warmed up, whatever lies on disk now."""
+"""A restarted process instance runs the code it was loaded with, warmed up, even if the files have changed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import trio
 
 from flowserve.errors import FlowserveError
-from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.control import ControlOptions, open_control
+from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.values import Request
 
 CONFIG = """
@@ -59,9 +59,9 @@ def write(folder: Path, number: int) -> None:
 
 
 async def ask(engine: Engine) -> tuple[int, int]:
-    """What it answers, and its process."""
+    """Its response and its process id."""
     request = Request({"IN": np.zeros((1, 1), np.int32)}, stamp=engine.next_stamp())
-    outputs = (await engine.infer(engine.find("m"), request)).outputs
+    outputs = (await engine.infer(engine.deployments.find("m"), request)).outputs
     return int(outputs["OUT"].item()), int(outputs["PID"].item())
 
 
@@ -86,7 +86,7 @@ async def test_an_instance_that_is_started_again_runs_the_code_it_was_loaded_wit
                 try:
                     again, other = await ask(engine)
                     break
-                except FlowserveError:  # it was told before anybody knew
+                except FlowserveError:  # it was sent before the end was noticed
                     await trio.sleep(0.01)
             assert other != pid
             assert again == value
@@ -96,7 +96,7 @@ async def test_an_instance_that_is_started_again_runs_the_code_it_was_loaded_wit
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes of their own need Linux 5.3")
-async def test_what_waits_for_an_instance_that_is_started_again_is_answered_while_the_server_drains(
+async def test_requests_waiting_for_a_restarting_instance_are_answered_during_drain(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "models" / "m", 1)
@@ -113,11 +113,11 @@ async def test_what_waits_for_an_instance_that_is_started_again_is_answered_whil
         _, pid = await ask(engine)
         with trio.fail_after(20):
             os.kill(pid, signal.SIGKILL)
-            while not engine.outage(engine.find("m")):  # noqa: ASYNC110 - nobody is told of it
+            while not engine.deployments.outage(engine.deployments.find("m")):  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.005)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait)
-                while not engine.dispatcher.in_flight:  # noqa: ASYNC110
+                while not engine.scheduler.in_flight:  # noqa: ASYNC110
                     await trio.sleep(0.001)
                 engine.refuse_new()
         assert [value for value, _ in answers] == [100 * 3 + 2], "after its warm-up"
@@ -125,8 +125,8 @@ async def test_what_waits_for_an_instance_that_is_started_again_is_answered_whil
 
 @pytest.mark.fault("L15")
 @pytest.mark.skipif(not SUPPORTED, reason="processes of their own need Linux 5.3")
-async def test_a_model_that_hangs_while_it_loads_is_loaded_anew_when_its_files_change(tmp_path: Path) -> None:
-    """Also at the start, which goes on waiting for it and fails nobody."""
+async def test_a_model_that_hangs_during_load_is_loaded_again_when_its_files_change(tmp_path: Path) -> None:
+    """Also at startup, which keeps waiting for it and fails no other model."""
     folder = tmp_path / "models" / "m"
     write(folder, 1)
     good = (folder / "1" / "model.py").read_text()

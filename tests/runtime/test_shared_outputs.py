@@ -18,12 +18,12 @@ from flowserve import Engine
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.types import ModelKey
 from flowserve.memory.segment import locate
-from flowserve.runtime.children import SUPPORTED
-from flowserve.runtime.embedded import AsyncEngine
-from flowserve.testing.backends import Repository
-from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
-from flowserve.testing.processes import all_at_once
+from flowserve.runtime.embedding.embedded import AsyncEngine
+from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.values import Array, DType
+from tests.support.backends import Repository
+from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
+from tests.support.processes import all_at_once
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
@@ -103,8 +103,8 @@ class Pipeline:
 
     def lent_bytes(self) -> int:
         """What net's outputs hold: the room that is kept for the next run, and what somebody still reads."""
-        (host,) = self.engine._engine.generations[ModelKey("net", 1)].hosts
-        placing = host._instance._placing  # type: ignore[attr-defined]
+        (worker,) = self.engine._engine.generations[ModelKey("net", 1)].workers
+        placing = worker._instance._shared  # type: ignore[attr-defined]
         placing.arena.check()
         return int(placing.arena.lent_bytes)
 
@@ -133,7 +133,7 @@ def assert_right(answer: Any, number: float, count: int = 1) -> None:
     assert answer["OUT"].tolist() == rows(-number + 9, count).tolist()
 
 
-async def test_batches_of_every_size_are_read_where_they_were_computed(pipeline: Pipeline) -> None:
+async def test_shared_outputs_of_every_batch_size_are_read_without_a_copy(pipeline: Pipeline) -> None:
     kept = []
     for turn in range(3):
         for count in (1, 2, 16, 5):
@@ -151,7 +151,7 @@ async def test_batches_of_every_size_are_read_where_they_were_computed(pipeline:
         assert_right(*each)
 
 
-async def test_who_fails_or_leaves_disturbs_nobody_and_all_memory_is_used_again(pipeline: Pipeline) -> None:
+async def test_failed_and_cancelled_requests_return_shared_memory(pipeline: Pipeline) -> None:
     for _ in range(3):
         answers = await pipeline.ask_all([rows(number) for number in (1, 9, 2, 3)])
         assert isinstance(answers[1], ModelFailed)
@@ -179,7 +179,7 @@ async def test_who_fails_or_leaves_disturbs_nobody_and_all_memory_is_used_again(
     assert pipeline.lent_bytes() == kept
 
 
-async def test_an_answer_outlives_the_model_that_it_came_from(pipeline: Pipeline) -> None:
+async def test_response_stays_valid_after_its_model_is_unloaded(pipeline: Pipeline) -> None:
     answers: list[dict[str, Array]] = []
 
     async def ask(number: float) -> None:

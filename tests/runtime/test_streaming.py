@@ -17,16 +17,16 @@ import trio.testing
 from flowserve.errors import FlowserveError, Internal, Unsupported
 from flowserve.observe.trace import Trace
 from flowserve.observe.waits import INFLIGHT, SEND, by_reason
-from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.runtime.streaming import Streaming
-from flowserve.scheduling.streams import UNREAD_MAX, StreamFlow
-from flowserve.testing.processes import no_more_descriptors
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.control import ControlOptions, open_control
+from flowserve.runtime.workers.streaming import ResponseStreams
+from flowserve.scheduling.streaming.iterations import UNREAD_MAX, StreamFlow
 from flowserve.values import Request
+from tests.support.processes import no_more_descriptors
 
-# Answers IN times with IN, IN+1, ...; what is special about it is in its parameters.
+# Sends IN responses IN, IN+1, ...; parameters select special behaviour.
 REPEAT = """
 import json, os, resource, threading, time
 import numpy as np
@@ -170,7 +170,9 @@ def ask(count: int, **how: Any) -> Request:
 
 
 async def answers(engine: Engine, name: str, request: Request) -> list[int]:
-    return [int(response.outputs["OUT"].item()) async for response in engine.stream(engine.find(name), request)]
+    return [
+        int(response.outputs["OUT"].item()) async for response in engine.stream(engine.deployments.find(name), request)
+    ]
 
 
 async def test_a_step_answers_none_once_and_many_times(repository: Path, execution: str) -> None:
@@ -181,10 +183,10 @@ async def test_a_step_answers_none_once_and_many_times(repository: Path, executi
             if count or not how.get("with_last"):
                 got = await answers(engine, name, ask(count, **how))
                 assert got == [(count + n) ** power for n in range(count)], (name, how, count)
-        assert engine.dispatcher.in_flight == 0
+        assert engine.scheduler.in_flight == 0
 
 
-async def test_what_an_ensemble_within_another_makes_for_nobody_is_not_run(repository: Path, execution: str) -> None:
+async def test_unused_steps_of_a_nested_ensemble_are_not_run(repository: Path, execution: str) -> None:
     many = ensemble(("square", "IN", "OUT"), ("repeat", "IN", "mid"), ("square", "mid", "MANY"))
     more = 'output { name: "MANY" data_type: TYPE_INT32 dims: [ 1 ] }'
     write(repository, "once_and_many", f"{many} {PORTS} {more}")
@@ -193,15 +195,15 @@ async def test_what_an_ensemble_within_another_makes_for_nobody_is_not_run(repos
         assert await answers(engine, "once", ask(3)) == [9]
         assert await answers(engine, "once_and_many", ask(3)) == [9, 9, 9]
         with pytest.raises(Unsupported, match="decoupled transaction policy: 'once'"):  # as its configuration says
-            await engine.infer(engine.find("once"), ask(3))
-        assert engine.dispatcher.in_flight == 0
+            await engine.infer(engine.deployments.find("once"), ask(3))
+        assert engine.scheduler.in_flight == 0
 
 
-async def test_an_answer_that_cannot_be_taken_in_fails_its_stream_and_nobody_else(
+async def test_an_internal_error_for_a_response_fails_only_its_stream(
     repository: Path, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(repository, execution) as engine:
-        streams = engine.dispatcher.streams
+        streams = engine.scheduler.streams
         answer = streams.answer
 
         def slip(*_: object) -> None:
@@ -212,22 +214,22 @@ async def test_an_answer_that_cannot_be_taken_in_fails_its_stream_and_nobody_els
         with pytest.raises(FlowserveError, match="RuntimeError: a slip"):
             await answers(engine, "repeat", ask(3))
         assert await answers(engine, "repeat", ask(3)) == [3, 4, 5]
-        assert engine.dispatcher.in_flight == 0
+        assert engine.scheduler.in_flight == 0
 
 
-async def test_an_answer_that_cannot_be_seen_for_want_of_descriptors_fails_its_stream_alone(repository: Path) -> None:
+async def test_a_response_without_descriptors_fails_only_its_stream(repository: Path) -> None:
     async with served(repository, "process") as engine:
         assert await answers(engine, "repeat", ask(0)) == []
         with no_more_descriptors(), pytest.raises(Internal, match=r"'repeat' answered cannot be read: .*RLIMIT_NOFILE"):
             await answers(engine, "repeat", ask(3))
         assert await answers(engine, "repeat", ask(3)) == [3, 4, 5]
-        assert engine.dispatcher.in_flight == 0
+        assert engine.scheduler.in_flight == 0
 
 
 async def test_an_error_comes_after_the_answers_before_it_and_is_the_last(repository: Path, execution: str) -> None:
     async with served(repository, execution) as engine:
         for how, text in (({"fails_at": 3}, "no more"), ({"raises_at": 3}, "out of numbers")):
-            some = engine.stream(engine.find("repeat"), ask(5, **how))
+            some = engine.stream(engine.deployments.find("repeat"), ask(5, **how))
             assert [(await anext(some)).outputs["OUT"].item() for _ in range(3)] == [5, 6, 7]
             with pytest.raises(FlowserveError, match=text):
                 await anext(some)
@@ -266,16 +268,16 @@ class TritonPythonModel:
 """
 
 
-async def test_what_an_answer_says_reaches_its_client_and_of_a_step_the_sequence_reaches_what_is_behind_it(
+async def test_response_parameters_reach_the_client_and_sequence_parameters_reach_later_steps(
     repository: Path, execution: str
 ) -> None:
     write(repository, "speaks", DECOUPLED, SPEAKS)
     write(repository, "hears", 'backend: "python" max_batch_size: 4\n' + PORTS, HEARS)
     write(repository, "chain", ensemble(("speaks", "IN", "mid"), ("hears", "mid", "OUT")))
     async with served(repository, execution) as engine:
-        said = [dict(one.parameters) async for one in engine.stream(engine.find("speaks"), ask(1))]
+        said = [dict(one.parameters) async for one in engine.stream(engine.deployments.find("speaks"), ask(1))]
         assert said == [{"n": 0, "text": "x" * 40_000}, {"sequence_id": 7, "sequence_end": True}, {}]
-        got = [one async for one in engine.stream(engine.find("chain"), ask(1))]
+        got = [one async for one in engine.stream(engine.deployments.find("chain"), ask(1))]
         assert [int(one.outputs["OUT"].item()) for one in got] == [0, 72, 0], "the id, and END"
         stateless = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
         assert [dict(one.parameters) for one in got] == [
@@ -292,7 +294,7 @@ async def test_a_deadline_in_the_middle_of_a_stream_names_the_steps_that_were_un
     parameter = 'parameters { key: "deadline_ms" value { string_value: "150" } }'
     write(repository, "timed", timed.replace('platform: "ensemble"', f'platform: "ensemble" {parameter}'))
     async with served(repository, execution) as engine:
-        some = engine.stream(engine.find("timed"), ask(100_000, thread=True))
+        some = engine.stream(engine.deployments.find("timed"), ask(100_000, thread=True))
         got = 0
         with pytest.raises(
             FlowserveError, match=r"its deadline passed after 1\d\d ms, it was in step 'repeat', 'slow'"
@@ -302,30 +304,28 @@ async def test_a_deadline_in_the_middle_of_a_stream_names_the_steps_that_were_un
         assert got > 3
 
 
-async def test_who_leaves_as_the_last_answer_comes_is_counted_once(
+async def test_a_stream_cancelled_at_its_last_response_is_counted_once(
     repository: Path, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(repository, execution) as engine:
-        repeat = engine.find("repeat")
+        repeat = engine.deployments.find("repeat")
         flow = engine.submit(repeat, ask(2), repeat.make_stream)
-        over = Streaming.over
+        over = ResponseStreams.over
 
-        def over_and_left(streaming: Streaming, *arguments: Any, **facts: Any) -> None:
+        def over_and_left(streaming: ResponseStreams, *arguments: Any, **facts: Any) -> None:
             over(streaming, *arguments, **facts)
             engine.withdraw(flow)
 
-        monkeypatch.setattr(Streaming, "over", over_and_left)
+        monkeypatch.setattr(ResponseStreams, "over", over_and_left)
         with trio.fail_after(10):
-            while not flow.done:  # noqa: ASYNC110 - nobody is told of it
+            while not flow.done:  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.005)
-        (row,) = engine.statistics("repeat")
+        (row,) = engine.deployments.statistics("repeat")
         assert row["inference_stats"]["success"]["count"] == 1
         assert row["inference_stats"]["fail"]["count"] == 0
 
 
-async def test_failures_of_steps_that_answer_many_times_say_where_they_happened(
-    repository: Path, execution: str
-) -> None:
+async def test_failures_of_decoupled_steps_name_their_location(repository: Path, execution: str) -> None:
     async with served(repository, execution) as engine:
         with pytest.raises(FlowserveError) as raised:
             await answers(engine, "repeat_square", ask(5, fails_at=3))
@@ -338,26 +338,28 @@ async def test_failures_of_steps_that_answer_many_times_say_where_they_happened(
         assert "(step 'repeat' at repeat_square/config.pbtxt:3:56, instance repeat_0, inputs IN [1,1])" in str(
             raised.value
         )
-        (row,) = engine.statistics("repeat")
+        (row,) = engine.deployments.statistics("repeat")
         counts = {place: {what: one["count"] for what, one in row["response_stats"][place].items()} for place in "0123"}
         good = {"compute_infer": 2, "compute_output": 2, "success": 2, "fail": 0, "empty_response": 0, "cancel": 0}
         assert counts["0"] == good
         assert counts["1"] == {**good, "success": 1, "fail": 1}
         assert counts["3"] == {**good, "compute_infer": 1, "compute_output": 1, "success": 0, "fail": 1}
-        before, _ = engine.find("repeat_square").statistics.until_first_response()
-        assert sum(engine.find("repeat").statistics.until_first_response()[0].counts) == 2
+        before, _ = engine.deployments.find("repeat_square").statistics.until_first_response()
+        assert sum(engine.deployments.find("repeat").statistics.until_first_response()[0].counts) == 2
         count = sum(before.counts)
         assert await answers(engine, "repeat_square", ask(3)) == [9, 16, 25]
-        histogram, total_ns = engine.find("repeat_square").statistics.until_first_response()
+        histogram, total_ns = engine.deployments.find("repeat_square").statistics.until_first_response()
         assert sum(histogram.counts) == count + 1
         assert total_ns > 0
-        async with engine.stream(engine.find("repeat"), ask(50, thread=True)) as some:
+        async with engine.stream(engine.deployments.find("repeat"), ask(50, thread=True)) as some:
             await anext(some)
-        (row,) = engine.statistics("repeat")
+        # The statistics count the cancellation when the model's sender is told of it, in the next step.
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        (row,) = engine.deployments.statistics("repeat")
         assert sum(place["cancel"]["count"] for place in row["response_stats"].values()) == 1
 
 
-async def test_the_final_flag_after_an_error_harms_nobody(repository: Path, execution: str, tmp_path: Path) -> None:
+async def test_a_final_flag_after_an_error_is_harmless(repository: Path, execution: str, tmp_path: Path) -> None:
     """Models written for Triton send it, whatever they have sent before."""
     async with served(repository, execution) as engine:
         with pytest.raises(FlowserveError) as raised:
@@ -372,7 +374,7 @@ async def test_the_final_flag_after_an_error_harms_nobody(repository: Path, exec
 
 
 @pytest.mark.fault("P9")
-async def test_what_comes_after_the_final_flag_is_refused_and_a_sender_that_is_dropped_fails_its_request(
+async def test_responses_after_the_final_flag_are_refused_and_a_dropped_sender_fails_its_request(
     repository: Path, execution: str, tmp_path: Path
 ) -> None:
     async with served(repository, execution) as engine:
@@ -388,11 +390,9 @@ async def test_what_comes_after_the_final_flag_is_refused_and_a_sender_that_is_d
 
 
 @pytest.mark.fault("P6")
-async def test_a_reader_who_reads_slowly_holds_back_the_model_and_nobody_else(
-    repository: Path, execution: str, tmp_path: Path
-) -> None:
+async def test_a_slow_reader_blocks_only_its_own_stream(repository: Path, execution: str, tmp_path: Path) -> None:
     async with served(repository, execution) as engine:
-        async with engine.stream(engine.find("repeat"), ask(200, thread=True)) as slow:
+        async with engine.stream(engine.deployments.find("repeat"), ask(200, thread=True)) as slow:
             assert (await anext(slow)).outputs["OUT"].item() == 200
             assert await answers(engine, "repeat", ask(100)) == [*range(100, 200)]
             await trio.sleep(0.05)
@@ -402,26 +402,26 @@ async def test_a_reader_who_reads_slowly_holds_back_the_model_and_nobody_else(
 
 
 @pytest.mark.fault("P5")
-async def test_who_leaves_is_seen_by_the_model(repository: Path, execution: str, tmp_path: Path) -> None:
+async def test_a_cancellation_is_visible_to_the_model(repository: Path, execution: str, tmp_path: Path) -> None:
     async with served(repository, execution) as engine:
         for name in ("repeat", "limited_1"):
             (tmp_path / "log").write_text("")
-            async with engine.stream(engine.find(name), ask(1000)) as some:
+            async with engine.stream(engine.deployments.find(name), ask(1000)) as some:
                 await anext(some)
             while "cancelled" not in (tmp_path / "log").read_text():  # noqa: ASYNC110  (a file cannot tell us)
                 await trio.sleep(0.001)
             assert (tmp_path / "log").read_text().count("sends") <= UNREAD_MAX + 4
             assert await answers(engine, "repeat", ask(1)) == [1]
-            assert engine.dispatcher.in_flight == 0
+            assert engine.scheduler.in_flight == 0
 
 
-async def test_answers_that_nobody_takes_hold_nothing(repository: Path, execution: str) -> None:
+async def test_unread_responses_of_a_cancelled_stream_are_released(repository: Path, execution: str) -> None:
     async with served(repository, execution) as engine:
         gc.collect()
-        gc.disable()  # what is held in a circle would wait for it, and an unload for that
+        gc.disable()  # reference cycles would wait for the collector, and an unload for them
         try:
             for count in (3, 1000):  # all answered, and not
-                async with engine.stream(engine.find("repeat"), ask(count)) as some:
+                async with engine.stream(engine.deployments.find("repeat"), ask(count)) as some:
                     await anext(some)
                     await trio.sleep(0.1)
             del some
@@ -432,16 +432,16 @@ async def test_answers_that_nobody_takes_hold_nothing(repository: Path, executio
 
 
 @pytest.mark.fault("P7", "P8")
-async def test_with_a_limit_the_rest_waits_in_send_and_slots_come_home(
+async def test_with_a_limit_send_blocks_and_slots_are_returned(
     repository: Path, execution: str, tmp_path: Path
 ) -> None:
     async with served(repository, execution) as engine:
         for limit in (1, 4):
             for _ in range(16):
-                async with engine.stream(engine.find(f"limited_{limit}"), ask(100)) as some:
+                async with engine.stream(engine.deployments.find(f"limited_{limit}"), ask(100)) as some:
                     await anext(some)
             assert await answers(engine, f"limited_{limit}", ask(30)) == [(30 + n) ** 2 for n in range(30)]
-            traffic = engine.find(f"limited_{limit}").traffic
+            traffic = engine.deployments.find(f"limited_{limit}").traffic
             assert [node.most_inflight for node in traffic] == [0, limit]
 
 
@@ -462,18 +462,18 @@ async def test_sixteen_streams_at_once(repository: Path, execution: str) -> None
 
 
 @pytest.mark.fault("P3")
-async def test_what_may_answer_any_number_of_times_is_not_inferred(repository: Path) -> None:
+async def test_infer_refuses_decoupled_models(repository: Path) -> None:
     async with served(repository, "thread") as engine:
         for name in ("repeat", "repeat_square"):
             with pytest.raises(Unsupported, match="decoupled transaction policy"):
-                await engine.infer(engine.find(name), ask(1))
-            assert engine.find(name).config.json["model_transaction_policy"] == {"decoupled": True}
-        (response,) = [one async for one in engine.stream(engine.find("square"), ask(3))]
+                await engine.infer(engine.deployments.find(name), ask(1))
+            assert engine.deployments.find(name).config.json["model_transaction_policy"] == {"decoupled": True}
+        (response,) = [one async for one in engine.stream(engine.deployments.find("square"), ask(3))]
         assert response.outputs["OUT"].item() == 9
 
 
 @pytest.mark.fault("P11")
-async def test_unloading_waits_for_whoever_still_answers(repository: Path, execution: str) -> None:
+async def test_unloading_waits_for_open_streams(repository: Path, execution: str) -> None:
     with trio.fail_after(60):
         async with (
             open_engine(EngineOptions(python_execution=execution)) as engine,
@@ -481,33 +481,33 @@ async def test_unloading_waits_for_whoever_still_answers(repository: Path, execu
             trio.open_nursery() as nursery,
         ):
             assert await control.start(lambda event: None) == {}
-            async with engine.stream(engine.find("repeat"), ask(40, thread=True)) as some:
+            async with engine.stream(engine.deployments.find("repeat"), ask(40, thread=True)) as some:
                 await anext(some)
                 nursery.start_soon(control.unload, "repeat")
                 await trio.testing.wait_all_tasks_blocked(0.01)
-                assert engine.index(ready_only=True) == []
+                assert engine.deployments.index(ready_only=True) == []
                 assert len([response async for response in some]) == 39
             del some
-            assert engine.dispatcher.in_flight == 0
+            assert engine.scheduler.in_flight == 0
 
 
 async def test_a_process_that_ends_in_the_middle_of_a_stream_fails_it(repository: Path) -> None:
     async with served(repository, "process") as engine:
-        some = engine.stream(engine.find("repeat"), ask(9, dies_at=2, thread=True))
+        some = engine.stream(engine.deployments.find("repeat"), ask(9, dies_at=2, thread=True))
         assert [(await anext(some)).outputs["OUT"].item() for _ in range(2)] == [9, 10]
         with pytest.raises(FlowserveError, match="repeat_0"):
             await anext(some)
-        assert engine.dispatcher.in_flight == 0
+        assert engine.scheduler.in_flight == 0
 
 
-async def test_an_answer_for_which_there_is_no_memory_is_an_error_and_none_that_is_left_out(repository: Path) -> None:
+async def test_a_response_without_memory_is_an_error_and_not_an_omitted_output(repository: Path) -> None:
     async with served(repository, "process") as engine:
         with pytest.raises(FlowserveError, match=r"shared memory of .* cannot be had: Too many open files"):
             await answers(engine, "repeat", ask(2, no_files=True))
-        assert engine.dispatcher.in_flight == 0
+        assert engine.scheduler.in_flight == 0
 
 
-async def test_what_the_operator_wants_inline_runs_on_a_thread_where_it_is_decoupled(repository: Path) -> None:
+async def test_a_decoupled_model_configured_inline_runs_on_a_thread(repository: Path) -> None:
     async with served(repository, "inline") as engine:
         assert await answers(engine, "repeat_square", ask(20)) == [(20 + n) ** 2 for n in range(20)]
 
@@ -523,15 +523,15 @@ async def test_a_shared_limit_holds_for_all_requests_together(repository: Path, 
         async with trio.open_nursery() as nursery:
             for number in range(8):
                 nursery.start_soon(one, number)
-        assert [node.most_inflight for node in engine.find("shared").traffic] == [1, 1]
+        assert [node.most_inflight for node in engine.deployments.find("shared").traffic] == [1, 1]
     assert got == {number: [4, 5, 6, 7] for number in range(8)}
 
 
-async def test_a_trace_tells_who_waited_for_room_below_and_how_often_a_step_answered(repository: Path) -> None:
+async def test_a_trace_shows_backpressure_waits_and_response_counts(repository: Path) -> None:
     async with served(repository, "thread") as engine:
         told: list[Trace] = []
         watch = engine.tracing.watch(told.append)
-        async with engine.stream(engine.find("limited_1"), ask(4), watch) as stream:
+        async with engine.stream(engine.deployments.find("limited_1"), ask(4), watch) as stream:
             assert [int(answer.outputs["OUT"].item()) async for answer in stream] == [16, 25, 36, 49]
         (trace,) = told
         repeat, *slow = trace.steps
@@ -545,16 +545,18 @@ async def test_a_trace_tells_who_waited_for_room_below_and_how_often_a_step_answ
         for one in slow:
             assert repeat.queued_ns <= one.ready_ns <= one.queued_ns <= one.ended_ns <= trace.ended_ns
         assert not engine.tracing.is_live
-        assert engine.streaming.notes is None
+        assert engine.streams.observer is None
 
 
-async def test_a_step_that_is_ready_before_there_is_a_slot_for_it_says_so(repository: Path) -> None:
+async def test_a_trace_shows_the_wait_of_a_ready_step_for_a_slot(repository: Path) -> None:
     write(repository, "shared", ensemble(("slow", "IN", "OUT"), limit=1, shared=True))
     async with served(repository, "thread") as engine:
         told: list[Trace] = []
 
         async def one() -> None:
-            async with engine.stream(engine.find("shared"), ask(3), engine.tracing.watch(told.append)) as stream:
+            async with engine.stream(
+                engine.deployments.find("shared"), ask(3), engine.tracing.watch(told.append)
+            ) as stream:
                 assert [int(answer.outputs["OUT"].item()) async for answer in stream] == [9]
 
         async with trio.open_nursery() as nursery:

@@ -1,7 +1,7 @@
-"""When instances that ended are started again, what is said meanwhile, what takes too long. On a clock that jumps.
+"""Restarts of instances after the end of their process, the outage reported meanwhile, and the execution timeout.
 
-The clock jumps when nobody has anything to do but wait for it; it does not know that a worker thread is busy. So while
-one may be, these tests wait for what it brings, never for a time.
+Trio's `autojump_clock` jumps when no task can run; it does not know that a worker thread is busy. While one may be,
+these tests wait for its result, never for a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -18,20 +18,18 @@ from trio.testing import MockClock
 
 from flowserve.errors import ModelFailed
 from flowserve.runtime.clock import ClockNs, running_clock
-from flowserve.runtime.instance import Completions
-from flowserve.runtime.pump import NoBursts
-from flowserve.runtime.supervisor import Supervisor, WarmUp
+from flowserve.runtime.workers.base import Completions, WorkerContext
+from flowserve.runtime.workers.supervisor import Mortal, Supervisor, WarmUp
 from flowserve.scheduling.backoff import DELAYS
 from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.batcher import OneByOne
-from flowserve.scheduling.closed import Closed
-from flowserve.scheduling.dispatcher import Dispatcher
-from flowserve.testing.recorder import simple_model
+from flowserve.scheduling.queue import BatchPolicy, ClosedQueue, Queue
+from flowserve.scheduling.scheduler import Scheduler
+from tests.support.recorder import simple_model
 
 
 @dataclass
 class Actor:
-    """Plays an instance in a process: fails to open as often as it is told, ends when it is told."""
+    """Plays an instance in a process: fails to open and ends as the test requests."""
 
     name: str
     clock: ClockNs
@@ -47,7 +45,7 @@ class Actor:
     def child(self) -> Any:
         return self
 
-    def open(self, completions: Completions) -> None:
+    def open(self, context: WorkerContext) -> None:
         self.opened_s.append(self.clock() / 1e9)
         self.before_opening()
         if self.failures:
@@ -68,8 +66,8 @@ class Actor:
 @dataclass
 class Stage:
     supervisor: Supervisor
-    poked: trio.Event
-    dispatcher: Dispatcher
+    stepped: trio.Event
+    scheduler: Scheduler
     queue: ModelQueue
     actors: list[Actor]
 
@@ -79,42 +77,42 @@ class Stage:
 
     @property
     def is_closed(self) -> bool:
-        return isinstance(self.queue.batcher, Closed)
+        return isinstance(self.queue.batcher, ClosedQueue)
 
 
 @asynccontextmanager
 async def stage(instances: int = 1, timeout_s: float = 0, warm_up: WarmUp | None = None) -> AsyncIterator[Stage]:
     clock = running_clock()
-    dispatcher = Dispatcher(lambda batch: None, lambda flow: None)
+    scheduler = Scheduler()
     actors = [Actor(f"a_{number}", clock) for number in range(instances)]
-    queue = ModelQueue(simple_model(0).key, OneByOne(), actors)
-    dispatcher.add(queue)
-    token = trio.lowlevel.current_trio_token()
-    completions = Completions(token, lambda batch, outcome: None, lambda batch, error: None, NoBursts())
+    queue = ModelQueue(simple_model(0).key, Queue(BatchPolicy.single()), actors)
+    scheduler.add(queue)
     scene: Stage
 
-    def poke() -> None:
-        dispatcher.pump(clock())
-        scene.poked.set()
+    def step() -> None:
+        scheduler.schedule(clock())
+        scene.stepped.set()
 
-    supervisor = Supervisor(dispatcher, completions, poke, clock, DELAYS)
-    scene = Stage(supervisor, trio.Event(), dispatcher, queue, actors)
+    token = trio.lowlevel.current_trio_token()
+    context = WorkerContext(token, clock, Completions(token, step), step, lambda batch, stages: None)
+    supervisor = Supervisor(scheduler, context, DELAYS)
+    scene = Stage(supervisor, trio.Event(), scheduler, queue, actors)
     async with trio.open_nursery() as nursery:
         await nursery.start(supervisor.run)
-        supervisor.watch(queue, actors, round(timeout_s * 1e9), warm_up)
+        supervisor.watch(queue, cast("list[Mortal]", actors), round(timeout_s * 1e9), warm_up)
         yield scene
-        dispatcher.check()
+        scheduler.check()
         nursery.cancel_scope.cancel()
 
 
 async def until_back(scene: Stage) -> None:
     while scene.queue.away:
-        scene.poked = trio.Event()
-        await scene.poked.wait()
+        scene.stepped = trio.Event()
+        await scene.stepped.wait()
 
 
 @pytest.mark.fault("R4")
-async def test_an_instance_that_cannot_be_opened_is_tried_ever_more_rarely_and_says_so(
+async def test_an_instance_that_cannot_be_opened_is_retried_with_growing_delays_and_reported(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stage() as scene:
@@ -161,7 +159,7 @@ async def test_a_queue_stays_open_for_the_instance_that_is_left(autojump_clock: 
         assert seen == [False] * 9
 
 
-async def test_whoever_lives_for_long_is_started_soon_again(autojump_clock: MockClock) -> None:
+async def test_an_instance_that_lived_long_is_restarted_soon(autojump_clock: MockClock) -> None:
     async with stage() as scene:
         (actor,) = scene.actors
         for _ in range(4):
@@ -177,7 +175,7 @@ async def test_whoever_lives_for_long_is_started_soon_again(autojump_clock: Mock
         await until_back(scene)
 
 
-async def test_who_is_released_is_not_started_again(autojump_clock: MockClock) -> None:
+async def test_a_released_instance_is_not_restarted(autojump_clock: MockClock) -> None:
     async with stage(2) as scene:
         first, second = scene.actors
         first.end()
@@ -188,12 +186,12 @@ async def test_who_is_released_is_not_started_again(autojump_clock: MockClock) -
         assert scene.outage == ""
 
 
-async def test_who_had_ended_before_anybody_watched_is_started_too(autojump_clock: MockClock) -> None:
+async def test_an_instance_that_ended_before_it_was_watched_is_restarted(autojump_clock: MockClock) -> None:
     async with stage() as scene:
         scene.supervisor.release(scene.queue)
         (actor,) = scene.actors
         actor.ended = "it was early"
-        scene.supervisor.watch(scene.queue, scene.actors)
+        scene.supervisor.watch(scene.queue, cast("list[Mortal]", scene.actors))
         assert scene.outage.startswith("it was early")
         await until_back(scene)
 
@@ -224,7 +222,7 @@ async def test_a_batch_is_ended_when_its_time_is_over_and_not_before(autojump_cl
 async def test_an_instance_that_is_started_again_is_warmed_up_before_it_serves(
     autojump_clock: MockClock, error: type[Exception]
 ) -> None:
-    """And one whose warm-up fails is not there, and is started once more."""
+    """An instance whose warm-up fails is not available and is restarted."""
     warmed: list[str] = []
 
     async def warm_up(actor: Actor) -> None:

@@ -13,13 +13,13 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.memory.devices import Devices, using
-from flowserve.runtime.control import ControlOptions, open_control
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.opening import open_engine
-from flowserve.testing.fake_device import FakeMachine
-from flowserve.testing.fake_tensorrt import FakePlan, FakeTensorRt
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.values import PINNED_MEMORY, Request, gpu_memory
+from tests.support.fake_device import FakeMachine
+from tests.support.fake_tensorrt import FakePlan, FakeTensorRt
 
 FOUR = ("FLOAT", (-1, 4))
 DOUBLE = FakePlan(
@@ -90,7 +90,7 @@ async def test_a_batch_goes_through_two_plans_and_crosses_once_each_way(
     async with served(tmp_path, monkeypatch, machine, DOUBLE) as engine:
         machine.copies.clear()
         rows = np.arange(8, dtype=np.float32).reshape(2, 4)
-        response = await engine.infer(engine.find("twice"), Request(inputs={"IN": rows}))
+        response = await engine.infer(engine.deployments.find("twice"), Request(inputs={"IN": rows}))
         assert response.outputs["OUT"].tolist() == (rows * 4).tolist()
         assert machine.copies == {(PINNED_MEMORY, gpu_memory(0)): 1, (gpu_memory(0), PINNED_MEMORY): 1}
         del response
@@ -113,7 +113,7 @@ async def test_the_state_of_each_sequence_is_kept_between_its_requests(
                 sequence_start=start,
                 sequence_end=end,
             )
-            response = await engine.infer(engine.find("sums"), request)
+            response = await engine.infer(engine.deployments.find("sums"), request)
             sums[sequence].append(int(response.outputs["OUT"].item()))
 
         for number in (1, 2, 3):

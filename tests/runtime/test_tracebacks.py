@@ -1,4 +1,4 @@
-"""Which printed lines are one record: whole tracebacks, whoever prints them, and nothing else."""
+"""Which printed lines are one record: whole tracebacks from any source, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.backends.child.forkserver import LineFormatter
-from flowserve.runtime.printed import Printed
-from flowserve.runtime.tracebacks import PATIENCE_S, RECORD_CHARS_MAX, Record
+from flowserve.backends.worker.forkserver import WorkerLogFormatter
+from flowserve.runtime.processes.printed import Printed
+from flowserve.runtime.processes.tracebacks import CONTINUATION_WAIT_S, RECORD_CHARS_MAX, Record
 
 INFO, ERROR = logging.INFO, logging.ERROR
 # What tracebacks are made of, and what looks like it.
@@ -67,13 +67,13 @@ def test_a_traceback_with_all_its_causes_is_one_error_between_other_lines(error:
     assert records(f"before\n{whole}after\n") == [(INFO, "before"), (ERROR, whole.rstrip("\n")), (INFO, "after")]
 
 
-def test_two_tracebacks_are_two_records_and_an_empty_line_after_one_stays_a_line() -> None:
+def test_two_tracebacks_are_two_records_and_a_following_empty_line_is_kept() -> None:
     whole = text_of(chained())
     one = (ERROR, whole.rstrip("\n"))
     assert records(f"{whole}{whole}\nplain\n") == [one, one, (INFO, ""), (INFO, "plain")]
 
 
-def test_what_a_thread_of_its_own_raises_is_one_record_with_the_threads_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_thread_is_one_record_with_the_threads_name(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.StringIO()
     monkeypatch.setattr("sys.stderr", printed)
     # As the interpreter calls it; pytest has its own in this place.
@@ -86,7 +86,7 @@ def test_what_a_thread_of_its_own_raises_is_one_record_with_the_threads_name(mon
 def test_a_record_of_the_processs_own_log_keeps_its_level_and_its_lines() -> None:
     error = ValueError("first\nsecond\n\nthird")
     record = logging.LogRecord("m", logging.WARNING, "", 1, "went\nwrong", (), (ValueError, error, None))
-    told = LineFormatter("%(message)s").format(record)
+    told = WorkerLogFormatter("%(message)s").format(record)
     assert records(f"{told}\nafter\n") == [
         (logging.WARNING, "went\\nwrong\nValueError: first\nsecond\n\nthird"),
         (INFO, "after"),
@@ -102,24 +102,24 @@ def test_a_record_of_the_processs_own_log_keeps_its_level_and_its_lines() -> Non
         "During handling of the above exception, another exception occurred:\n\nplain\n",
     ],
 )
-def test_what_only_looks_like_a_traceback_stays_lines_of_information(printed: str) -> None:
+def test_text_that_resembles_a_traceback_is_logged_as_plain_lines(printed: str) -> None:
     assert records(printed) == [(INFO, line) for line in printed.splitlines()]
 
 
-def test_a_traceback_that_never_ends_is_told_in_pieces() -> None:
+def test_an_endless_traceback_is_logged_in_pieces() -> None:
     reader = Printed()
     reader.take(b"Traceback (most recent call last):\n", 0)
-    assert reader.patience_s == PATIENCE_S
+    assert reader.wait_s == CONTINUATION_WAIT_S
     told = reader.take(b"  File\n" * 900 + b"  " + b"x" * 4000 + b"\n", 2_000_000_000)
     for second in range(40):
         told += reader.take((b"  " + b"x" * 4000 + b"\n") * 10, (second + 4) * 1_000_000_000)
         assert sum(map(len, reader._records._held)) <= RECORD_CHARS_MAX
     assert told[0][0] == ERROR
-    assert reader.nothing_more() == reader.rest() == []
+    assert reader.wait_is_over() == reader.rest() == []
 
 
 @given(st.lists(st.sampled_from(LINES), max_size=30), st.data())
-def test_no_line_is_lost_doubled_or_moved_whatever_is_printed(lines: list[str], data: st.DataObject) -> None:
+def test_property_no_printed_line_is_lost_doubled_or_moved(lines: list[str], data: st.DataObject) -> None:
     plain = [line for line in lines if not line.startswith("<")]
     assert [line for _, text in records("".join(f"{line}\n" for line in plain)) for line in text.split("\n")] == plain
     whole = "".join(f"{line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""What is noticed of traced requests on their way, and that nobody else pays for it."""
+"""The events of traced requests, and the absence of cost for others."""
 
 from __future__ import annotations
 
@@ -12,47 +12,46 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import Work
-from flowserve.config.gate import GateOptions
+from flowserve.config.parameters import AdmissionOptions
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.trace import Trace
 from flowserve.observe.waits import (
+    ADMISSION,
     AGAIN,
     BUSY,
     DELAYED,
     FULL,
-    GATE,
     HANDOVER,
     LIMITER,
     ORDER,
-    SAME_ANSWER,
+    SAME_REQUEST,
     SEQUENCE,
     SIZED,
     TURN,
-    Spells,
+    BusyPeriods,
     Wait,
     by_reason,
 )
-from flowserve.runtime.cache import Cache, Lru
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.gate import Gate
-from flowserve.runtime.instance import LocalHost
-from flowserve.runtime.opening import open_engine
-from flowserve.runtime.reasons import waits_in_queue
+from flowserve.runtime.admission.controller import AdmissionController
+from flowserve.runtime.admission.response_cache import LruCache, ResponseCache
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.tracing.reasons import waits_in_queue
+from flowserve.runtime.workers.local import LocalWorker
 from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
-from flowserve.scheduling.dispatcher import Dispatcher
-from flowserve.scheduling.limited import LimitedDispatcher
-from flowserve.scheduling.limiter import Available, Limiter, Needs
-from flowserve.scheduling.lines import SequencePolicy
-from flowserve.scheduling.oldest import Oldest
-from flowserve.scheduling.router import Flow, Ticket
-from flowserve.testing.engine import add_chain, add_function
-from flowserve.testing.recorder import simple_model
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.queue import BatchPolicy, Queue
+from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.sequence.oldest import Oldest
+from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.testing.strategies import plain_graph
 from flowserve.values import Array, Request
+from tests.support.engine import add_chain, add_function
+from tests.support.recorder import simple_model
 
 MS = 1_000_000
 
@@ -60,16 +59,14 @@ MS = 1_000_000
 @asynccontextmanager
 async def running() -> AsyncIterator[Engine]:
     async with open_engine(EngineOptions()) as engine:
-        await wait_all_tasks_blocked()  # the pump sleeps: what a test submits in one turn is one turn
-        before = _stands_between(engine)
+        await (
+            wait_all_tasks_blocked()
+        )  # the loop's task sleeps: what a test submits in one iteration is scheduled together
         yield engine
         await wait_all_tasks_blocked()
         assert not engine.tracing.is_live
-        assert _stands_between(engine) == before
-
-
-def _stands_between(engine: Engine) -> list[object]:
-    return [engine.dispatcher._run, engine.dispatcher._answered, engine.completions.finished]
+        assert engine.observers == []
+        assert engine.streams.observer is None
 
 
 async def ask(
@@ -81,7 +78,7 @@ async def ask(
     trace_id: int = 0,
 ) -> Trace:
     """The trace of one request; also into `told`."""
-    deployment = engine.find(name)
+    deployment = engine.deployments.find(name)
     watch = engine.tracing.watch(*([] if told is None else [told.append]), trace_id=trace_id)
     request = Request({"IN": np.full((rows, 4), value, np.float32)}, stamp=engine.next_stamp())
     try:
@@ -95,7 +92,9 @@ async def ask(
 
 
 async def plain(engine: Engine, name: str) -> None:
-    await engine.infer(engine.find(name), Request({"IN": np.ones((1, 4), np.float32)}, stamp=engine.next_stamp()))
+    await engine.infer(
+        engine.deployments.find(name), Request({"IN": np.ones((1, 4), np.float32)}, stamp=engine.next_stamp())
+    )
 
 
 def double(array: Array) -> Array:
@@ -107,7 +106,7 @@ def reasons(waits: list[Wait]) -> set[str]:
 
 
 def check(trace: Trace) -> None:
-    """The moments of a request follow each other, and its waits are told without a gap."""
+    """The moments of a request follow each other, and its waits have no gap."""
     assert trace.arrived_ns <= trace.ended_ns
     for step in trace.steps:
         ran = step.execution
@@ -150,14 +149,14 @@ async def test_a_traced_batch_that_cannot_be_started_fails_alone(
     async with running() as engine:
         add_function(engine, "double", [double])
         with monkeypatch.context() as patch:
-            patch.setattr(LocalHost, "_gather", no_memory)
+            patch.setattr(LocalWorker, "_work_of", no_memory)
             trace = await ask(engine, "double", trace_id=int(has_span))
         assert "a batch cannot be started: MemoryError: so many bytes" in trace.error
         assert trace.steps[0].error == trace.error
         await plain(engine, "double")
 
 
-async def test_who_finds_every_instance_busy_waits_for_one() -> None:
+async def test_a_trace_shows_the_wait_for_a_busy_instance() -> None:
     gate = threading.Event()
 
     def wait(array: Array) -> Array:
@@ -165,7 +164,7 @@ async def test_who_finds_every_instance_busy_waits_for_one() -> None:
         return array
 
     async with running() as engine:
-        add_function(engine, "slow", [wait], inline=False, batcher=DynamicBatcher(BatchPolicy.simple(1)))
+        add_function(engine, "slow", [wait], inline=False, batcher=Queue(BatchPolicy.simple(1)))
         told: list[Trace] = []
         async with trio.open_nursery() as nursery:
             for _ in range(2):
@@ -182,10 +181,10 @@ async def test_who_finds_every_instance_busy_waits_for_one() -> None:
             check(trace)
 
 
-async def test_a_forming_batch_says_what_it_waited_for(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_trace_shows_the_reason_a_forming_batch_waited(autojump_clock: trio.testing.MockClock) -> None:
     async with running() as engine:
         policy = BatchPolicy(8, (3, 8), 50 * MS)
-        add_function(engine, "model", [double], batcher=DynamicBatcher(policy), max_batch_size=8)
+        add_function(engine, "model", [double], batcher=Queue(policy), max_batch_size=8)
         alone = await ask(engine, "model")
         assert by_reason(alone.steps[0].waits) == {DELAYED: 50 * MS}
 
@@ -226,7 +225,7 @@ async def test_the_halves_of_a_batch_that_failed_are_steps_of_their_own() -> Non
 
 
 @pytest.mark.parametrize("leaves_at", ["the queue", "the instance"])
-async def test_a_caller_who_leaves_ends_its_trace(leaves_at: str) -> None:
+async def test_a_cancelled_request_ends_its_trace(leaves_at: str) -> None:
     gate = threading.Event()
 
     def wait(array: Array) -> Array:
@@ -235,7 +234,7 @@ async def test_a_caller_who_leaves_ends_its_trace(leaves_at: str) -> None:
 
     async with running() as engine:
         delay_ns = 3_600_000_000_000 if leaves_at == "the queue" else 0
-        batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=delay_ns))
+        batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=delay_ns))
         add_function(engine, "slow", [wait], inline=False, batcher=batcher)
         told: list[Trace] = []
         async with trio.open_nursery() as nursery:
@@ -252,7 +251,7 @@ async def test_a_caller_who_leaves_ends_its_trace(leaves_at: str) -> None:
             await plain(engine, "slow")
 
 
-async def test_who_waits_at_the_gate_says_so() -> None:
+async def test_a_trace_shows_the_wait_for_admission() -> None:
     gate = threading.Event()
 
     def wait(array: Array) -> Array:
@@ -261,7 +260,7 @@ async def test_who_waits_at_the_gate_says_so() -> None:
 
     async with running() as engine:
         add_function(engine, "slow", [wait], inline=False)
-        _limit(engine, "slow", GateOptions(max_requests=1, waits=True))
+        _limit(engine, "slow", AdmissionOptions(max_requests=1, waits=True))
         told: list[Trace] = []
         async with trio.open_nursery() as nursery:
             for _ in range(2):
@@ -271,12 +270,12 @@ async def test_who_waits_at_the_gate_says_so() -> None:
             gate.set()
         assert reasons(told[0].waits) <= {TURN}
         waited = by_reason(told[1].waits)
-        assert waited[GATE] >= 19 * MS
+        assert waited[ADMISSION] >= 19 * MS
         for trace in told:
             check(trace)
 
 
-async def test_an_answer_that_is_held_back_for_those_before_it_says_so() -> None:
+async def test_a_trace_shows_the_wait_of_an_ordered_response() -> None:
     gate = threading.Event()
 
     computed = threading.Event()
@@ -289,7 +288,7 @@ async def test_an_answer_that_is_held_back_for_those_before_it_says_so() -> None
         return array
 
     async with running() as engine:
-        one_by_one = DynamicBatcher(BatchPolicy.simple(1))
+        one_by_one = Queue(BatchPolicy.simple(1))
         add_function(engine, "ordered", [wait, wait], inline=False, batcher=one_by_one, keeps_order=True)
         add_chain(engine, "chain", ["ordered"])
         told: list[Trace] = []
@@ -307,7 +306,7 @@ async def test_an_answer_that_is_held_back_for_those_before_it_says_so() -> None
             check(trace)
 
 
-async def test_an_answer_that_is_remembered_or_shared_has_no_steps() -> None:
+async def test_the_trace_of_a_cached_or_shared_response_has_no_steps() -> None:
     gate = threading.Event()
 
     def wait(array: Array) -> Array:
@@ -316,7 +315,7 @@ async def test_an_answer_that_is_remembered_or_shared_has_no_steps() -> None:
 
     async with running() as engine:
         add_function(engine, "slow", [wait], inline=False)
-        _limit(engine, "slow", GateOptions(), Lru(1 << 20))
+        _limit(engine, "slow", AdmissionOptions(), LruCache(1 << 20))
         told: list[Trace] = []
         async with trio.open_nursery() as nursery:
             for _ in range(2):
@@ -326,36 +325,36 @@ async def test_an_answer_that_is_remembered_or_shared_has_no_steps() -> None:
             gate.set()
         told.sort(key=lambda trace: trace.number)
         assert [(len(trace.steps), trace.is_cached) for trace in told] == [(1, False), (0, True)]
-        assert by_reason(told[1].waits)[SAME_ANSWER] >= 19 * MS
+        assert by_reason(told[1].waits)[SAME_REQUEST] >= 19 * MS
         found = await ask(engine, "slow")
         assert (found.steps, found.is_cached, found.error) == ([], True, "")
 
 
-def test_a_sequence_waits_for_its_turn() -> None:
+def test_a_trace_shows_the_wait_of_a_sequence_request() -> None:
     plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
-    queue = ModelQueue(ModelKey("a", 1), DynamicBatcher(BatchPolicy.simple(1)), ["a_0"])
+    queue = ModelQueue(ModelKey("a", 1), Queue(BatchPolicy.simple(1)), ["a_0"])
     queue.bound = Oldest(SequencePolicy("a", 1, 0), lambda _: (0, False, False), BatchPolicy.simple(1))
     batch = Batch(queue, "a_0", [Ticket(Flow(plan, (queue,), (None,), 0), plan.nodes[0], 1, None)], 50)
-    dispatcher = Dispatcher(lambda _: None, lambda _: None)
-    assert waits_in_queue(dispatcher, batch, 10, 50, Spells()) == [Wait(SEQUENCE, 10, 50)]
+    scheduler = Scheduler()
+    assert waits_in_queue(scheduler, batch, 10, 50, BusyPeriods()) == [Wait(SEQUENCE, 10, 50)]
 
 
 def test_with_a_rate_limiter_a_free_instance_is_not_enough() -> None:
     plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
-    dispatcher = LimitedDispatcher(lambda _: None, lambda _: None, Limiter([Available("R", 1)]))
+    scheduler = Scheduler(Limiter([Available("R", 1)]))
     for needs, reason in (([Needs({("R", 0): 1})], LIMITER), ([], TURN)):
-        queue = ModelQueue(ModelKey("a", 1), DynamicBatcher(BatchPolicy.simple(1)), ["a_0"], needs=needs)
+        queue = ModelQueue(ModelKey("a", 1), Queue(BatchPolicy.simple(1)), ["a_0"], needs=needs)
         ticket = Ticket(Flow(plan, (queue,), (None,), 0), plan.nodes[0], 1, None)
         ticket.queued_ns = 10
-        spells = Spells()
+        spells = BusyPeriods()
         spells.begin(5)
         spells.end(20)
         batch = Batch(queue, "a_0", [ticket], 50)
-        assert waits_in_queue(dispatcher, batch, 10, 50, spells) == [Wait(BUSY, 10, 20), Wait(reason, 20, 50)]
+        assert waits_in_queue(scheduler, batch, 10, 50, spells) == [Wait(BUSY, 10, 20), Wait(reason, 20, 50)]
 
 
-async def test_a_trace_tells_so_many_steps_and_counts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowserve.runtime.tracing.STEPS_MAX", 1)
+async def test_a_trace_lists_a_bounded_number_of_steps_and_counts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowserve.runtime.tracing.tracing.TRACED_STEPS_MAX", 1)
     async with running() as engine:
         add_function(engine, "one", [double])
         add_chain(engine, "chain", ["one", "one"])
@@ -363,9 +362,9 @@ async def test_a_trace_tells_so_many_steps_and_counts_the_rest(monkeypatch: pyte
         assert (len(trace.steps), trace.omitted) == (1, 1)
 
 
-def _limit(engine: Engine, name: str, options: GateOptions, cache: Cache | None = None) -> None:
-    deployment = engine.find(name)
+def _limit(engine: Engine, name: str, options: AdmissionOptions, cache: ResponseCache | None = None) -> None:
+    deployment = engine.deployments.find(name)
     key = deployment.graph.nodes[0].model
-    deployment.gate = Gate(
-        options, cache, key, deployment.output_slot, deployment.statistics, engine.dispatcher, engine.clock
+    deployment.admission = AdmissionController(
+        options, cache, key, deployment.output_slot, deployment.statistics, engine.scheduler, engine.clock
     )

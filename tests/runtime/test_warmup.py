@@ -20,16 +20,15 @@ from flowserve.config.types import (
     WarmupSample,
 )
 from flowserve.errors import Invalid, ModelFailed
-from flowserve.memory.assemble import scatter
-from flowserve.runtime.engine import Engine
-from flowserve.runtime.engine_options import EngineOptions
-from flowserve.runtime.instance import LocalHost
-from flowserve.runtime.opening import open_engine
-from flowserve.runtime.sequence_hosts import SequenceLocalHost
-from flowserve.runtime.sequence_ports import SequencePorts
-from flowserve.runtime.warmup import read_samples, warm_up
-from flowserve.testing.engine import FunctionInstance, add_function
+from flowserve.memory.column import scatter
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.loading.warmup import read_samples, warm_up
+from flowserve.runtime.workers.local import LocalWorker
+from flowserve.runtime.workers.state import SequenceAdapter
 from flowserve.values import Array, DType, TensorSpec
+from tests.support.engine import FunctionInstance, add_function
 
 SPEC = TensorSpec("IN", DType.FP32, (4,))
 
@@ -106,10 +105,10 @@ def test_a_sample_of_no_rows_is_not_run() -> None:
 # --------------------------------------------------------------------------------------------------------- running them
 
 
-def instance_of(engine: Engine, instance: FunctionInstance, *, inline: bool) -> LocalHost:
-    host = LocalHost("m_0", "m", instance, 1, 1, None, engine.clock, always_inline=inline, may_write=False)
-    host.open(engine.completions)
-    return host
+def instance_of(engine: Engine, instance: FunctionInstance, *, inline: bool) -> LocalWorker:
+    worker = LocalWorker("m_0", "m", instance, 1, engine.clock, always_inline=inline)
+    worker.open(engine.context)
+    return worker
 
 
 ZEROS = sample(WarmupInput(DType.FP32, (4,)), "zeros", batch_size=3, count=2)
@@ -124,14 +123,14 @@ async def test_each_sample_runs_in_batches_of_its_size_in_the_order_of_the_file(
     async with open_engine(options) as engine:
         add_function(engine, "busy", [lambda array: array])
         instance = FunctionInstance(lambda array: array)
-        host = instance_of(engine, instance, inline=inline)
+        worker = instance_of(engine, instance, inline=inline)
         model = config(ZEROS, RANDOM)
-        await warm_up(engine, host, model, 1, read_samples(model, Path()))
+        await warm_up(engine, worker, model, 1, read_samples(model, Path()))
         assert instance.batches == [[1, 1, 1], [1, 1, 1], [1]]
-        assert engine.dispatcher.in_flight == 0
-        engine.dispatcher.check()
-        assert [statistics.name for statistics, _ in engine.counters()] == ["busy"]
-        await trio.to_thread.run_sync(host.close)
+        assert engine.scheduler.in_flight == 0
+        engine.scheduler.check()
+        assert [statistics.name for statistics, _ in engine.deployments.counters()] == ["busy"]
+        await trio.to_thread.run_sync(worker.close)
 
 
 async def test_a_sample_that_fails_is_named_and_those_after_it_do_not_run() -> None:
@@ -140,28 +139,28 @@ async def test_a_sample_that_fails_is_named_and_those_after_it_do_not_run() -> N
 
     async with open_engine(EngineOptions()) as engine:
         instance = FunctionInstance(fail)
-        host = instance_of(engine, instance, inline=False)
+        worker = instance_of(engine, instance, inline=False)
         model = config(ZEROS, RANDOM)
         with pytest.raises(ModelFailed, match=r"^failed to run warmup sample 'zeros': .*cold"):
-            await warm_up(engine, host, model, 1, read_samples(model, Path()))
+            await warm_up(engine, worker, model, 1, read_samples(model, Path()))
         assert instance.batches == [[1, 1, 1]]
-        assert engine.dispatcher.in_flight == 0
-        await trio.to_thread.run_sync(host.close)
+        assert engine.scheduler.in_flight == 0
+        await trio.to_thread.run_sync(worker.close)
 
 
 async def test_a_sample_that_does_not_fit_the_model_is_refused_as_a_request_would_be() -> None:
     async with open_engine(EngineOptions()) as engine:
         instance = FunctionInstance(lambda array: array)
-        host = instance_of(engine, instance, inline=True)
+        worker = instance_of(engine, instance, inline=True)
         model = config(replace(ZEROS, inputs={}))
         with pytest.raises(Invalid, match=r"^failed to run warmup sample 'zeros': .*expected 1 inputs"):
-            await warm_up(engine, host, model, 1, read_samples(model, Path()))
+            await warm_up(engine, worker, model, 1, read_samples(model, Path()))
         assert instance.batches == []
-        await trio.to_thread.run_sync(host.close)
+        await trio.to_thread.run_sync(worker.close)
 
 
 class Watching(FunctionInstance):
-    """Answers zeros to a model of sequences, and notes what it was given: of every input the first member's."""
+    """Responds with zeros and records the first row of every input."""
 
     def __init__(self) -> None:
         super().__init__(lambda array: array)
@@ -198,7 +197,7 @@ ZERO, ONE = b"\0\0\0\0", b"\1\0\0\0"
     ],
     ids=["nothing", "its beginning and id", "its end", "what came before"],
 )
-async def test_a_sample_may_say_what_its_requests_are_of_their_sequences(
+async def test_a_warmup_sample_can_set_sequence_controls(
     given: dict[str, tuple[DType, bytes]], seen: tuple[list[object], ...], tmp_path: Path
 ) -> None:
     (tmp_path / "warmup").mkdir()
@@ -209,27 +208,25 @@ async def test_a_sample_may_say_what_its_requests_are_of_their_sequences(
     model = replace(config(WarmupSample("s", 2, 1, inputs)), sequence=SEQUENCE)
     async with open_engine(EngineOptions()) as engine:
         instance = Watching()
-        ports = SequencePorts(model, tmp_path)
-        host = SequenceLocalHost(
-            ports, "m_0", "m", instance, 5, 2, None, engine.clock, always_inline=True, may_write=False
-        )
-        host.open(engine.completions)
-        await warm_up(engine, host, model, 1, read_samples(model, tmp_path))
+        state = SequenceAdapter(model, tmp_path)
+        worker = LocalWorker("m_0", "m", instance, 2, engine.clock, state=state, always_inline=True)
+        worker.open(engine.context)
+        await warm_up(engine, worker, model, 1, read_samples(model, tmp_path))
         assert (instance.batches, instance.given) == ([[1, 1]], [[[0.0] * 4, *seen]])
-        await trio.to_thread.run_sync(host.close)
+        await trio.to_thread.run_sync(worker.close)
 
 
-async def test_loading_that_is_given_up_leaves_a_warmup_behind_without_harm(
+async def test_a_cancelled_load_leaves_its_warmup_running_harmlessly(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with open_engine(EngineOptions(rate_limit=())) as engine:
         instance = FunctionInstance(lambda array: array)
-        host = instance_of(engine, instance, inline=True)
+        worker = instance_of(engine, instance, inline=True)
         model = config(replace(ZEROS, count=1))
         with trio.CancelScope() as loading:
             loading.cancel()
-            await warm_up(engine, host, model, 1, read_samples(model, Path()))
+            await warm_up(engine, worker, model, 1, read_samples(model, Path()))
         await trio.sleep(1)
         assert instance.batches in ([], [[1, 1, 1]])  # it may have begun before it was given up
-        assert engine.dispatcher.in_flight == 0
-        await trio.to_thread.run_sync(host.close)
+        assert engine.scheduler.in_flight == 0
+        await trio.to_thread.run_sync(worker.close)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable
 import pytest
 
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.router import Flow, Ticket
-from flowserve.testing.recorder import Recorder, rows_of, simple_model
+from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.testing.strategies import plain_graph
+from tests.support.recorder import Recorder, rows_of, simple_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +25,7 @@ def server() -> Recorder:
 
 @pytest.fixture(scope="session")
 def ticket() -> Callable[..., Ticket]:
-    """`ticket(rows=2, at=60, key="x")`: a step of a flow of its own unless `flow` says whose."""
+    """`ticket(rows=2, at=60, key="x")`: a step of a new flow unless `flow` is given."""
     plan = make_plan(plain_graph(simple_model(0)))
 
     def make(rows: int = 1, at: int = 0, key: Hashable = None, flow: Flow | None = None) -> Ticket:

@@ -6,27 +6,26 @@ from dataclasses import replace
 from random import Random
 
 from flowserve.errors import InstanceDied
-from flowserve.scheduling.affinity import NOWHERE, Affine, Moves
+from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher, CopyCost
 from flowserve.scheduling.batch import ModelQueue
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
-from flowserve.testing.recorder import Recorder, simple_model
+from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.testing.sim import Sim
-from flowserve.testing.sim_world import Handle, World, residence
-from flowserve.testing.strategies import draw_graph, draw_model, draw_request, plain_graph
+from flowserve.testing.strategies import Handle, World, draw_graph, draw_model, draw_request, plain_graph, residence
+from tests.support.recorder import Recorder, simple_model
 
 MODEL = simple_model(0, max_batch_size=4)
 GRAPH = plain_graph(MODEL)
-MOVES = Moves(each_ns=100, bytes_per_ns=1)  # one row of two: 102 ns
+COPY_COST = CopyCost(each_ns=100, bytes_per_ns=1)  # one row of two: 102 ns
 
 
 def serve(server: Recorder, *devices: int, delay_ns: int = 0) -> ModelQueue:
     """Model "a" with an instance on each of these devices."""
     policy = BatchPolicy.simple(4, delay_ns)
-    queue = Affine(lambda: DynamicBatcher(policy), 4, devices.__getitem__, residence, MOVES)
+    queue = AffinityBatcher(lambda: Queue(policy), 4, devices.__getitem__, residence, COPY_COST)
     return server.serve(MODEL, queue, len(devices))
 
 
-def ask(server: Recorder, name: str, device: int = NOWHERE, rows: int = 1, at: int = 0) -> None:
+def ask(server: Recorder, name: str, device: int = NO_DEVICE, rows: int = 1, at: int = 0) -> None:
     flow = server.submit(GRAPH, name, [Handle(0, 2, 0, rows, device=device)])
     flow.arrived_ns = at
 
@@ -36,7 +35,7 @@ def placed(server: Recorder) -> dict[str, int]:
     return {ticket.flow.request: batch.instance for batch in server.running for ticket in batch.tickets}
 
 
-def test_a_request_goes_to_the_device_of_its_tensors_whoever_is_idle_longer() -> None:
+def test_a_request_goes_to_the_device_of_its_tensors_rather_than_to_the_longest_idle_instance() -> None:
     server = Recorder()
     serve(server, 0, 1)
     ask(server, "on 1", 1)
@@ -46,7 +45,7 @@ def test_a_request_goes_to_the_device_of_its_tensors_whoever_is_idle_longer() ->
     assert placed(server) == {"on 1": 1, "on 0": 0}
 
 
-def test_a_request_from_the_host_goes_wherever_somebody_is_free_and_fills_batches_of_its_own() -> None:
+def test_a_request_from_host_memory_goes_to_any_free_instance_in_a_batch_of_its_own() -> None:
     server = Recorder()
     serve(server, 0, 1)
     ask(server, "on 0", 0)
@@ -56,20 +55,20 @@ def test_a_request_from_the_host_goes_wherever_somebody_is_free_and_fills_batche
     assert placed(server) == {"on 0": 0, "one": 1, "two": 1}
 
 
-def test_while_its_device_is_busy_it_waits_as_long_as_the_copy_would_take_and_no_longer() -> None:
+def test_a_request_waits_for_its_busy_device_no_longer_than_the_copy_would_take() -> None:
     server = Recorder()
     serve(server, 0, 1)
     ask(server, "first", 0)
     server.turn(at=0)
     ask(server, "second", 0)
     assert server.turn(at=10) == []
-    assert server.dispatcher.next_deadline() == 10 + 102
+    assert server.scheduler.next_deadline() == 10 + 102
     assert server.turn(at=111) == []
     assert server.turn(at=112) == [("a", ["second"])]
     assert placed(server) == {"first": 0, "second": 1}
 
 
-def test_it_stays_where_its_device_is_free_in_time() -> None:
+def test_a_request_stays_on_its_device_that_becomes_free_in_time() -> None:
     server = Recorder()
     serve(server, 0, 1)
     ask(server, "first", 0)
@@ -89,19 +88,19 @@ def test_a_batch_moves_when_it_has_waited_for_the_copy_of_all_of_it() -> None:
     for name in "abcd":
         ask(server, name, 0)
     server.turn(at=0)
-    assert server.dispatcher.next_deadline() == 4 * 102
+    assert server.scheduler.next_deadline() == 4 * 102
     ask(server, "e", 0)  # no part of the first batch any more
     server.turn(at=1)
-    assert server.dispatcher.next_deadline() == 4 * 102
+    assert server.scheduler.next_deadline() == 4 * 102
     assert server.turn(at=408) == [("a", ["a", "b", "c", "d"])]
 
 
-def test_who_is_at_home_and_who_is_nowhere_go_in_order_of_arrival() -> None:
+def test_requests_with_and_without_a_device_run_in_order_of_arrival() -> None:
     server = Recorder()
     serve(server, 0)
     ask(server, "running", 0)
     server.turn(at=0)
-    for at, (name, device) in enumerate([("host", NOWHERE), ("home", 0), ("later", NOWHERE)]):
+    for at, (name, device) in enumerate([("host", NO_DEVICE), ("home", 0), ("later", NO_DEVICE)]):
         ask(server, name, device)
         server.turn(at=at)
     for expected in ("host", "home"):
@@ -110,7 +109,7 @@ def test_who_is_at_home_and_who_is_nowhere_go_in_order_of_arrival() -> None:
         assert started[0] == expected
 
 
-def test_a_device_whose_instances_have_all_gone_keeps_nobody() -> None:
+def test_requests_of_a_device_without_instances_move_to_another_device() -> None:
     server = Recorder()
     queue = serve(server, 0, 1)
     ask(server, "dies", 0)
@@ -119,11 +118,11 @@ def test_a_device_whose_instances_have_all_gone_keeps_nobody() -> None:
     server.turn(at=0)
     (batch,) = server.running
     server.running.remove(batch)
-    server.dispatcher.batch_failed(batch, InstanceDied("gone"))
-    server.dispatcher.take_away(queue, 0)
+    server.scheduler.complete(batch, [], InstanceDied("gone"), 0)
+    server.scheduler.take_away(queue, 0)
     assert server.turn(at=1) == [("a", ["waits"])]
     ask(server, "new", 0)
-    server.dispatcher.give_back(queue, 0)
+    server.scheduler.give_back(queue, 0)
     server.turn(at=2)
     assert placed(server) == {"waits": 1, "new": 0}
 
@@ -140,7 +139,7 @@ def test_halves_of_a_batch_that_raised_run_apart_and_soon() -> None:
     assert placed(server) == {"one": 0, "two": 1}, "the copy was not worth waiting for"
 
 
-def test_who_leaves_before_it_is_tried_again_is_withdrawn() -> None:
+def test_a_request_cancelled_before_its_retry_is_withdrawn() -> None:
     server = Recorder()
     queue = serve(server, 0)
     queue.is_pure = True
@@ -150,14 +149,14 @@ def test_who_leaves_before_it_is_tried_again_is_withdrawn() -> None:
     flows = [ticket.flow for ticket in server.running[0].tickets]
     assert server.raised(server.running[0])
     server.turn()
-    assert list(server.dispatcher.cancel(flows[1])) == [queue]
+    assert list(server.scheduler.cancel(flows[1])) == [queue]
     assert len(queue.batcher) == 0
     server.done(server.running[0])
     assert server.turn() == []
-    assert server.dispatcher.in_flight == 0
+    assert server.scheduler.in_flight == 0
 
 
-def test_who_leaves_is_gone_from_its_line_and_a_server_that_ends_answers_all() -> None:
+def test_a_cancelled_request_leaves_its_device_queue_and_shutdown_fails_all_others() -> None:
     server = Recorder()
     serve(server, 0, 1)
     ask(server, "running", 0)
@@ -165,19 +164,19 @@ def test_who_leaves_is_gone_from_its_line_and_a_server_that_ends_answers_all() -
     flow = server.submit(GRAPH, "leaves", [Handle(0, 2, 0, 1, device=0)])
     ask(server, "stays", 0)
     server.turn(at=0)
-    server.dispatcher.cancel(flow)
+    server.scheduler.cancel(flow)
     server.turn(at=1)
-    server.dispatcher.fail_all("ending")
+    server.scheduler.fail_all("ending")
     server.turn(at=2)
     assert server.answered() == [("stays", "ending")]
 
 
-def test_company_is_waited_for_on_the_device_it_comes_to() -> None:
+def test_the_queue_delay_is_applied_per_device() -> None:
     server = Recorder()
     serve(server, 0, 1, delay_ns=50)
     ask(server, "one", 0)
     assert server.turn(at=0) == []
-    assert server.dispatcher.next_deadline() == 50
+    assert server.scheduler.next_deadline() == 50
     ask(server, "elsewhere", 1)
     server.turn(at=10)
     ask(server, "two", 0)
@@ -211,7 +210,7 @@ def busy_world(random: Random) -> World:
     return World(tuple(models), (graph,), tuple(requests))
 
 
-def test_laws_nobody_moves_too_early_or_waits_too_long_and_everybody_is_answered() -> None:
+def test_property_requests_change_device_neither_too_early_nor_too_late_and_all_are_answered() -> None:
     """The simulator checks them at every step: see `Sim.check` and `Sim._check_device`."""
     stayed = moved = 0
     for seed in range(50):

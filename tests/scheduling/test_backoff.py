@@ -16,7 +16,7 @@ def test_delays_double_from_a_tenth_of_a_second_to_half_a_minute() -> None:
     assert seconds == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30]
 
 
-def test_what_lived_for_long_begins_anew() -> None:
+def test_a_long_lived_instance_restarts_with_the_first_delay() -> None:
     back_off = BackOff(Delays())
     for _ in range(20):
         back_off.ended(1)
@@ -25,7 +25,7 @@ def test_what_lived_for_long_begins_anew() -> None:
 
 
 @given(st.lists(st.integers(0, 20 * SECOND_NS), max_size=200))
-def test_however_long_it_lives_each_time_it_is_not_started_more_often_than_allowed(lived: list[int]) -> None:
+def test_an_instance_is_never_restarted_more_often_than_allowed(lived: list[int]) -> None:
     delays = Delays(first_ns=7, longest_ns=1000, calm_ns=10 * SECOND_NS)
     back_off = BackOff(delays)
     before = 0

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher, OneByOne
-from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
-from flowserve.scheduling.router import Flow, Ticket
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.queue import BatchPolicy, LevelPolicy, Levels, Queue
 
 SECOND_NS = 1_000_000_000
 MakeTicket = Callable[..., Ticket]
@@ -18,7 +17,7 @@ def sizes(batch: list[Ticket] | None) -> list[int] | None:
     return None if batch is None else [ticket.rows for ticket in batch]
 
 
-def everything(batcher: DynamicBatcher | PolicyBatcher, at: int = 0) -> list[int]:
+def everything(batcher: Queue, at: int = 0) -> list[int]:
     """The rows of each batch that leaves at this instant."""
     batches = []
     while batch := batcher.take(at):
@@ -31,7 +30,7 @@ def everything(batcher: DynamicBatcher | PolicyBatcher, at: int = 0) -> list[int
 
 
 def test_the_oldest_ticket_decides_when_a_short_batch_leaves(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=100))
+    batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=100))
     first, second = ticket(at=0), ticket(at=60)
 
     batcher.put(first)
@@ -45,8 +44,8 @@ def test_the_oldest_ticket_decides_when_a_short_batch_leaves(ticket: MakeTicket)
     assert batcher.take(100) is None
 
 
-def test_the_delay_of_those_who_stay_counts_from_their_own_arrival(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(4, max_queue_delay_ns=100))
+def test_the_delay_of_the_remaining_requests_counts_from_their_own_arrival(ticket: MakeTicket) -> None:
+    batcher = Queue(BatchPolicy.simple(4, max_queue_delay_ns=100))
     batcher.put(ticket(rows=3, at=0))
     batcher.put(ticket(rows=3, at=80))
     assert sizes(batcher.take(80)) == [3]  # the second does not fit: no reason to wait for it
@@ -55,7 +54,7 @@ def test_the_delay_of_those_who_stay_counts_from_their_own_arrival(ticket: MakeT
 
 
 def test_a_full_batch_leaves_at_once(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(4, max_queue_delay_ns=SECOND_NS))
+    batcher = Queue(BatchPolicy.simple(4, max_queue_delay_ns=SECOND_NS))
     for _ in range(5):
         batcher.put(ticket())
     assert everything(batcher) == [4]
@@ -63,14 +62,14 @@ def test_a_full_batch_leaves_at_once(ticket: MakeTicket) -> None:
 
 
 def test_the_queue_is_never_skipped_for_a_smaller_request_behind_a_large_one(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(4))
+    batcher = Queue(BatchPolicy.simple(4))
     for rows in (3, 4, 1):
         batcher.put(ticket(rows=rows))
     assert everything(batcher) == [3, 4, 1]
 
 
 def test_another_key_closes_a_batch_without_waiting(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=SECOND_NS))
+    batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=SECOND_NS))
     batcher.put(ticket(key="wide"))
     batcher.put(ticket(key="wide"))
     batcher.put(ticket(key="tall"))
@@ -79,8 +78,8 @@ def test_another_key_closes_a_batch_without_waiting(ticket: MakeTicket) -> None:
     assert len(batcher) == 1  # the last one may still get company
 
 
-def test_a_batch_grows_until_somebody_takes_it(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(8))
+def test_a_batch_grows_until_it_is_taken(ticket: MakeTicket) -> None:
+    batcher = Queue(BatchPolicy.simple(8))
     batcher.put(ticket())
     batcher.put(ticket())
     batcher.put(ticket())
@@ -88,28 +87,28 @@ def test_a_batch_grows_until_somebody_takes_it(ticket: MakeTicket) -> None:
 
 
 def test_a_request_of_no_rows_takes_a_place_like_any_other(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(2))
+    batcher = Queue(BatchPolicy.simple(2))
     for _ in range(3):
         batcher.put(ticket(rows=0))
     assert sizes(batcher.take(0)) == [0, 0]
     assert sizes(batcher.take(0)) == [0]
 
 
-def test_a_withdrawn_flow_leaves_a_gap_that_others_close(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(8, max_queue_delay_ns=100))
-    leaver = ticket(rows=4, at=0)
+def test_a_withdrawn_request_leaves_no_gap_in_its_batch(ticket: MakeTicket) -> None:
+    batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=100))
+    cancelled = ticket(rows=4, at=0)
     stayer = ticket(rows=1, at=50)
-    batcher.put(leaver)
-    batcher.put(ticket(rows=4, at=0, flow=leaver.flow))  # a second step of the same flow
+    batcher.put(cancelled)
+    batcher.put(ticket(rows=4, at=0, flow=cancelled.flow))  # a second step of the same flow
     batcher.put(stayer)
-    assert batcher.withdraw(leaver.flow) == 2
-    assert batcher.withdraw(leaver.flow) == 0
+    assert batcher.withdraw(cancelled.flow) == 2
+    assert batcher.withdraw(cancelled.flow) == 0
     assert batcher.deadline() == 150
     assert batcher.take(150) == [stayer]
 
 
-def test_the_default_scheduler_runs_every_request_alone_and_never_waits(ticket: MakeTicket) -> None:
-    batcher = OneByOne()
+def test_the_default_scheduler_runs_every_request_in_its_own_batch_without_delay(ticket: MakeTicket) -> None:
+    batcher = Queue(BatchPolicy.single())
     first, second = ticket(rows=2, at=0), ticket(rows=2, at=0)
     batcher.put(first)
     batcher.put(second)
@@ -145,11 +144,11 @@ GOLDEN: dict[str, tuple[tuple[int, ...], int, list[int], list[int], list[int]]] 
 }
 
 
-def policed(policy: BatchPolicy) -> PolicyBatcher:
-    return PolicyBatcher(policy, Levels(policy=LevelPolicy(max_size=100)))
+def policed(policy: BatchPolicy) -> Queue:
+    return Queue(policy, Levels(policy=LevelPolicy(max_size=100)))
 
 
-@pytest.mark.parametrize("made", [DynamicBatcher, policed], ids=["plain", "with a policy"])
+@pytest.mark.parametrize("made", [Queue, policed], ids=["plain", "with a policy"])
 @pytest.mark.parametrize(("preferred", "delay_s", "rows", "at_once", "later"), GOLDEN.values(), ids=GOLDEN.keys())
 def test_batches_have_the_sizes_that_triton_gives_them(
     preferred: tuple[int, ...],
@@ -157,7 +156,7 @@ def test_batches_have_the_sizes_that_triton_gives_them(
     rows: list[int],
     at_once: list[int],
     later: list[int],
-    made: Callable[[BatchPolicy], DynamicBatcher | PolicyBatcher],
+    made: Callable[[BatchPolicy], Queue],
     ticket: MakeTicket,
 ) -> None:
     batcher = made(BatchPolicy(8, preferred, delay_s * SECOND_NS))
@@ -182,7 +181,7 @@ def test_batches_have_the_sizes_that_triton_gives_them(
 def test_shapes_part_batches_as_triton_parts_them(
     requests: list[tuple[int, str]], at_once: list[int], later: list[int], ticket: MakeTicket
 ) -> None:
-    batcher = DynamicBatcher(BatchPolicy(8, (2, 6), 10 * SECOND_NS))
+    batcher = Queue(BatchPolicy(8, (2, 6), 10 * SECOND_NS))
     for rows, key in requests:
         batcher.put(ticket(rows=rows, key=key))
     assert everything(batcher) == at_once
@@ -190,23 +189,23 @@ def test_shapes_part_batches_as_triton_parts_them(
 
 
 def test_when_the_delay_is_over_a_batch_may_pass_the_largest_preferred_size(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy(8, (4, 6), SECOND_NS))
+    batcher = Queue(BatchPolicy(8, (4, 6), SECOND_NS))
     for rows in (3, 4, 1):
         batcher.put(ticket(rows=rows))
     assert everything(batcher, at=SECOND_NS) == [8]
 
 
 def test_a_preferred_size_is_left_behind_for_all_that_waits_once_the_delay_is_over(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy(8, (2, 6), SECOND_NS))
+    batcher = Queue(BatchPolicy(8, (2, 6), SECOND_NS))
     for _ in range(5):
         batcher.put(ticket())
     assert everything(batcher, at=SECOND_NS) == [5]
 
 
-def test_withdrawing_a_stranger_changes_nothing(ticket: MakeTicket) -> None:
-    batcher = DynamicBatcher(BatchPolicy.simple(4))
+def test_withdrawing_an_unknown_request_changes_nothing(ticket: MakeTicket) -> None:
+    batcher = Queue(BatchPolicy.simple(4))
     kept = ticket()
     batcher.put(kept)
-    stranger: Flow = ticket().flow
-    assert batcher.withdraw(stranger) == 0
+    unknown: Flow = ticket().flow
+    assert batcher.withdraw(unknown) == 0
     assert batcher.take(0) == [kept]

@@ -17,17 +17,17 @@ from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.batcher import BatchPolicy
-from flowserve.scheduling.calls import CalledFlow
-from flowserve.scheduling.direct import Direct, Nobody
-from flowserve.scheduling.limited import OVERTAKEN_MAX, LimitedDispatcher
-from flowserve.scheduling.limiter import Available, Limiter, Needs
-from flowserve.scheduling.lines import SequencePolicy
-from flowserve.scheduling.oldest import Oldest
-from flowserve.scheduling.router import Flow
-from flowserve.scheduling.sequences import Sequences
-from flowserve.testing.recorder import Recorder, rows_of, simple_model
+from flowserve.scheduling.call_graph import CalledFlow
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import BatchPolicy
+from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
+from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
+from flowserve.scheduling.sequence.batcher import Sequences
+from flowserve.scheduling.sequence.direct import Direct, FillerFlow
+from flowserve.scheduling.sequence.oldest import Oldest
+from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.testing.strategies import chain_graph, plain_graph
+from tests.support.recorder import Recorder, rows_of, simple_model
 
 MODELS = [simple_model(number, max_batch_size=2) for number in range(4)]
 A, B, C, D = MODELS
@@ -38,7 +38,7 @@ def call(server: Recorder, batch: Batch | None, graph: Graph, request: object = 
     plan = make_plan(graph)
     route = [server.queues[node.model] for node in plan.nodes]
     flow = CalledFlow(plan, route, [rows_of()], 0, 1 << 40, request)
-    server.dispatcher.call(batch, flow)
+    server.scheduler.call(batch, flow)
     return flow
 
 
@@ -60,13 +60,13 @@ def answer(server: Recorder, batch: Batch, caller: Batch, flow: CalledFlow) -> N
     server.done(batch)
     server.turn()
     assert flow.done
-    server.dispatcher.calls.over(caller, flow)
+    server.scheduler.calls.over(caller, flow)
 
 
 # ------------------------------------------------------------------------------------------------- what can be answered
 
 
-def test_a_call_of_its_own_model_is_refused_where_it_has_one_instance(server: Recorder) -> None:
+def test_a_call_of_its_own_model_is_refused_with_one_instance(server: Recorder) -> None:
     server.serve(A)
     caller = run(server, plain_graph(A))
     with pytest.raises(Unavailable, match="model 'a' -> 'a': this call can never be answered"):
@@ -74,10 +74,10 @@ def test_a_call_of_its_own_model_is_refused_where_it_has_one_instance(server: Re
     server.done(caller)
     server.turn()
     assert server.answered() == ["client"]
-    assert not server.dispatcher.calls
+    assert not server.scheduler.calls
 
 
-def test_a_call_that_was_refused_is_held_by_nobody(server: Recorder) -> None:
+def test_a_refused_call_is_not_referenced_any_more(server: Recorder) -> None:
     server.serve(A)
     caller = run(server, plain_graph(A))
 
@@ -96,13 +96,13 @@ def test_a_call_that_was_refused_is_held_by_nobody(server: Recorder) -> None:
         gc.enable()
 
 
-def test_and_answered_where_it_has_two(server: Recorder) -> None:
+def test_a_call_of_its_own_model_is_answered_with_two_instances(server: Recorder) -> None:
     server.serve(A, instances=2)
     caller = run(server, plain_graph(A))
     flow = call(server, caller, plain_graph(A))
     server.turn()
     answer(server, server.running[-1], caller, flow)
-    assert not server.dispatcher.calls
+    assert not server.scheduler.calls
 
 
 def test_a_busy_instance_that_will_be_free_is_waited_for(server: Recorder) -> None:
@@ -129,7 +129,7 @@ def test_a_circle_is_named_in_the_order_of_its_calls(server: Recorder) -> None:
         call(server, third, plain_graph(B))
 
 
-def test_the_last_instance_decides_whoever_has_the_others(server: Recorder) -> None:
+def test_a_call_is_refused_when_the_last_instance_waits_too(server: Recorder) -> None:
     server.serve(A, instances=2)
     server.serve(B)
     other = run(server, plain_graph(A), "other")
@@ -138,13 +138,13 @@ def test_the_last_instance_decides_whoever_has_the_others(server: Recorder) -> N
     flow = call(server, second, plain_graph(A))  # the other will be done
     server.turn()
     with pytest.raises(Unavailable, match="model 'b' -> 'a' -> 'b':"):
-        call(server, other, plain_graph(B))  # ... and now not if it waits for those who wait for it
+        call(server, other, plain_graph(B))  # ... and now it will not, since its call waits for its own waiters
     server.done(other)
     server.turn()
     answer(server, server.running[-1], second, flow)
 
 
-def test_a_step_that_is_over_is_not_waited_for_whoever_has_its_model_now(server: Recorder) -> None:
+def test_a_call_does_not_wait_for_the_model_of_a_completed_step(server: Recorder) -> None:
     for model in MODELS:
         server.serve(model)
     caller = run(server, plain_graph(A))
@@ -182,7 +182,7 @@ def test_a_later_step_of_an_ensemble_counts_from_the_beginning(server: Recorder)
         call(server, caller, chain_graph("chain", [B, A]))
 
 
-def test_what_is_called_outside_of_an_execution_keeps_nobody(server: Recorder) -> None:
+def test_a_call_outside_an_execution_blocks_no_instance(server: Recorder) -> None:
     server.serve(A)
     caller = run(server, plain_graph(A))
     flow = call(server, None, plain_graph(A))
@@ -193,18 +193,18 @@ def test_what_is_called_outside_of_an_execution_keeps_nobody(server: Recorder) -
     assert flow.done
 
 
-def test_an_execution_that_ended_waits_for_nobody(server: Recorder) -> None:
+def test_an_ended_execution_waits_for_no_call(server: Recorder) -> None:
     server.serve(A)
     server.serve(B)
     caller = run(server, plain_graph(A))
     of_b = called(server, caller, plain_graph(B))
-    server.dispatcher.calls.batch_over(caller)
+    server.scheduler.calls.batch_over(caller)
     server.done(caller)
     server.turn()
     call(server, of_b, plain_graph(A))
 
 
-def test_where_answers_keep_their_order_an_answer_waits_for_those_before_it(server: Recorder) -> None:
+def test_a_call_is_refused_when_its_ordered_response_waits_for_an_earlier_one(server: Recorder) -> None:
     server.serve(A)
     server.serve(B, instances=2, keeps_order=True)
     before = run(server, plain_graph(B), "before")
@@ -214,7 +214,7 @@ def test_where_answers_keep_their_order_an_answer_waits_for_those_before_it(serv
         call(server, before, plain_graph(A))
 
 
-def test_also_where_it_runs_already(server: Recorder) -> None:
+def test_a_running_call_with_an_ordered_response_waits_for_an_earlier_one(server: Recorder) -> None:
     for model in (C, D):
         server.serve(model)
     server.serve(A, instances=2, keeps_order=True)
@@ -229,10 +229,10 @@ def test_also_where_it_runs_already(server: Recorder) -> None:
 def test_a_server_that_ends_takes_no_calls(server: Recorder) -> None:
     server.serve(A, instances=2)
     caller = run(server, plain_graph(A))
-    server.dispatcher.fail_all("the end")
+    server.scheduler.fail_all("the end")
     with pytest.raises(Unavailable, match="the end"):
         call(server, caller, plain_graph(A))
-    assert not server.dispatcher.calls
+    assert not server.scheduler.calls
 
 
 # ------------------------------------------------------------------------------------------------------- with sequences
@@ -249,7 +249,7 @@ def stateful(kind: str) -> Sequences:
     if kind == "oldest":
         queue = Oldest(policy, identify, BatchPolicy.simple(2))
     else:
-        queue = Direct(policy, identify, Nobody(None))
+        queue = Direct(policy, identify, FillerFlow(None))
     return queue
 
 
@@ -281,7 +281,7 @@ def needs(**amounts: int) -> Needs:
     return Needs({(name, 0): count for name, count in amounts.items()})
 
 
-def test_what_its_caller_holds_is_nothing_a_call_can_wait_for() -> None:
+def test_a_call_that_needs_resources_of_its_caller_is_refused() -> None:
     server = Recorder(limiter=Limiter())
     server.serve(A, needs=[needs(R=1)])
     server.serve(B, needs=[needs(R=1)])
@@ -290,7 +290,7 @@ def test_what_its_caller_holds_is_nothing_a_call_can_wait_for() -> None:
         call(server, caller, plain_graph(B))
 
 
-def test_a_model_that_calls_itself_is_told_what_it_lacks() -> None:
+def test_the_refusal_of_a_call_to_itself_names_the_missing_resource() -> None:
     for amount, why in ((1, "'a' needs resources that 'a' holds"), (2, "whoever could answer it waits for it")):
         server = Recorder(limiter=Limiter([Available("R", amount)]))
         server.serve(A, instances=2, needs=[needs(R=1)] * 2)
@@ -302,8 +302,8 @@ def test_a_model_that_calls_itself_is_told_what_it_lacks() -> None:
 
 
 @pytest.mark.fault("R10")
-def test_what_is_kept_for_somebody_is_not_kept_from_those_it_waits_for() -> None:
-    """A holder calls a model that needs a copy which is free, and kept for somebody who waits for the holder."""
+def test_reserved_resources_are_available_to_requests_the_reserving_one_waits_for() -> None:
+    """The caller holds one copy and calls a model that needs the other, which is reserved for a waiting batch."""
     server = Recorder(limiter=Limiter([Available("R", 2)]))
     server.serve(A, instances=2, needs=[needs(R=1)] * 2)
     server.serve(B, needs=[needs(R=2)])
@@ -315,8 +315,8 @@ def test_what_is_kept_for_somebody_is_not_kept_from_those_it_waits_for() -> None
         server.turn()
         server.done(server.running[-1])
         server.turn()
-    assert isinstance(server.dispatcher, LimitedDispatcher)
-    while not server.dispatcher.waited_for():
+    assert server.scheduler.rate_limit is not None
+    while not server.scheduler.rate_limit.waited_for():
         server.submit(plain_graph(A), "another")
         server.turn()
         server.done(server.running[-1])
@@ -330,7 +330,7 @@ def test_what_is_kept_for_somebody_is_not_kept_from_those_it_waits_for() -> None
     assert server.turn()[0] == ("b", ["needs both"])
 
 
-# ----------------------------------------------------------------------------------------------------------------- laws
+# ---------------------------------------------------------------------------------------- properties
 
 
 @dataclass
@@ -358,15 +358,10 @@ places = st.lists(st.tuples(st.integers(1, 3), some_needs, st.booleans()), min_s
 
 
 class World:
-    """A server whose models do what requests tell them. With `believes`, the first refusal is not carried out."""
+    """A server whose models execute scripts. With `believes`, the first refusal is not carried out."""
 
     def __init__(self, places: Sequence[tuple[int, Needs, bool]], *, is_limited: bool, believes: bool) -> None:
-        self.server = Recorder(limiter=Limiter() if is_limited else None)
-        if is_limited:
-            limiter = Limiter()
-            self.server.dispatcher = LimitedDispatcher(
-                self.server._run, self.server.answers.append, limiter, overtaken_max=2
-            )
+        self.server = Recorder(limiter=Limiter() if is_limited else None, overtaken_max=2)
         for model, (instances, one, keeps_order) in zip(MODELS, places, strict=True):
             self.server.serve(model, instances=instances, needs=[one] * instances, keeps_order=keeps_order)
         self.believes = believes
@@ -383,7 +378,7 @@ class World:
                 self.todo[batch] = [group for ticket in first for group in ticket.flow.request.groups]
             for flow in [flow for flow in self.open.get(batch, []) if flow.done]:
                 self.open[batch].remove(flow)
-                self.server.dispatcher.calls.over(batch, flow)
+                self.server.scheduler.calls.over(batch, flow)
         able = [batch for batch in self.server.running if not self.open.get(batch)]
         if not able:
             return False
@@ -400,15 +395,15 @@ class World:
             route = [self.server.queues[node.model] for node in plan.nodes]
             flow = CalledFlow(plan, route, [rows_of()], 0, 1 << 40, script)
             if self.believes and self.refused:
-                self.server.dispatcher.call(None, flow)
+                self.server.scheduler.call(None, flow)
             else:
                 try:
-                    self.server.dispatcher.call(batch, flow)
+                    self.server.scheduler.call(batch, flow)
                 except Unavailable:
                     self.refused.append(flow)
                     if not self.believes:
                         continue
-                    self.server.dispatcher.call(None, flow)
+                    self.server.scheduler.call(None, flow)
             self.open.setdefault(batch, []).append(flow)
 
 
@@ -418,7 +413,7 @@ class World:
     is_limited=st.booleans(),
     random=st.randoms(use_true_random=False),
 )
-def test_however_models_call_each_other_every_request_is_answered(
+def test_property_every_request_of_models_that_call_each_other_is_answered(
     places: Sequence[tuple[int, Needs, bool]], requests: Sequence[Script], is_limited: bool, random: Random
 ) -> None:
     """No deadlock is missed: with what could never be answered refused, everything ends."""
@@ -428,8 +423,8 @@ def test_however_models_call_each_other_every_request_is_answered(
     while world.step(random):
         pass
     assert not world.server.running, f"{world.server.running} wait for each other"
-    assert not world.server.dispatcher.in_flight
-    assert not world.server.dispatcher.calls
+    assert not world.server.scheduler.in_flight
+    assert not world.server.scheduler.calls
 
 
 @given(
@@ -438,7 +433,7 @@ def test_however_models_call_each_other_every_request_is_answered(
     is_limited=st.booleans(),
     random=st.randoms(use_true_random=False),
 )
-def test_what_is_refused_would_never_have_been_answered(
+def test_property_a_refused_call_would_never_have_been_answered(
     places: Sequence[tuple[int, Needs, bool]], requests: Sequence[Script], is_limited: bool, random: Random
 ) -> None:
     """No alarm is false: made all the same, such a call is not answered when nothing can go on any more."""

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from flowserve.errors import Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.scheduling.flows import Late
-from flowserve.scheduling.router import Flow
-from flowserve.testing.recorder import PORT, Recorder, simple_model
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.scheduler import DeadlineExceeded
 from flowserve.testing.strategies import plain_graph
+from tests.support.recorder import PORT, Recorder, simple_model
 
 MS = 1_000_000
 CHAIN = [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]
@@ -32,55 +32,55 @@ def held(server: Recorder) -> Flow:
     return server.submit(plain_graph(simple_model(0)), "late", is_held=True)
 
 
-def test_who_is_held_does_not_run_until_it_is_released(server: Recorder) -> None:
+def test_a_held_request_does_not_run_until_it_is_released(server: Recorder) -> None:
     server.serve(simple_model(0))
     flow = held(server)
     assert server.turn() == []
-    assert server.dispatcher.in_flight == 1
-    server.dispatcher.release(flow)
+    assert server.scheduler.in_flight == 1
+    server.scheduler.release(flow)
     assert server.turn() == [("a", ["late"])]
 
 
-def test_who_is_held_can_leave_be_answered_or_outlive_nothing(server: Recorder) -> None:
+def test_a_held_request_can_be_cancelled_answered_or_failed_at_shutdown(server: Recorder) -> None:
     server.serve(simple_model(0))
-    leaver, answered, left = held(server), held(server), held(server)
-    server.dispatcher.cancel(leaver)
-    server.dispatcher.answer(answered)
+    cancelled, answered, left = held(server), held(server), held(server)
+    server.scheduler.cancel(cancelled)
+    server.scheduler.answer(answered)
     assert server.answers == [answered]
-    server.dispatcher.fail_all("going away")
+    server.scheduler.fail_all("going away")
     assert isinstance(left.error, Unavailable)
-    assert server.dispatcher.in_flight == 0
+    assert server.scheduler.in_flight == 0
     assert server.turn() == []
 
 
-def test_a_deadline_takes_every_step_out_of_its_queue_and_frees_what_runs_for_others(server: Recorder) -> None:
-    """One branch runs, the other waits behind somebody: both are over at the deadline, and the queue moves on."""
+def test_a_deadline_withdraws_every_step_of_its_request(server: Recorder) -> None:
+    """One branch runs, the other waits behind another request: both end at the deadline, and the queue moves on."""
     queues = [server.serve(simple_model(number, max_batch_size=1)) for number in (0, 1)]
     other = server.submit(plain_graph(simple_model(1)), "other")
     server.turn()
     flow = server.submit(graph(FORK, 2, 1), "late")
-    server.dispatcher.due_by(flow, 5 * MS)
+    server.scheduler.due_by(flow, 5 * MS)
     server.turn()
     assert (len(queues[0].batcher), len(queues[1].batcher)) == (0, 1)
-    assert server.dispatcher.next_deadline() == 5 * MS
+    assert server.scheduler.next_deadline() == 5 * MS
     server.turn(at=5 * MS - 1)
     assert not flow.done
     server.turn(at=5 * MS)
-    assert isinstance(flow.error, Late)
+    assert isinstance(flow.error, DeadlineExceeded)
     assert str(flow.error) == ("Request timeout expired: its deadline passed after 5 ms, it was in step 'a#0', 'b#1'")
     assert len(queues[1].batcher) == 0
-    assert server.dispatcher.next_deadline() is None
+    assert server.scheduler.next_deadline() is None
     for batch in [*server.running]:
         server.done(batch)
     server.turn(at=6 * MS)
     assert server.answers == [flow, other]
 
 
-def test_the_step_that_is_named_is_the_one_that_is_not_over(server: Recorder) -> None:
+def test_a_deadline_error_names_the_step_that_is_not_over(server: Recorder) -> None:
     for number in (0, 1):
         server.serve(simple_model(number))
     flow = server.submit(graph(CHAIN), "late")
-    server.dispatcher.due_by(flow, 5 * MS)
+    server.scheduler.due_by(flow, 5 * MS)
     server.turn()
     server.done(server.running[0])
     server.turn()
@@ -90,19 +90,22 @@ def test_the_step_that_is_named_is_the_one_that_is_not_over(server: Recorder) ->
     assert "step 'b#1'" in flow.error.lineage
 
 
-def test_who_is_done_in_time_has_no_deadline_any_more(server: Recorder) -> None:
+def test_a_request_completed_in_time_has_no_deadline_any_more(server: Recorder) -> None:
     server.serve(simple_model(0))
     flow = server.submit(plain_graph(simple_model(0)), "quick")
-    server.dispatcher.due_by(flow, 5 * MS)
+    server.scheduler.due_by(flow, 5 * MS)
     server.turn()
     server.done(server.running[0])
-    assert server.dispatcher.next_deadline() is None
+    server.turn()
+    assert server.scheduler.next_deadline() is None
     server.turn(at=9 * MS)
     assert flow.error is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), st.booleans()), max_size=40))
-def test_law_nobody_outlives_a_deadline_and_each_is_answered_once(steps: list[tuple[int, int, bool]]) -> None:
+def test_property_no_request_outlives_its_deadline_and_each_is_answered_once(
+    steps: list[tuple[int, int, bool]],
+) -> None:
     server = Recorder()
     for number in (0, 1):
         server.serve(simple_model(number, max_batch_size=2))
@@ -120,25 +123,25 @@ def test_law_nobody_outlives_a_deadline_and_each_is_answered_once(steps: list[tu
                 waiting.append(flow)
             if kind:
                 due[flow] = now + 10
-                server.dispatcher.due_by(flow, now + 10)
+                server.scheduler.due_by(flow, now + 10)
         elif kind == 3 and server.running:
             server.done(server.running[0], at=now)
         elif kind == 4 and waiting:
             first = waiting.pop(0)
             if not first.done:
-                server.dispatcher.release(first)
+                server.scheduler.release(first)
         elif kind == 5 and due:
-            server.dispatcher.cancel(next(iter(due)))
+            server.scheduler.cancel(next(iter(due)))
         server.turn(now)
         assert all(flow.done for flow, at in due.items() if at <= now)
     for flow in waiting:
         if not flow.done:
-            server.dispatcher.release(flow)
+            server.scheduler.release(flow)
     server.turn(now)
     while server.running:
         server.done(server.running[0], at=now)
         server.turn(now)
     assert all(flow.done for flow in flows)
     assert len(set(server.answers)) == len(server.answers)
-    assert server.dispatcher.in_flight == 0
-    assert not any(server.dispatcher.waiting().values())
+    assert server.scheduler.in_flight == 0
+    assert not any(server.scheduler.waiting().values())

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from flowserve.scheduling.batcher import OneByOne
-from flowserve.testing.recorder import Recorder, simple_model
+from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.testing.strategies import plain_graph
+from tests.support.recorder import Recorder, simple_model
 
 MODEL = simple_model(0)
 
 
-def test_with_three_instances_the_fourth_request_waits_for_the_first_to_be_done(server: Recorder) -> None:
-    server.serve(MODEL, OneByOne(), instances=3)
+def test_with_three_instances_the_fourth_request_waits_for_the_first(server: Recorder) -> None:
+    server.serve(MODEL, Queue(BatchPolicy.single()), instances=3)
     for request in (1, 2, 3, 4):
         server.submit(plain_graph(MODEL), request)
     assert server.turn() == [("a", [1]), ("a", [2]), ("a", [3])]
@@ -23,7 +23,7 @@ def test_with_three_instances_the_fourth_request_waits_for_the_first_to_be_done(
 
 
 def test_the_instance_that_was_idle_longest_takes_the_next_batch(server: Recorder) -> None:
-    server.serve(MODEL, OneByOne(), instances=3)
+    server.serve(MODEL, Queue(BatchPolicy.single()), instances=3)
     took: Counter[int] = Counter()
     for request in range(30):
         server.submit(plain_graph(MODEL), request)

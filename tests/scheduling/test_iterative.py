@@ -1,10 +1,10 @@
-"""Requests that come back until they are done: batches whose members change from one execution to the next."""
+"""Iterative requests: batches whose members change from one execution to the next."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 from weakref import ref
 
 import pytest
@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowserve.errors import InstanceDied
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.batcher import BatchPolicy
-from flowserve.scheduling.direct import Nobody
-from flowserve.scheduling.iterative import Iterative, IterativeDirect, IterativeOldest
-from flowserve.scheduling.lines import Line, SequencePolicy
-from flowserve.scheduling.router import Flow
-from flowserve.testing.recorder import Recorder, simple_model
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import BatchPolicy
+from flowserve.scheduling.sequence.direct import FillerFlow
+from flowserve.scheduling.sequence.iterative import Iterative, IterativeDirect, IterativeOldest
+from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
 from flowserve.testing.strategies import plain_graph
+from tests.support.recorder import Recorder, simple_model
 
 MODEL = simple_model(0)
 GRAPH = plain_graph(MODEL)
@@ -46,11 +46,11 @@ def oldest(candidates: int = 4, size: int = 2, **policy: object) -> IterativeOld
 
 
 def direct(slots: int = 2, share: float = 0.0, delay_ns: int = 0) -> IterativeDirect:
-    return IterativeDirect(SequencePolicy("a", slots, 1_000), identify, Nobody(None), share, delay_ns)
+    return IterativeDirect(SequencePolicy("a", slots, 1_000), identify, FillerFlow(None), share, delay_ns)
 
 
 class Rounds:
-    """The model: it gives back whoever has rounds left. `seen`: each request's executions as (instance, is first)."""
+    """The model: it returns each request that has rounds left. `seen`: its executions as (instance, is first)."""
 
     def __init__(self, server: Recorder) -> None:
         self.server = server
@@ -58,28 +58,28 @@ class Rounds:
         self.seen: dict[Flow, list[tuple[object, bool]]] = {}
 
     def back(self, batch: Batch, at: int = 0) -> None:
-        real = [ticket for ticket in batch.tickets if ticket.line is not None]
+        real = [ticket for ticket in batch.tickets if ticket.sequence is not None]
         again = []
         for ticket in real:
             flow = ticket.flow
-            self.seen.setdefault(flow, []).append((batch.instance, ticket.line.going_on is not ticket))
+            self.seen.setdefault(flow, []).append((batch.instance, ticket.sequence.rescheduled is not ticket))
             self.left[flow] = self.left.get(flow, flow.request.rounds) - 1
             if self.left[flow]:
                 again.append(ticket)
-        self.server.dispatcher.reschedule(batch, again, at)
+        self.server.scheduler.reschedule(batch, again, at)
         batch.tickets = [ticket for ticket in real if ticket not in again]
         if batch.tickets:
             self.server.done(batch, at=at)
         else:
             self.server.running.remove(batch)
-            self.server.dispatcher.execute_returned(batch)
+            self.server.scheduler.execute_returned(batch)
 
     def turns(self, count: int) -> list[list[str]]:
-        """So many executions, one after the other: the names of each batch's requests, "-" for nobody."""
+        """`count` executions in sequence: the names of each batch's requests, "-" for padding."""
         found = []
         for at in range(count):
-            for _, batch in self.server.turn(at):
-                found.append(["-" if asked is None else asked.name for asked in batch])  # type: ignore[attr-defined]
+            for _, requests in self.server.turn(at):
+                found.append(["-" if asked is None else asked.name for asked in requests])  # type: ignore[attr-defined]
             for batch in [*self.server.running]:
                 self.back(batch, at)
         self.server.turn(count)
@@ -97,7 +97,7 @@ def names(flows: Iterable[Flow]) -> list[str]:
 
 
 def test_requests_come_and_go_between_the_executions_of_others() -> None:
-    """Two in a batch, three that generate: whoever is done makes room in the very next batch."""
+    """Two in a batch, three that generate: a completed request frees its place for the next batch."""
     server, rounds = serve(oldest(candidates=4, size=2))
     for asked in (Ask("a", 3), Ask("b", 1), Ask("c", 2)):
         server.submit(GRAPH, asked)
@@ -105,13 +105,13 @@ def test_requests_come_and_go_between_the_executions_of_others() -> None:
     assert names(server.answers) == ["b", "c", "a"]
 
 
-def test_who_waits_for_a_slot_gets_that_of_the_first_that_is_done() -> None:
+def test_a_waiting_request_gets_the_first_slot_that_becomes_free() -> None:
     batcher = oldest(candidates=1, size=1)
     server, rounds = serve(batcher)
     for name in ("a", "b", "c", "d"):
         server.submit(GRAPH, Ask(name, 2))
     assert rounds.turns(8) == [[name] for name in "aabbccdd"]
-    assert (batcher.live, batcher.seated) == (0, 0)
+    assert (batcher.live, batcher.slots_taken) == (0, 0)
 
 
 def test_direct_keeps_a_generating_request_in_its_row() -> None:
@@ -138,16 +138,16 @@ def test_requests_of_one_id_are_done_one_after_the_other_and_each_begins_anew() 
     assert [first for flow in flows for _, first in rounds.seen[flow]] == [True, False, True, False]
 
 
-def test_a_name_that_no_client_gave_is_nobody_elses() -> None:
+def test_a_generated_sequence_id_differs_from_every_id_of_a_client() -> None:
     server, _ = serve(oldest())
     server.submit(GRAPH, Ask("mine", 3, of=1))
     server.submit(GRAPH, Ask("anon", 3))
     server.turn()
-    assert sorted(str(ticket.line.id) for ticket in server.running[0].tickets) == ["1", "2"]
+    assert sorted(str(ticket.sequence.id) for ticket in server.running[0].tickets) == ["1", "2"]
     server, _ = serve(oldest(id_type="BYTES"))
     server.submit(GRAPH, Ask("anon"))
     server.turn()
-    assert server.running[0].tickets[0].line.id == "1"
+    assert server.running[0].tickets[0].sequence.id == "1"
 
 
 @pytest.mark.parametrize("is_live", [False, True])
@@ -174,40 +174,40 @@ def test_a_long_generation_is_not_idle() -> None:
     assert server.answers[0].error is None
 
 
-def test_who_leaves_is_run_no_more_and_its_slot_is_free() -> None:
+def test_a_cancelled_request_is_not_run_again_and_its_slot_is_free() -> None:
     batcher = oldest(candidates=1, size=1)
     server, rounds = serve(batcher)
-    leaver = server.submit(GRAPH, Ask("a", 9))
+    cancelled = server.submit(GRAPH, Ask("a", 9))
     server.submit(GRAPH, Ask("b", 1))
     server.turn()
-    server.dispatcher.cancel(leaver)
+    server.scheduler.cancel(cancelled)
     rounds.back(server.running[0])
     assert rounds.turns(1) == [["b"]]
-    assert batcher.seated == 0
+    assert batcher.slots_taken == 0
 
 
-def test_who_leaves_behind_another_of_its_id_takes_nobody_along() -> None:
+def test_a_cancelled_request_does_not_affect_an_earlier_one_of_its_id() -> None:
     server, rounds = serve(oldest())
     server.submit(GRAPH, Ask("first", 3, of=7))
-    leaver = server.submit(GRAPH, Ask("second", 3, of=7))
+    cancelled = server.submit(GRAPH, Ask("second", 3, of=7))
     server.turn()
-    server.dispatcher.cancel(leaver)
+    server.scheduler.cancel(cancelled)
     rounds.back(server.running[0])
     assert rounds.turns(2) == [["first"], ["first"]]
     assert names(server.answers) == ["first"]
 
 
-def test_when_the_server_ends_nobody_is_run_again() -> None:
+def test_no_request_is_run_again_after_shutdown() -> None:
     server, rounds = serve(oldest())
     flow = server.submit(GRAPH, Ask("a", 5))
     server.turn()
-    server.dispatcher.fail_all("the end")
+    server.scheduler.fail_all("the end")
     rounds.back(server.running[0])
     assert str(flow.error) == "the end"
     assert rounds.turns(1) == []
 
 
-def test_a_batch_that_raised_is_tried_by_halves_and_whoever_is_in_it_keeps_its_slot_unless_it_leaves() -> None:
+def test_a_failed_batch_is_retried_in_halves_and_its_requests_keep_their_slots_unless_cancelled() -> None:
     batcher = oldest()
     server = Recorder()
     server.serve(MODEL, batcher, is_pure=True)
@@ -220,14 +220,14 @@ def test_a_batch_that_raised_is_tried_by_halves_and_whoever_is_in_it_keeps_its_s
     assert names(server.answers) == ["a", "b"]
     flows = [server.submit(GRAPH, Ask(name, 1)) for name in ("c", "d", "e")]
     server.turn()
-    server.dispatcher.cancel(flows[0])  # while it runs
+    server.scheduler.cancel(flows[0])  # while it runs
     assert server.raised(server.running[0])
-    server.dispatcher.cancel(flows[1])  # before it is tried again
+    server.scheduler.cancel(flows[1])  # before it is tried again
     assert rounds.turns(1) == [["e"]]
-    assert (batcher.live, batcher.seated) == (0, 0)
+    assert (batcher.live, batcher.slots_taken) == (0, 0)
 
 
-def test_company_is_waited_for_before_every_execution() -> None:
+def test_the_queue_delay_applies_before_every_execution() -> None:
     server, rounds = serve(direct(2, share=1.0, delay_ns=100))
     server.submit(GRAPH, Ask("a", 2))
     assert server.turn(0) == server.turn(99) == []
@@ -237,23 +237,23 @@ def test_company_is_waited_for_before_every_execution() -> None:
     assert server.turn(210)
 
 
-def test_what_became_of_a_request_is_of_no_interest_to_the_next_of_its_id() -> None:
+def test_the_end_of_a_request_is_not_reported_to_the_next_one_of_its_id() -> None:
     server, _ = serve(oldest(candidates=1, size=1))
     server.submit(GRAPH, Ask("runs", 2))
-    leaver = server.submit(GRAPH, Ask("waits", 1, of=9))
+    cancelled = server.submit(GRAPH, Ask("waits", 1, of=9))
     server.turn()
-    server.dispatcher.cancel(leaver)
+    server.scheduler.cancel(cancelled)
     late = server.submit(GRAPH, Ask("late", 1, of=9, start=False))
     server.turn()
     assert str(late.error).endswith("on the first request of the sequence")
 
 
-def test_what_is_done_is_let_go_of_at_once() -> None:
+def test_a_completed_request_is_released_immediately() -> None:
     """Not when the collector comes: a model is unloaded when nothing holds a request to it any more."""
     server, rounds = serve(oldest())
     server.submit(GRAPH, Ask("a", 3))
     server.turn()
-    line = ref(server.running[0].tickets[0].line)
+    line = ref(server.running[0].tickets[0].sequence)
     gc.disable()
     try:
         rounds.turns(3)
@@ -265,13 +265,13 @@ def test_what_is_done_is_let_go_of_at_once() -> None:
         gc.enable()
 
 
-# ------------------------------------------------------------------------------------------------------------- laws
+# ---------------------------------------------------------------------------------------- properties
 
 
 class IterativeMachine(RuleBasedStateMachine):
-    """Whatever comes, leaves and dies: every request runs its rounds in order, in one instance, or is told why not."""
+    """Under any order of events, every request runs its rounds in order in one instance, or fails with a reason."""
 
-    make = staticmethod(lambda: oldest(candidates=2))
+    make: Callable[[], Any] = staticmethod(lambda: oldest(candidates=2))
 
     @initialize()
     def build(self) -> None:
@@ -281,10 +281,10 @@ class IterativeMachine(RuleBasedStateMachine):
         self.time = 0
         self.flows: list[Flow] = []
         self.left: set[Flow] = set()
-        self.lines: dict[Flow, Line] = {}
+        self.lines: dict[Flow, RequestSequence] = {}
 
     @rule(rounds=st.integers(1, 4), of=st.integers(0, 3))
-    def somebody_asks(self, rounds: int, of: int) -> None:
+    def a_request_arrives(self, rounds: int, of: int) -> None:
         self.flows.append(self.server.submit(GRAPH, Ask(str(len(self.flows)), rounds, of)))
         self.look()
 
@@ -299,23 +299,23 @@ class IterativeMachine(RuleBasedStateMachine):
     def an_instance_dies(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.server.running))
         self.server.running.remove(batch)
-        self.server.dispatcher.batch_failed(batch, InstanceDied("it died"))
-        self.server.dispatcher.take_away(self.queue, batch.instance)
+        self.server.scheduler.complete(batch, [], InstanceDied("it died"), 0)
+        self.server.scheduler.take_away(self.queue, batch.instance)
         self.look()
 
     @precondition(lambda self: self.queue.away)
     @rule()
     def it_runs_again(self) -> None:
-        self.server.dispatcher.give_back(self.queue, self.queue.away[0])
+        self.server.scheduler.give_back(self.queue, self.queue.away[0])
         self.look()
 
     @precondition(lambda self: self.flows)
     @rule(data=st.data())
-    def somebody_leaves(self, data: st.DataObject) -> None:
+    def a_request_is_cancelled(self, data: st.DataObject) -> None:
         flow = data.draw(st.sampled_from(self.flows))
         if not flow.done:
             self.left.add(flow)
-            self.server.dispatcher.cancel(flow)
+            self.server.scheduler.cancel(flow)
         self.look()
 
     @rule(ns=st.integers(1, 2_000))
@@ -326,7 +326,7 @@ class IterativeMachine(RuleBasedStateMachine):
     def look(self) -> None:
         self.server.turn(self.time)
         for batch in self.server.running:
-            lines = [ticket.line for ticket in batch.tickets if ticket.line is not None]
+            lines = [ticket.sequence for ticket in batch.tickets if ticket.sequence is not None]
             assert len(set(lines)) == len(lines), "a batch holds two of one sequence"
 
     @invariant()
@@ -351,15 +351,15 @@ class IterativeMachine(RuleBasedStateMachine):
         answered = self.server.answers
         assert len(set(answered)) == len(answered), "somebody was answered twice"
         assert set(answered) | self.left == set(self.flows), "somebody was never answered"
-        assert (len(self.batcher), self.batcher.live, self.batcher.seated) == (0, 0, 0)
+        assert (len(self.batcher), self.batcher.live, self.batcher.slots_taken) == (0, 0, 0)
 
 
 class IterativeDirectMachine(IterativeMachine):
     make = staticmethod(direct)
 
 
-TestLawsOfIterativeOldest = IterativeMachine.TestCase
-TestLawsOfIterativeDirect = IterativeDirectMachine.TestCase
-# What is true of all sequences is searched for in test_sequences_laws.py.
-HALF = settings(max_examples=settings.default.max_examples // 2)
-TestLawsOfIterativeOldest.settings = TestLawsOfIterativeDirect.settings = HALF
+TestPropertiesOfIterativeOldest = IterativeMachine.TestCase
+TestPropertiesOfIterativeDirect = IterativeDirectMachine.TestCase
+# The properties of all sequences are in test_sequences_properties.py.
+HALF = settings(max_examples=settings().max_examples // 2)
+TestPropertiesOfIterativeOldest.settings = TestPropertiesOfIterativeDirect.settings = HALF

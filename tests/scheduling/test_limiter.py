@@ -1,4 +1,4 @@
-"""The rate limiter: how many of each resource there are, whose turn it is, and what waits for what."""
+"""The rate limiter: resource amounts, the order of models under contention, and waiting batches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 from flowserve.config.types import LimitedResource, RateLimiter
 from flowserve.graph.types import Graph
 from flowserve.scheduling.batch import ModelQueue
-from flowserve.scheduling.batcher import BatchPolicy, DynamicBatcher
-from flowserve.scheduling.limited import OVERTAKEN_MAX
-from flowserve.scheduling.limiter import BEHIND_MAX, EVERYWHERE, Available, Limiter, Needs
-from flowserve.testing.recorder import Recorder, simple_model
-from flowserve.testing.sim_world import SimModel
-from flowserve.testing.strategies import plain_graph
+from flowserve.scheduling.queue import BatchPolicy, Queue
+from flowserve.scheduling.rate_limit.limiter import BEHIND_MAX, EVERYWHERE, Available, Limiter, Needs
+from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
+from flowserve.testing.strategies import SimModel, plain_graph
+from tests.support.recorder import Recorder, simple_model
 
 A, B, C = simple_model(0), simple_model(1), simple_model(2)
 
@@ -39,6 +38,12 @@ def ask(server: Recorder, model: SimModel, *requests: object) -> None:
         server.submit(plain_graph(model), request)
 
 
+def is_claimed(server: Recorder) -> bool:
+    """Whether a queue that has waited long has claimed resources."""
+    assert server.scheduler.rate_limit is not None
+    return bool(server.scheduler.rate_limit.waited_for())
+
+
 def finish(server: Recorder, *names: str) -> list[tuple[str, list[object]]]:
     """The oldest batch of each of these models is done; then a turn."""
     for name in names:
@@ -49,7 +54,7 @@ def finish(server: Recorder, *names: str) -> list[tuple[str, list[object]]]:
 # ------------------------------------------------------------------------------------------------------ how many
 
 
-def test_there_is_as_much_as_the_neediest_instance_asks_for() -> None:
+def test_the_default_amount_is_the_largest_demand_of_an_instance() -> None:
     limiter = Limiter()
     limiter.add([needs(R1=4, R2=4)])
     limiter.add([needs(R2=5, R3=10, R4=5)])
@@ -57,7 +62,7 @@ def test_there_is_as_much_as_the_neediest_instance_asks_for() -> None:
     assert limiter.counts() == {("R1", 0): 4, ("R2", 0): 5, ("R3", 0): 10, ("R4", 0): 5}
 
 
-def test_devices_have_resources_of_their_own_and_a_global_one_is_everybodys() -> None:
+def test_a_resource_exists_per_device_unless_it_is_global() -> None:
     given = (Available("R1", 10), Available("R2", 5, 0), Available("R2", 8, 1), Available("R3", 2))
     limiter = Limiter(given)
     limiter.add([needs(R1=1, R2=1), needs(device=1, R1=1, R2=1)])
@@ -71,7 +76,7 @@ def test_devices_have_resources_of_their_own_and_a_global_one_is_everybodys() ->
     }
 
 
-def test_of_what_is_given_twice_the_larger_counts() -> None:
+def test_of_two_amounts_of_a_resource_the_larger_counts() -> None:
     limiter = Limiter(
         [Available("R", 3), Available("R", 7, 1), Available("R", 2, 0), Available("g", 1), Available("g", 4, 9)]
     )
@@ -79,7 +84,7 @@ def test_of_what_is_given_twice_the_larger_counts() -> None:
     assert limiter.counts() == {("R", 0): 3, ("R", 1): 7, ("g", EVERYWHERE): 4}
 
 
-def test_what_goes_takes_its_demand_along() -> None:
+def test_a_removed_instance_no_longer_counts_towards_the_amount() -> None:
     limiter = Limiter()
     limiter.add([needs(R=2)])
     accounts = limiter.add([needs(R=5)])
@@ -103,7 +108,9 @@ def test_a_resource_that_is_listed_twice_is_needed_twice_and_none_of_it_is_no_ne
     ],
     ids=["too few", "on another device", "not given at all", "too few for everybody"],
 )
-def test_what_never_could_run_is_refused(given: Sequence[Available], wanted: Needs, limit: int, least: int) -> None:
+def test_an_instance_that_could_never_run_is_refused(
+    given: Sequence[Available], wanted: Needs, limit: int, least: int
+) -> None:
     refused = Limiter(given).refusal(wanted)
     assert refused is not None
     ((name, _),) = wanted.amounts
@@ -114,14 +121,14 @@ def test_what_never_could_run_is_refused(given: Sequence[Available], wanted: Nee
     )
 
 
-def test_what_could_run_is_not_refused() -> None:
+def test_an_instance_that_could_run_is_not_refused() -> None:
     assert Limiter().refusal(needs(R=1_000_000)) is None
     assert Limiter([Available("R", 4)]).refusal(needs(R=4)) is None
     assert Limiter([Available("R", 4)]).refusal(needs()) is None
 
 
 @pytest.mark.fault("R9")
-def test_a_resource_is_a_devices_or_the_servers_and_not_both() -> None:
+def test_a_resource_is_per_device_or_global_and_not_both() -> None:
     text = 'Resource "R" is present as both global and device-specific resource in the model configuration.'
     both = Needs({("R", 0): 1, ("R", EVERYWHERE): 1})
     everywhere = Needs({("R", EVERYWHERE): 1})
@@ -132,7 +139,7 @@ def test_a_resource_is_a_devices_or_the_servers_and_not_both() -> None:
         assert refused.message == text
 
 
-# ---------------------------------------------------------------------------------------------------- whose turn
+# ---------------------------------------------------------------------------------------- order
 
 
 def executions(priorities: Sequence[int], resources: int) -> Counter[str]:
@@ -153,11 +160,11 @@ def test_at_priority_two_a_model_runs_half_as_often_where_resources_are_short() 
     assert executions([3, 1], resources=1)["a"] in (15, 16)
 
 
-def test_where_there_is_enough_for_all_priorities_change_nothing() -> None:
+def test_priorities_change_nothing_while_resources_suffice() -> None:
     assert executions([1, 9], resources=4) == {"a": 30, "b": 30}
 
 
-def test_whoever_was_idle_is_not_owed_the_turns_it_let_go_by() -> None:
+def test_an_idle_model_does_not_accumulate_credit() -> None:
     server = limited()
     for model in (A, B):
         serve(server, model, needs(R=1))
@@ -172,7 +179,7 @@ def test_whoever_was_idle_is_not_owed_the_turns_it_let_go_by() -> None:
     assert Counter(name for name, _ in server.started[-8:]) == {"a": 4, "b": 4}
 
 
-def test_whoever_fell_behind_while_nobody_contended_makes_up_for_a_little_of_it() -> None:
+def test_a_model_that_fell_behind_without_contention_catches_up_only_partly() -> None:
     server = limited(Available("R", 2))
     for model in (A, B, C):
         serve(server, model, needs(R=1))
@@ -239,8 +246,8 @@ def test_all_of_a_models_resources_are_taken_together() -> None:
 
 
 @pytest.mark.fault("R10")
-def test_whoever_needs_nothing_runs_while_others_wait_although_it_comes_after_them() -> None:
-    """A holder that calls a model which needs nothing gets its answer, whoever waits for what it holds."""
+def test_a_model_without_demands_runs_while_others_wait_for_resources() -> None:
+    """A call to a model without demands completes while other batches wait for the resources of its caller."""
     server = limited()
     serve(server, A, needs(priority=1, R=1), needs(priority=1, R=1))
     serve(server, B, needs(priority=100))
@@ -266,7 +273,7 @@ def test_instances_on_another_device_do_not_wait() -> None:
     assert running.instance == 1
 
 
-def test_what_needs_much_is_overtaken_so_often_and_no_more() -> None:
+def test_a_batch_with_a_large_demand_is_overtaken_a_bounded_number_of_times() -> None:
     server = limited()
     serve(server, A, needs(R=4))
     for model in (B, C):
@@ -283,7 +290,7 @@ def test_what_needs_much_is_overtaken_so_often_and_no_more() -> None:
     assert len(started) == 4
 
 
-def test_what_is_kept_for_one_is_not_kept_from_those_who_do_not_need_it() -> None:
+def test_reserved_resources_do_not_block_batches_that_do_not_need_them() -> None:
     server = limited(Available("R", 4), Available("S", 1))
     serve(server, A, needs(R=4))
     serve(server, B, *[needs(R=1)] * 5)
@@ -291,7 +298,7 @@ def test_what_is_kept_for_one_is_not_kept_from_those_who_do_not_need_it() -> Non
     ask(server, B, *range(16 * 60))
     server.turn()
     ask(server, A, "big")
-    while not server.dispatcher.waited_for():  # type: ignore[attr-defined]
+    while not is_claimed(server):
         server.done(server.running[0])
         server.turn()
     assert finish(server, "b") == []
@@ -300,9 +307,9 @@ def test_what_is_kept_for_one_is_not_kept_from_those_who_do_not_need_it() -> Non
     assert finish(server, "b", "b", "b") == [("a", ["big"])]
 
 
-def test_a_queue_that_waits_for_company_claims_nothing() -> None:
+def test_a_queue_within_its_delay_reserves_no_resources() -> None:
     server = limited()
-    patient = DynamicBatcher(BatchPolicy(16, (16,), 1_000))
+    patient = Queue(BatchPolicy(16, (16,), 1_000))
     server.serve(A, patient, needs=[needs(R=4)])
     serve(server, B, *[needs(R=1)] * 4)
     ask(server, B, *range(16 * 60))
@@ -312,10 +319,10 @@ def test_a_queue_that_waits_for_company_claims_nothing() -> None:
         server.done(server.running[0])
         server.turn(at=500)
     assert len(server.running) == 4
-    assert not server.dispatcher.waited_for()  # type: ignore[attr-defined]
+    assert not is_claimed(server)
 
 
-# ------------------------------------------------------------------------------------------------ all come home
+# ---------------------------------------------------------------------------------------- resources are returned
 
 
 def held(server: Recorder) -> dict[tuple[str, int], int]:
@@ -323,7 +330,7 @@ def held(server: Recorder) -> dict[tuple[str, int], int]:
     return server.limiter.held()
 
 
-def test_resources_come_home_when_a_batch_fails() -> None:
+def test_a_failed_batch_returns_its_resources() -> None:
     server = limited()
     serve(server, A, needs(R=3))
     ask(server, A, 1)
@@ -334,7 +341,7 @@ def test_resources_come_home_when_a_batch_fails() -> None:
     assert held(server) == {}
 
 
-def test_the_halves_of_a_failed_batch_wait_for_resources_as_whole_ones_do() -> None:
+def test_the_halves_of_a_failed_batch_wait_for_resources_like_any_batch() -> None:
     server = limited()
     serve(server, A, needs(R=1), is_pure=True)
     serve(server, B, needs(R=1))
@@ -350,7 +357,7 @@ def test_the_halves_of_a_failed_batch_wait_for_resources_as_whole_ones_do() -> N
     assert held(server) == {}
 
 
-def test_the_halves_of_a_failed_batch_run_although_another_instance_found_nothing_to_do() -> None:
+def test_the_halves_of_a_failed_batch_run_although_another_instance_is_idle() -> None:
     server = limited()
     serve(server, A, needs(R=1), needs(R=0), is_pure=True)
     ask(server, A, 1, 2)
@@ -359,7 +366,7 @@ def test_the_halves_of_a_failed_batch_run_although_another_instance_found_nothin
     assert server.turn() == [("a", [1]), ("a", [2])]
 
 
-def test_a_caller_who_leaves_while_it_waits_for_resources_leaves_nothing_behind() -> None:
+def test_a_request_cancelled_while_it_waits_for_resources_holds_none() -> None:
     server = limited()
     serve(server, A, needs(R=1))
     serve(server, B, needs(R=1))
@@ -367,32 +374,32 @@ def test_a_caller_who_leaves_while_it_waits_for_resources_leaves_nothing_behind(
     server.turn()
     flow = server.submit(plain_graph(A), "leaves")
     server.turn()
-    server.dispatcher.cancel(flow)
+    server.scheduler.cancel(flow)
     assert server.turn() == []
     assert finish(server, "b") == []
     assert held(server) == {}
 
 
-def test_a_caller_who_leaves_while_its_batch_runs_keeps_its_resources_until_it_is_over() -> None:
+def test_a_cancelled_request_holds_its_resources_until_its_batch_is_over() -> None:
     server = limited()
     serve(server, A, needs(R=1))
     flow = server.submit(plain_graph(A), "leaves")
     server.turn()
-    server.dispatcher.cancel(flow)
+    server.scheduler.cancel(flow)
     server.turn()
     assert held(server) == {("R", 0): 1}
     finish(server, "a")
     assert held(server) == {}
 
 
-def test_a_model_that_is_removed_leaves_nothing_behind_even_in_the_turn_in_which_it_ended() -> None:
+def test_a_removed_model_leaves_no_demand_even_in_the_step_of_its_last_batch() -> None:
     server = limited()
     queue = serve(server, A, needs(R=2))
     serve(server, B, needs(R=1))
     ask(server, A, 1)
     server.turn()
     server.done(server.running[0])
-    server.dispatcher.remove(queue)
+    server.scheduler.remove(queue)
     ask(server, B, 2)
     assert server.turn() == [("b", [2])]
     assert server.limiter is not None
@@ -411,14 +418,14 @@ def test_a_chain_holds_resources_step_by_step() -> None:
     assert held(server) == {}
 
 
-def test_a_delay_that_is_over_while_resources_are_taken_does_not_wake_anybody() -> None:
+def test_an_expired_delay_sets_no_deadline_while_resources_are_taken() -> None:
     server = limited()
-    server.serve(A, DynamicBatcher(BatchPolicy(16, (16,), 1_000)), needs=[needs(R=1)])
+    server.serve(A, Queue(BatchPolicy(16, (16,), 1_000)), needs=[needs(R=1)])
     serve(server, B, needs(R=1))
     ask(server, B, "b")
     server.turn()
     ask(server, A, "delayed")
     server.turn(at=10)
-    assert server.dispatcher.next_deadline() is None  # only the end of B's batch changes anything
+    assert server.scheduler.next_deadline() is None  # only the end of B's batch changes anything
     server.done(server.running[0], at=2_000)
     assert server.turn(at=2_000) == [("a", ["delayed"])]

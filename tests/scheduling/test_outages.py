@@ -1,4 +1,4 @@
-"""Instances die, leave their queue and come back: nothing runs on the dead, nothing is lost, nobody waits in vain."""
+"""Instances die, leave their queue and return: no batch runs on a dead instance, and no request is lost or stuck."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from flowserve.errors import InstanceDied, Unavailable
 from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.limiter import Limiter, Needs
-from flowserve.testing.recorder import Recorder, simple_model
+from flowserve.scheduling.decisions import Refused
+from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.testing.strategies import chain_graph, plain_graph
+from tests.support.recorder import Recorder, simple_model
 
 A, B = simple_model(0), simple_model(1)
 
@@ -18,8 +19,8 @@ A, B = simple_model(0), simple_model(1)
 def died(server: Recorder, batch: Batch) -> None:
     """The instance that runs a batch dies."""
     server.running.remove(batch)
-    assert not server.dispatcher.batch_failed(batch, InstanceDied("died"))
-    server.dispatcher.take_away(batch.queue, batch.instance)
+    assert not server.scheduler.complete(batch, [], InstanceDied("died"), 0)
+    server.scheduler.take_away(batch.queue, batch.instance)
 
 
 def test_the_batch_that_ran_fails_and_those_behind_it_wait_for_the_instance() -> None:
@@ -32,11 +33,11 @@ def test_the_batch_that_ran_fails_and_those_behind_it_wait_for_the_instance() ->
     assert server.turn() == []
     assert server.answered() == [(1, "died")]
     assert not queue.is_served
-    server.dispatcher.give_back(queue, 0)
+    server.scheduler.give_back(queue, 0)
     assert server.turn() == [("a", [2])]
 
 
-def test_a_pure_model_is_not_asked_again_what_it_died_of() -> None:
+def test_a_batch_whose_instance_died_is_not_retried() -> None:
     server = Recorder()
     server.serve(A, is_pure=True)
     for request in (1, 2):
@@ -50,14 +51,14 @@ def test_a_pure_model_is_not_asked_again_what_it_died_of() -> None:
 def test_work_goes_to_the_instances_that_are_left() -> None:
     server = Recorder()
     queue = server.serve(A, instances=2)
-    server.dispatcher.take_away(queue, 0)
+    server.scheduler.take_away(queue, 0)
     assert queue.is_served
     server.submit(plain_graph(A), 1)
     server.turn()
     assert [batch.instance for batch in server.running] == [1]
 
 
-def test_a_closed_queue_refuses_what_waits_and_what_comes_and_opens_with_its_instance() -> None:
+def test_a_closed_queue_refuses_waiting_and_new_requests() -> None:
     server = Recorder()
     queue = server.serve(A)
     server.serve(B)
@@ -66,23 +67,22 @@ def test_a_closed_queue_refuses_what_waits_and_what_comes_and_opens_with_its_ins
     server.submit(plain_graph(A), 2)
     server.turn()
     died(server, server.running[0])
-    refused: list[tuple[object, str]] = []
-    server.dispatcher._refused = lambda _, ticket, error: refused.append((ticket.flow.request, str(error)))
-    server.dispatcher.close(queue, "down")
+    server.scheduler.close(queue, "down")
     server.submit(plain_graph(A), 3)
     server.submit(chain_graph("chain", [B, A]), 4)  # its first step runs, its second has nowhere to go
     server.turn()
     server.done(server.running[0])
     server.turn()
     assert server.answered() == [(1, "died"), (2, "down"), (3, "down"), (4, "down")]
+    refused = [(one.ticket.flow.request, str(one.error)) for one in server.notices if isinstance(one, Refused)]
     assert refused == [(2, "down"), (3, "down"), (4, "down")]
     assert all(isinstance(flow.error, Unavailable) for flow in server.answers[1:])
-    assert server.dispatcher.waiting()[A.key] == 0
-    server.dispatcher.close(queue, "still down")
+    assert server.scheduler.waiting()[A.key] == 0
+    server.scheduler.close(queue, "still down")
     server.submit(plain_graph(A), 5)
     server.turn()
     assert server.answered()[-1] == (5, "still down")
-    server.dispatcher.give_back(queue, 0)
+    server.scheduler.give_back(queue, 0)
     server.submit(plain_graph(A), 6)
     assert server.turn() == [("a", [6])]
 
@@ -96,7 +96,7 @@ def test_halves_of_a_failed_batch_are_refused_with_the_others() -> None:
     assert server.raised(server.running[0])
     server.turn()
     died(server, server.running[0])
-    server.dispatcher.close(queue, "down")
+    server.scheduler.close(queue, "down")
     server.turn()
     assert server.answered() == [(1, "died"), (2, "down")]
 
@@ -106,7 +106,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["arrive", "done", "die", "back", "c
 
 @pytest.mark.parametrize("limited", [False, True])
 @given(EVENTS)
-def test_whoever_dies_and_comes_back_in_whatever_order_every_request_is_answered_once(
+def test_property_every_request_is_answered_once_under_any_order_of_deaths_and_restarts(
     limited: bool, events: list[tuple[str, int]]
 ) -> None:
     server = Recorder(limiter=Limiter() if limited else None)
@@ -126,21 +126,21 @@ def test_whoever_dies_and_comes_back_in_whatever_order_every_request_is_answered
         elif what == "die" and which < 4 and server.running:
             died(server, server.running[which % len(server.running)])
         elif what == "die" and idle:
-            server.dispatcher.take_away(queue, idle[which % len(idle)])
+            server.scheduler.take_away(queue, idle[which % len(idle)])
         elif what == "back" and queue.away:
-            server.dispatcher.give_back(queue, queue.away[0])
+            server.scheduler.give_back(queue, queue.away[0])
         elif what == "close" and not queue.is_served:
-            server.dispatcher.close(queue, "down")
+            server.scheduler.close(queue, "down")
     end(server, queues)
     assert sorted(flow.request for flow in server.answers) == list(range(1, asked + 1))
-    assert server.dispatcher.in_flight == 0
+    assert server.scheduler.in_flight == 0
 
 
 def end(server: Recorder, queues: list[ModelQueue]) -> None:
-    """Everybody comes back, and everything runs out."""
+    """Every instance returns, and every batch completes."""
     for queue in queues:
         while queue.away:
-            server.dispatcher.give_back(queue, queue.away[0])
+            server.scheduler.give_back(queue, queue.away[0])
     server.turn()
     while server.running:
         server.done(server.running[0])

@@ -1,24 +1,25 @@
-"""The dispatcher over queues that refuse, and models that keep order. Read each test as a timeline."""
+"""The scheduler with queue policies and ordered models. Each test is a timeline."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
-from flowserve.errors import FlowserveError, ModelFailed, Unavailable
+from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.batcher import Batcher, BatchPolicy, DynamicBatcher, OneByOne
-from flowserve.scheduling.dispatcher import Dispatcher
-from flowserve.scheduling.limiter import Limiter
-from flowserve.scheduling.queues import LevelPolicy, Levels, PolicyBatcher
-from flowserve.scheduling.router import Flow, Ticket
-from flowserve.testing.recorder import PORT, Recorder, rows_of, simple_model
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.decisions import Refused, Withdrawn
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
+from flowserve.scheduling.rate_limit.limiter import Limiter
+from flowserve.testing.simulation import BatchResults
 from flowserve.testing.strategies import chain_graph, plain_graph
 from flowserve.values import DType, TensorSpec
+from tests.support.recorder import PORT, Recorder, rows_of, simple_model
 
 A, B = simple_model(0), simple_model(1)
 ALONE = plain_graph(A)
@@ -35,13 +36,13 @@ FORK = Graph(
 )
 
 
-def policed(limit: int = 16, delay: int = 0, **policy: int) -> PolicyBatcher:
-    return PolicyBatcher(BatchPolicy.simple(limit, delay), Levels(policy=LevelPolicy(**policy)))  # type: ignore[arg-type]
+def policed(limit: int = 16, delay: int = 0, **policy: int) -> Queue:
+    return Queue(BatchPolicy.simple(limit, delay), Levels(policy=LevelPolicy(**policy)))  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["without", "with"])
 def server(request: pytest.FixtureRequest) -> Recorder:
-    """Without and with a rate limiter: it changes who goes first where something is short, and nothing else."""
+    """Without and with a rate limiter: it changes the order only under contention."""
     return Recorder(limiter=Limiter() if request.param == "with" else None)
 
 
@@ -49,7 +50,12 @@ def server(request: pytest.FixtureRequest) -> Recorder:
 
 
 @pytest.mark.fault("D1")
-def test_who_finds_a_full_queue_is_answered_in_the_same_turn(server: Recorder) -> None:
+def failed(server: Recorder) -> list[object]:
+    """The requests that are over, all of which failed."""
+    return [request for request, _ in cast("list[tuple[object, str]]", server.answered())]
+
+
+def test_a_request_for_a_full_queue_fails_in_the_same_step(server: Recorder) -> None:
     server.serve(A, policed(max_size=2))
     server.submit(ALONE, "runs")
     server.turn()
@@ -58,30 +64,30 @@ def test_who_finds_a_full_queue_is_answered_in_the_same_turn(server: Recorder) -
     assert server.turn() == []
     (told,) = server.answered()
     assert told == ("z", "Exceeds maximum queue size: the queue of model 'a' has room for 2; try again later")
-    assert server.dispatcher.waiting() == {A.key: 2}
+    assert server.scheduler.waiting() == {A.key: 2}
     server.done(server.running[0])
     assert server.turn() == [("a", ["x", "y"])]
 
 
-def test_nobody_is_refused_while_an_instance_can_take_those_who_fill_the_queue(server: Recorder) -> None:
+def test_no_request_is_refused_while_a_free_instance_can_take_one_from_the_queue(server: Recorder) -> None:
     server.serve(A, policed(limit=2, max_size=1), instances=2)
     for request in "wxyz":
         server.submit(ALONE, request)
     assert server.turn() == [("a", ["w"]), ("a", ["x"])]
-    assert [told[0] for told in server.answered()] == ["z"]
-    assert server.dispatcher.waiting() == {A.key: 1}
+    assert failed(server) == ["z"]
+    assert server.scheduler.waiting() == {A.key: 1}
 
 
-def test_who_waits_for_company_fills_the_queue_all_the_same(server: Recorder) -> None:
+def test_a_request_within_its_queue_delay_counts_towards_the_queue_size(server: Recorder) -> None:
     server.serve(A, policed(delay=100, max_size=1))
     server.submit(ALONE, "waits")
     server.submit(ALONE, "refused")
     assert server.turn() == []
-    assert [told[0] for told in server.answered()] == ["refused"]
+    assert failed(server) == ["refused"]
     assert server.turn(at=100) == [("a", ["waits"])]
 
 
-def test_a_step_in_the_middle_that_finds_no_room_fails_its_request_and_no_neighbour(server: Recorder) -> None:
+def test_a_full_queue_of_a_later_node_fails_only_the_request_that_exceeds_it(server: Recorder) -> None:
     server.serve(A)
     server.serve(B, policed(max_size=1))
     server.submit(plain_graph(B), "busy")
@@ -96,36 +102,32 @@ def test_a_step_in_the_middle_that_finds_no_room_fails_its_request_and_no_neighb
     assert server.turn() == [("b", ["first"])]
 
 
-def test_a_branch_that_finds_no_room_takes_the_other_out_of_its_queue(server: Recorder) -> None:
-    server.serve(A, DynamicBatcher(BatchPolicy.simple(16, 1000)))
+def test_a_branch_refused_by_a_full_queue_withdraws_the_other_branch(server: Recorder) -> None:
+    server.serve(A, Queue(BatchPolicy.simple(16, 1000)))
     server.serve(B, policed(delay=1000, max_size=1))
-    withdrawn: list[ModelQueue] = []
-    server.dispatcher._withdrawn = withdrawn.append
     server.submit(plain_graph(B), "there")
     server.submit(FORK, "refused")
     server.turn()
-    assert [told[0] for told in server.answered()] == ["refused"]
+    assert failed(server) == ["refused"]
+    withdrawn = [one.queue for one in server.notices if isinstance(one, Withdrawn)]
     assert withdrawn == [server.queues[A.key]]
-    assert server.dispatcher.waiting() == {A.key: 0, B.key: 1}
-    assert server.dispatcher.in_flight == 1
+    assert server.scheduler.waiting() == {A.key: 0, B.key: 1}
+    assert server.scheduler.in_flight == 1
 
 
 @pytest.mark.parametrize("depth", [0, 1], ids=["its first steps", "later steps"])
-def test_a_request_that_fails_while_room_is_made_for_its_other_branch_is_answered_once(depth: int) -> None:
+def test_a_request_that_fails_while_its_other_branch_is_queued_is_answered_once(depth: int) -> None:
     runs: list[str] = []
-    answers: list[object] = []
 
-    def run(batch: Batch) -> None:
-        """Inline, inside the call."""
-        runs.append(batch.queue.key.name)
-        if batch.queue.key == A.key:
-            dispatcher.batch_failed(batch, ModelFailed("boom"))
-        else:
-            dispatcher.batch_done(batch, [[rows_of()]], {}, 0)
+    class Inline(Recorder):
+        def run(self, batch: Batch) -> None:
+            runs.append(batch.queue.key.name)
+            if batch.queue.key == A.key:
+                self.scheduler.complete(batch, [], ModelFailed("boom"), 0)
+            else:
+                self.scheduler.complete(batch, [BatchResults([[rows_of()]])], None, 0)
 
-    dispatcher = Dispatcher(run, lambda flow: answers.append(str(flow.error)))
-    server = Recorder()
-    server.dispatcher = dispatcher
+    server = Inline()
     server.serve(A, policed(limit=1, max_size=1))
     server.serve(B)
     first = [Node(0, "b", B.key, B.inputs, B.outputs, 16)][:depth]
@@ -136,16 +138,15 @@ def test_a_request_that_fails_while_room_is_made_for_its_other_branch_is_answere
         Edge("t", i + depth, 0, GRAPH, i) for i in range(2)
     ]
     server.submit(Graph("twice", 1, PORT, PORT * 2, 16, nodes, tuple(edges), is_ensemble=True), "x")
-    dispatcher.pump(0)
-    dispatcher.check()
-    assert answers == ["boom"]
+    server.turn()
+    assert [str(flow.error) for flow in server.answers] == ["boom"]
     assert runs == ["b"] * depth + ["a"]
-    assert dispatcher.in_flight == 0
-    assert dispatcher.waiting() == {A.key: 0, B.key: 0}
+    assert server.scheduler.in_flight == 0
+    assert server.scheduler.waiting() == {A.key: 0, B.key: 0}
 
 
-def test_refusing_costs_no_look_through_the_queue(server: Recorder) -> None:
-    class Unsearched(PolicyBatcher):
+def test_refusing_a_request_does_not_scan_the_queue(server: Recorder) -> None:
+    class Unsearched(Queue):
         def withdraw(self, flow: Flow) -> int:
             raise AssertionError("the queue was searched")
 
@@ -157,10 +158,10 @@ def test_refusing_costs_no_look_through_the_queue(server: Recorder) -> None:
     server.submit(ALONE, "refused")
     server.turn()
     server.turn(at=50)
-    assert [told[0] for told in server.answered()] == ["refused", "expires"]
+    assert failed(server) == ["refused", "expires"]
 
 
-def test_who_is_refused_lets_go_of_its_tensors_without_the_collector(server: Recorder) -> None:
+def test_a_refused_request_releases_its_tensors_without_the_collector(server: Recorder) -> None:
     server.serve(A, policed(max_size=1, timeout_ns=50))
     server.submit(ALONE, "runs")
     server.turn()
@@ -173,7 +174,7 @@ def test_who_is_refused_lets_go_of_its_tensors_without_the_collector(server: Rec
         del expires, refused
         server.turn()
         server.turn(at=50)
-        assert [told[0] for told in server.answered()] == ["refused", "expires"]
+        assert failed(server) == ["refused", "expires"]
         assert [one() for one in held] == [None, None]
     finally:
         gc.enable()
@@ -183,19 +184,19 @@ def test_who_is_refused_lets_go_of_its_tensors_without_the_collector(server: Rec
 
 
 @pytest.mark.fault("D2")
-def test_who_waits_too_long_is_answered_at_the_deadline_whatever_the_instance_does(server: Recorder) -> None:
+def test_a_request_times_out_at_its_deadline_while_the_instance_is_busy(server: Recorder) -> None:
     server.serve(A, policed(timeout_ns=50_000_000))
     server.submit(ALONE, "runs")
     server.turn()
     server.submit(ALONE, "expires")
     server.turn(at=10_000_000)
-    assert server.dispatcher.next_deadline() == 60_000_000  # although no instance is free
+    assert server.scheduler.next_deadline() == 60_000_000  # although no instance is free
     server.turn(at=59_999_999)
     assert server.answered() == []
     server.turn(at=60_000_000)
     assert server.answered() == [("expires", "Request timeout expired: it waited 50 ms in the queue of model 'a'")]
     assert isinstance(server.answers[0].error, Unavailable)
-    assert server.dispatcher.next_deadline() is None
+    assert server.scheduler.next_deadline() is None
     server.done(server.running[0])
     assert server.turn(at=70_000_000) == []
 
@@ -212,19 +213,19 @@ def test_a_batch_that_was_taken_is_not_timed_out(server: Recorder) -> None:
     assert server.turn(at=3000) == [("a", ["y"])]
 
 
-def test_at_its_deadline_an_instance_comes_too_late(server: Recorder) -> None:
+def test_a_request_times_out_when_an_instance_becomes_free_at_its_deadline(server: Recorder) -> None:
     server.serve(A, policed(timeout_ns=50))
     server.submit(ALONE, "runs")
     server.turn()
     server.submit(ALONE, "expires")
     server.turn()
     server.done(server.running[0], at=50)
-    server.dispatcher.pump(50)  # nobody has called `wake`
+    server.turn(50)
     assert [flow.request for flow in server.answers] == ["runs", "expires"]
     assert server.running == []
 
 
-def test_whose_time_is_over_leaves_the_room_to_who_comes_at_that_moment(server: Recorder) -> None:
+def test_a_request_that_times_out_frees_its_place_for_one_that_arrives_then(server: Recorder) -> None:
     server.serve(A)
     server.serve(B, policed(limit=1, max_size=1, timeout_ns=50))
     server.submit(plain_graph(B), "runs")
@@ -236,16 +237,16 @@ def test_whose_time_is_over_leaves_the_room_to_who_comes_at_that_moment(server: 
     server.done(runs, at=50)
     server.done(comes, at=50)  # before anything has looked at the deadlines
     assert server.turn(at=50) == [("b", ["comes"])]
-    assert [told if isinstance(told, str) else told[0] for told in server.answered()] == ["runs", "expires"]
+    assert [told[0] if isinstance(told, tuple) else told for told in server.answered()] == ["runs", "expires"]
 
 
-def test_who_is_gone_at_the_deadline_is_not_answered(server: Recorder) -> None:
+def test_a_request_cancelled_before_its_deadline_is_not_answered(server: Recorder) -> None:
     server.serve(A, policed(timeout_ns=50, delay=1000))
-    server.dispatcher.cancel(server.submit(ALONE, "early"))
-    leaver = server.submit(ALONE, "late")
+    server.scheduler.cancel(server.submit(ALONE, "early"))
+    cancelled = server.submit(ALONE, "late")
     server.turn()
-    assert server.dispatcher.cancel(leaver) == [server.queues[A.key]]
-    assert server.dispatcher.cancel(leaver) == ()
+    assert server.scheduler.cancel(cancelled) == [server.queues[A.key]]
+    assert server.scheduler.cancel(cancelled) == ()
     server.turn(at=50)
     assert server.answered() == []
 
@@ -256,19 +257,12 @@ def test_two_branches_that_expire_together_are_one_failure(server: Recorder) -> 
     server.submit(FORK, "x")
     server.turn()
     server.turn(at=50)
-    assert [told[0] for told in server.answered()] == ["x"]
-    assert server.dispatcher.in_flight == 0
-    assert server.dispatcher.next_deadline() is None
+    assert failed(server) == ["x"]
+    assert server.scheduler.in_flight == 0
+    assert server.scheduler.next_deadline() is None
 
 
-def test_refusals_are_told_with_their_queue(server: Recorder) -> None:
-    told: list[tuple[ModelQueue, object, str]] = []
-
-    def refused(queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
-        assert not ticket.flow.done
-        told.append((queue, ticket.flow.request, str(error).partition(":")[0]))
-
-    server.dispatcher._refused = refused
+def test_a_refusal_is_reported_with_its_queue(server: Recorder) -> None:
     queue = server.serve(A, policed(max_size=1, timeout_ns=50))
     server.submit(ALONE, "runs")
     server.turn()
@@ -276,44 +270,50 @@ def test_refusals_are_told_with_their_queue(server: Recorder) -> None:
     server.submit(ALONE, "full")
     server.turn(at=10)
     server.turn(at=60)
-    assert told == [(queue, "full", "Exceeds maximum queue size"), (queue, "expires", "Request timeout expired")]
+    refused = [
+        (one.queue, one.ticket.flow.request, str(one.error).partition(":")[0])
+        for one in server.notices
+        if isinstance(one, Refused)
+    ]
+    assert refused == [(queue, "full", "Exceeds maximum queue size"), (queue, "expires", "Request timeout expired")]
 
 
 def test_the_end_of_the_server_reaches_every_level(server: Recorder) -> None:
     levels = Levels(2, 2, LevelPolicy(timeout_ns=10, is_delayed=True))
-    server.serve(A, PolicyBatcher(BatchPolicy.simple(1, 1000), levels))
+    server.serve(A, Queue(BatchPolicy.simple(1, 1000), levels))
     server.submit(ALONE, "runs")
     server.turn()
     for priority in (1, 2):
         server.submit(ALONE, priority, priority=priority)
     server.turn(at=0)
     server.turn(at=10)
-    server.dispatcher.fail_all("closing")
+    server.scheduler.fail_all("closing")
     assert server.answered() == [(1, "closing"), (2, "closing")]
-    assert server.dispatcher.next_deadline() is None
+    server.turn()
+    assert server.scheduler.next_deadline() is None
 
 
 # ---------------------------------------------------------------------------------------------------------- withdrawal
 
 
 @pytest.mark.fault("D12")
-def test_whoever_stays_behind_a_leaver_makes_a_batch_at_once(server: Recorder) -> None:
-    server.serve(A, DynamicBatcher(BatchPolicy(16, (2, 6), 1000)))
-    leaver = server.submit(ALONE, "leaver")
+def test_a_cancellation_that_leaves_a_preferred_size_starts_the_batch(server: Recorder) -> None:
+    server.serve(A, Queue(BatchPolicy(16, (2, 6), 1000)))
+    cancelled = server.submit(ALONE, "cancelled")
     server.submit(ALONE, "stayer", [rows_of(2)])
     assert server.turn() == []
-    server.dispatcher.cancel(leaver)
+    server.scheduler.cancel(cancelled)
     assert server.turn() == [("a", ["stayer"])]  # two rows are a preferred size
 
 
 @pytest.mark.fault("D12")
-def test_a_leaver_frees_a_place_in_a_full_queue(server: Recorder) -> None:
+def test_a_cancelled_request_frees_a_place_in_a_full_queue(server: Recorder) -> None:
     server.serve(A, policed(max_size=1))
     server.submit(ALONE, "runs")
     server.turn()
-    leaver = server.submit(ALONE, "leaver")
+    cancelled = server.submit(ALONE, "cancelled")
     server.turn()
-    server.dispatcher.cancel(leaver)
+    server.scheduler.cancel(cancelled)
     server.submit(ALONE, "comes")
     server.turn()
     assert server.answered() == []
@@ -324,16 +324,14 @@ def test_a_leaver_frees_a_place_in_a_full_queue(server: Recorder) -> None:
 # ----------------------------------------------------------------------------------------------------- optional inputs
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: DynamicBatcher(BatchPolicy.simple(8, 1000)), lambda: policed(8, 1000, max_size=9)]
-)
+@pytest.mark.parametrize("make", [lambda: Queue(BatchPolicy.simple(8, 1000)), lambda: policed(8, 1000, max_size=9)])
 def test_another_set_of_optional_inputs_closes_a_batch(server: Recorder, make: Callable[[], Batcher]) -> None:
     model = simple_model(0, inputs=(*PORT, TensorSpec("Y", DType.FP32, (4,), optional=True)))
     server.serve(model, make())
     graph = plain_graph(model)
     for request in ("both", "both too"):
         server.submit(graph, request, [rows_of(), rows_of(width=4)])
-    assert server.turn() == []  # alike: they wait for company
+    assert server.turn() == []  # equal keys: they wait for a larger batch
     server.submit(graph, "one", [rows_of(), None])
     assert server.turn() == [("a", ["both", "both too"])]
     server.done(server.running[0])
@@ -341,11 +339,11 @@ def test_another_set_of_optional_inputs_closes_a_batch(server: Recorder, make: C
     assert server.turn(at=1000) == [("a", ["one"])]
 
 
-# --------------------------------------------------------------------------------------------------------------- order
+# ---------------------------------------------------------------------------------------- order
 
 
 def serve_in_order(server: Recorder, instances: int = 3, *, is_pure: bool = False) -> None:
-    server.serve(A, DynamicBatcher(BatchPolicy.simple(2)), instances, is_pure=is_pure, keeps_order=True)
+    server.serve(A, Queue(BatchPolicy.simple(2)), instances, is_pure=is_pure, keeps_order=True)
 
 
 def start(server: Recorder, *batches: tuple[object, ...]) -> None:
@@ -381,7 +379,7 @@ def test_the_instance_of_an_answer_that_is_held_is_free(server: Recorder) -> Non
 
 
 @pytest.mark.fault("D11")
-def test_a_failure_waits_for_its_turn_like_any_answer(server: Recorder) -> None:
+def test_a_failure_is_delivered_in_order_like_any_response(server: Recorder) -> None:
     serve_in_order(server)
     start(server, (1,), (2, 3), (4,))
     slow, broken, fine = server.running
@@ -411,9 +409,9 @@ def test_halves_of_a_batch_keep_its_place(server: Recorder) -> None:
     assert server.answered() == [(1, "boom"), 2, 3]
 
 
-def test_nobody_waits_for_the_answer_of_somebody_who_left(server: Recorder) -> None:
+def test_ordered_responses_do_not_wait_for_a_cancelled_request(server: Recorder) -> None:
     serve_in_order(server)
-    leaver = server.submit(ALONE, "leaver")
+    cancelled = server.submit(ALONE, "cancelled")
     server.turn()
     start(server, (2,), (3,))
     stuck, second, third = server.running
@@ -421,7 +419,7 @@ def test_nobody_waits_for_the_answer_of_somebody_who_left(server: Recorder) -> N
     server.done(second)
     server.turn()
     assert server.answered() == []
-    server.dispatcher.cancel(leaver)
+    server.scheduler.cancel(cancelled)
     server.turn()
     assert server.answered() == [2, 3]
     server.done(stuck)
@@ -429,32 +427,32 @@ def test_nobody_waits_for_the_answer_of_somebody_who_left(server: Recorder) -> N
     assert server.answered() == [2, 3]
 
 
-def test_an_answer_that_is_held_for_somebody_who_left_is_dropped(server: Recorder) -> None:
+def test_a_held_response_of_a_cancelled_request_is_dropped(server: Recorder) -> None:
     serve_in_order(server)
     start(server, (1,))
-    leaver = server.submit(ALONE, "leaver")
+    cancelled = server.submit(ALONE, "cancelled")
     server.turn()
     start(server, (3,))
     slow, held, third = server.running
     server.done(held)
     server.turn()
-    server.dispatcher.cancel(leaver)
+    server.scheduler.cancel(cancelled)
     server.done(third)
     server.done(slow)
     server.turn()
     assert server.answered() == [1, 3]
 
 
-def test_who_never_ran_is_answered_at_once_and_holds_nobody_back(server: Recorder) -> None:
-    batcher = PolicyBatcher(BatchPolicy.simple(1), Levels(policy=LevelPolicy(max_size=1, timeout_ns=50)))
+def test_a_refused_request_is_answered_immediately_and_delays_no_ordered_response(server: Recorder) -> None:
+    batcher = Queue(BatchPolicy.simple(1), Levels(policy=LevelPolicy(max_size=1, timeout_ns=50)))
     server.serve(A, batcher, instances=2, keeps_order=True)
     start(server, (1,), (2,))
     server.submit(ALONE, "expires")
     server.submit(ALONE, "refused")
     server.turn()
-    assert [told[0] for told in server.answered()] == ["refused"]
+    assert failed(server) == ["refused"]
     server.turn(at=50)
-    assert [told[0] for told in server.answered()] == ["refused", "expires"]
+    assert failed(server) == ["refused", "expires"]
     server.done(server.running[1], at=60)
     server.submit(ALONE, 3)
     server.turn(at=60)
@@ -464,8 +462,8 @@ def test_who_never_ran_is_answered_at_once_and_holds_nobody_back(server: Recorde
     assert server.answered()[2:] == [1, 2, 3]
 
 
-def test_an_ordered_model_in_the_middle_hands_on_in_order_and_together(server: Recorder) -> None:
-    server.serve(A, OneByOne(), instances=2, keeps_order=True)
+def test_an_ordered_model_in_the_middle_passes_its_batch_on_in_order(server: Recorder) -> None:
+    server.serve(A, Queue(BatchPolicy.single()), instances=2, keeps_order=True)
     server.serve(B)
     for request in (1, 2):
         server.submit(CHAIN, request)

@@ -1,4 +1,4 @@
-"""Who waits in front of whom, who is refused, and whose patience ends: timelines, and Triton's numbers (3.5)."""
+"""Order within a queue, refusals and timeouts: timelines, and Triton's numbers (3.5)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.batcher import BatchPolicy
 from flowserve.scheduling.deadlines import Deadlines
-from flowserve.scheduling.queues import OVERTAKEN_MAX, LevelPolicy, Levels, PolicyBatcher
-from flowserve.scheduling.router import Flow, Ticket
-from flowserve.testing.recorder import rows_of, simple_model
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.queue import OVERTAKEN_MAX, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.testing.strategies import plain_graph
+from tests.support.recorder import rows_of, simple_model
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -25,19 +24,19 @@ def ticket(rows: int = 1, at: int = 0, priority: int = 0, timeout: int = 0, key:
     return made
 
 
-def queue_of(policy: LevelPolicy, preferred: tuple[int, ...] = (4, 8), delay: int = 0) -> PolicyBatcher:
+def queue_of(policy: LevelPolicy, preferred: tuple[int, ...] = (4, 8), delay: int = 0) -> Queue:
     """One line with `policy`."""
-    return PolicyBatcher(BatchPolicy(8, preferred, delay), Levels(policy=policy))
+    return Queue(BatchPolicy(8, preferred, delay), Levels(policy=policy))
 
 
-def put(batcher: PolicyBatcher, *tickets: Ticket) -> list[Ticket]:
+def put(batcher: Queue, *tickets: Ticket) -> list[Ticket]:
     for one in tickets:
         batcher.put(one)
         batcher.check()
     return list(tickets)
 
 
-def everything(batcher: PolicyBatcher, at: int) -> list[list[Ticket]]:
+def everything(batcher: Queue, at: int) -> list[list[Ticket]]:
     """What leaves at this instant, batch by batch."""
     batches = []
     while batch := batcher.take(at):
@@ -58,7 +57,7 @@ def test_of_ten_requests_for_eight_places_exactly_two_are_refused() -> None:
     assert len(batcher) == 8
 
 
-def test_who_is_delayed_waits_for_the_whole_delay_while_later_ones_leave_at_once() -> None:
+def test_a_delayed_request_waits_for_the_whole_queue_delay_while_later_ones_leave() -> None:
     batcher = queue_of(LevelPolicy(timeout_ns=100 * MS, is_delayed=True), delay=10 * SECOND)
     (first,) = put(batcher, ticket())
     assert batcher.take(0) is None
@@ -97,7 +96,7 @@ def test_a_timeout_of_a_request_that_does_not_count_is_ignored(policy: LevelPoli
 
 
 def test_two_levels_share_a_batch_and_the_higher_comes_first() -> None:
-    batcher = PolicyBatcher(BatchPolicy(8, (4, 8), 10 * SECOND), Levels(2, 2))
+    batcher = Queue(BatchPolicy(8, (4, 8), 10 * SECOND), Levels(2, 2))
     low = put(batcher, *(ticket() for _ in range(3)))
     assert batcher.take(0) is None
     (high,) = put(batcher, ticket(priority=1))
@@ -106,7 +105,7 @@ def test_two_levels_share_a_batch_and_the_higher_comes_first() -> None:
 
 def test_each_level_has_its_own_policy() -> None:
     levels = Levels(2, 2, LevelPolicy(timeout_ns=100 * MS), {1: LevelPolicy(timeout_ns=SECOND, is_delayed=True)})
-    batcher = PolicyBatcher(BatchPolicy(8, (8,), 10 * SECOND), levels)
+    batcher = Queue(BatchPolicy(8, (8,), 10 * SECOND), levels)
     high, low = put(batcher, ticket(priority=1), ticket())
     assert batcher.expire(100 * MS) == [low]
     assert batcher.expire(SECOND) == []
@@ -119,7 +118,7 @@ def test_each_level_has_its_own_policy() -> None:
 @pytest.mark.fault("D8")
 @pytest.mark.parametrize(("priority", "level"), [(0, 2), (1, 1), (3, 3), (4, 2), (1 << 63, 2), (-1, 2)])
 def test_a_priority_that_is_no_level_means_the_default_level(priority: int, level: int) -> None:
-    batcher = PolicyBatcher(BatchPolicy.simple(1), Levels(3, 2))
+    batcher = Queue(BatchPolicy.simple(1), Levels(3, 2))
     in_order = [put(batcher, ticket(priority=p))[0] for p in (1, 2, 3)]
     (asked,) = put(batcher, ticket(priority=priority))
     in_order.insert(level, asked)  # behind the one that was there
@@ -133,21 +132,23 @@ def test_without_levels_priorities_mean_nothing() -> None:
 
 
 def test_billions_of_levels_cost_nothing() -> None:
-    batcher = PolicyBatcher(BatchPolicy.simple(2), Levels(1 << 62, 1 << 61))
+    batcher = Queue(BatchPolicy.simple(2), Levels(1 << 62, 1 << 61))
     low, high = put(batcher, ticket(priority=1 << 62), ticket(priority=1))
     assert batcher.take(0) == [high, low]
 
 
-def test_an_urgent_one_with_another_key_leaves_first_and_alone() -> None:
-    batcher = PolicyBatcher(BatchPolicy(8, (4, 8), 10 * SECOND), Levels(2, 2))
+def test_a_request_of_higher_priority_with_another_key_leaves_first() -> None:
+    batcher = Queue(BatchPolicy(8, (4, 8), 10 * SECOND), Levels(2, 2))
     low = put(batcher, ticket(key="x"), ticket(key="x"))
     (high,) = put(batcher, ticket(priority=1, key="y"))
-    assert everything(batcher, 0) == [[high]]  # another key closes its batch at once; behind it company is waited for
+    assert everything(batcher, 0) == [
+        [high]
+    ]  # another key closes its batch at once; the requests behind it wait for a larger one
     assert everything(batcher, 10 * SECOND) == [low]
 
 
-def test_the_delay_counts_from_the_oldest_whichever_its_level() -> None:
-    batcher = PolicyBatcher(BatchPolicy(8, (8,), 100), Levels(2, 2))
+def test_the_delay_counts_from_the_oldest_request_of_all_levels() -> None:
+    batcher = Queue(BatchPolicy(8, (8,), 100), Levels(2, 2))
     (low,) = put(batcher, ticket(at=0))
     (high,) = put(batcher, ticket(at=60, priority=1))
     assert batcher.deadline() == 100
@@ -156,9 +157,9 @@ def test_the_delay_counts_from_the_oldest_whichever_its_level() -> None:
 
 
 @pytest.mark.fault("D3")
-def test_the_delayed_come_after_their_own_level_and_before_the_next() -> None:
+def test_delayed_requests_come_after_their_own_level_and_before_the_next() -> None:
     delays = LevelPolicy(timeout_ns=10, is_delayed=True)
-    batcher = PolicyBatcher(BatchPolicy.simple(1), Levels(2, 2, LevelPolicy(), {1: delays}))
+    batcher = Queue(BatchPolicy.simple(1), Levels(2, 2, LevelPolicy(), {1: delays}))
     delayed, again = put(batcher, ticket(priority=1, at=0), ticket(priority=1, at=1))
     (low,) = put(batcher, ticket(at=2))
     assert batcher.expire(11) == []
@@ -166,14 +167,14 @@ def test_the_delayed_come_after_their_own_level_and_before_the_next() -> None:
     assert everything(batcher, 25) == [[live], [delayed], [again], [low]]
 
 
-def test_the_delayed_who_came_at_once_stay_in_the_order_they_came_in_whoever_was_the_first_to_be_late() -> None:
+def test_delayed_requests_that_arrived_together_keep_their_order_of_arrival() -> None:
     batcher = queue_of(LevelPolicy(timeout_ns=10, may_override=True, is_delayed=True), preferred=(1,))
     patient, hasty, last = put(batcher, ticket(timeout=9), ticket(timeout=3), ticket(timeout=6))
     assert batcher.expire(9) == []
     assert [one for batch in everything(batcher, 9) for one in batch] == [patient, hasty, last]
 
 
-def test_the_delayed_count_as_waiting() -> None:
+def test_delayed_requests_count_as_waiting() -> None:
     batcher = queue_of(LevelPolicy(max_size=2, timeout_ns=10, is_delayed=True), delay=SECOND)
     put(batcher, ticket())
     assert batcher.expire(10) == []
@@ -182,8 +183,8 @@ def test_the_delayed_count_as_waiting() -> None:
         batcher.put(ticket(at=10))
 
 
-def test_one_full_level_refuses_nobody_of_another() -> None:
-    batcher = PolicyBatcher(BatchPolicy.simple(8), Levels(2, 2, LevelPolicy(max_size=1)))
+def test_a_full_level_refuses_no_request_of_another() -> None:
+    batcher = Queue(BatchPolicy.simple(8), Levels(2, 2, LevelPolicy(max_size=1)))
     put(batcher, ticket(priority=1), ticket(priority=2))
     with pytest.raises(Unavailable, match="priority level 2 of model 'a' has room for 1"):
         batcher.put(ticket())
@@ -196,10 +197,10 @@ def test_requests_are_counted_and_not_rows() -> None:
         batcher.put(ticket())
 
 
-def test_who_leaves_makes_room_and_takes_his_deadline_along() -> None:
+def test_a_withdrawn_request_frees_its_place_and_its_deadline() -> None:
     batcher = queue_of(LevelPolicy(max_size=1, timeout_ns=100), delay=SECOND)
-    (leaver,) = put(batcher, ticket())
-    assert batcher.withdraw(leaver.flow) == 1
+    (cancelled,) = put(batcher, ticket())
+    assert batcher.withdraw(cancelled.flow) == 1
     assert batcher.expiry() is None
     assert batcher.deadline() is None
     put(batcher, ticket(at=50))
@@ -210,8 +211,8 @@ def test_who_leaves_makes_room_and_takes_his_deadline_along() -> None:
 
 
 @pytest.mark.fault("D8")
-def test_a_lower_level_is_overtaken_so_many_times_and_then_leads_a_batch() -> None:
-    batcher = PolicyBatcher(BatchPolicy.simple(2), Levels(2, 2))
+def test_a_lower_level_is_overtaken_a_bounded_number_of_times() -> None:
+    batcher = Queue(BatchPolicy.simple(2), Levels(2, 2))
     low = put(batcher, *(ticket() for _ in range(3)))
     led = []
     for _ in range(2 * OVERTAKEN_MAX + 3):
@@ -223,8 +224,8 @@ def test_a_lower_level_is_overtaken_so_many_times_and_then_leads_a_batch() -> No
 
 
 @pytest.mark.fault("D8")
-def test_every_level_that_waits_long_enough_has_its_turn() -> None:
-    batcher = PolicyBatcher(BatchPolicy.simple(1), Levels(4, 4))
+def test_every_level_leads_a_batch_after_a_bounded_wait() -> None:
+    batcher = Queue(BatchPolicy.simple(1), Levels(4, 4))
     put(batcher, *(ticket(priority=level) for level in (2, 3, 4)))
     order = []
     for _ in range(OVERTAKEN_MAX + 3):
@@ -237,7 +238,7 @@ def test_every_level_that_waits_long_enough_has_its_turn() -> None:
 # ----------------------------------------------------------------------------------------------------------- deadlines
 
 
-def test_what_was_forgotten_is_not_due_and_not_held() -> None:
+def test_a_discarded_deadline_is_not_due_and_not_referenced() -> None:
     deadlines: Deadlines[str] = Deadlines()
     for n in range(100):
         deadlines.add(f"thing {n}", 1000 - n)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flowserve.scheduling.limiter import Limiter
-from flowserve.testing.recorder import Recorder, simple_model
+from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.testing.strategies import chain_graph, plain_graph
+from tests.support.recorder import Recorder, simple_model
 
 A, B = simple_model(0), simple_model(1)
 GRAPH_A = plain_graph(A)
@@ -26,41 +26,41 @@ def test_a_request_stays_with_the_queue_it_was_routed_to(server: Recorder) -> No
     assert [batch.queue for batch in server.running] == [old, new]
 
 
-def test_what_waits_is_counted_over_both_queues(server: Recorder) -> None:
+def test_waiting_requests_of_both_queues_are_counted(server: Recorder) -> None:
     server.serve(A, instances=0)
     server.submit(GRAPH_A, "before")
     server.serve(A, instances=0)
     server.submit(GRAPH_A, "after")
     server.turn()
-    assert server.dispatcher.waiting() == {A.key: 2}
+    assert server.scheduler.waiting() == {A.key: 2}
 
 
-def test_a_queue_may_go_in_the_turn_in_which_its_last_batch_came_back(server: Recorder) -> None:
+def test_a_queue_can_be_removed_in_the_step_in_which_its_last_batch_completes(server: Recorder) -> None:
     old = server.serve(A)
     server.submit(GRAPH_A, "last")
     server.turn()
     server.done(server.running[0])
-    server.dispatcher.remove(old)
+    server.scheduler.remove(old)
     server.serve(A)
     server.submit(GRAPH_A, "next")
     assert server.turn() == [("a", ["next"])]
-    assert server.dispatcher.waiting() == {A.key: 0}
+    assert server.scheduler.waiting() == {A.key: 0}
 
 
-def test_a_queue_may_go_in_the_turn_in_which_its_last_ticket_came_and_left(server: Recorder) -> None:
+def test_a_queue_can_be_removed_in_the_step_in_which_its_last_request_is_cancelled(server: Recorder) -> None:
     server.serve(A)
     step = server.serve(B)
     flow = server.submit(chain_graph("chain", [A, B]), "leaves")
     server.turn()
     server.done(server.running[0])
-    server.dispatcher.cancel(flow)
-    server.dispatcher.remove(step)
+    server.scheduler.cancel(flow)
+    server.scheduler.remove(step)
     assert server.turn() == []
 
 
-def test_a_queue_that_is_gone_wakes_nobody(server: Recorder) -> None:
+def test_a_removed_queue_sets_no_deadline(server: Recorder) -> None:
     old = server.serve(A)
     server.turn()
-    server.dispatcher.remove(old)
-    assert server.dispatcher.next_deadline() is None
+    server.scheduler.remove(old)
+    assert server.scheduler.next_deadline() is None
     assert server.turn(at=10**12) == []

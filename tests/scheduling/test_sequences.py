@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from flowserve.errors import Cancelled, InstanceDied, Invalid, ModelFailed, Unavailable
-from flowserve.scheduling.batcher import BatchPolicy
-from flowserve.scheduling.direct import Direct, Nobody
-from flowserve.scheduling.endings import ENDINGS_MAX
-from flowserve.scheduling.flows import Late
-from flowserve.scheduling.limiter import Limiter, Needs, Resource
-from flowserve.scheduling.lines import SequencePolicy
-from flowserve.scheduling.oldest import Oldest
-from flowserve.scheduling.router import Flow
-from flowserve.scheduling.sequences import Sequences
-from flowserve.testing.recorder import Recorder, rows_of, simple_model
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import BatchPolicy
+from flowserve.scheduling.rate_limit.limiter import EVERYWHERE, Limiter, Needs
+from flowserve.scheduling.scheduler import DeadlineExceeded
+from flowserve.scheduling.sequence.batcher import Sequences
+from flowserve.scheduling.sequence.direct import Direct, FillerFlow
+from flowserve.scheduling.sequence.endings import ENDINGS_MAX
+from flowserve.scheduling.sequence.oldest import Oldest
+from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.testing.strategies import plain_graph
+from tests.support.recorder import Recorder, rows_of, simple_model
 
 IDLE_NS = 1_000
 MODEL = simple_model(0)
@@ -40,7 +40,7 @@ def identify(flow: Flow) -> tuple[int | str, bool, bool]:
 
 
 def direct(slots: int = 2, share: float = 0.0, delay_ns: int = 0, **policy: object) -> Direct:
-    return Direct(SequencePolicy("a", slots, IDLE_NS, **policy), identify, Nobody(None), share, delay_ns)  # type: ignore[arg-type]
+    return Direct(SequencePolicy("a", slots, IDLE_NS, **policy), identify, FillerFlow(None), share, delay_ns)  # type: ignore[arg-type]
 
 
 def oldest(candidates: int = 4, size: int = 2, delay_ns: int = 0) -> Oldest:
@@ -48,14 +48,14 @@ def oldest(candidates: int = 4, size: int = 2, delay_ns: int = 0) -> Oldest:
 
 
 def names(started: list[tuple[str, list[object]]]) -> list[list[str]]:
-    """Each batch as the names of its requests, "-" for a place that nobody has."""
+    """Each batch as the names of its requests, "-" for an empty slot."""
     return [
         ["-" if asked is None else f"{asked.of}{asked.n}" for asked in batch if asked is None or isinstance(asked, Ask)]
         for _, batch in started
     ]
 
 
-def ask(server: Recorder, of: int | str, n: int = 0, *, start: bool = False, end: bool = False, **more: int) -> Flow:
+def ask(server: Recorder, of: int | str, n: int = 0, *, start: bool = False, end: bool = False, **more: Any) -> Flow:
     return server.submit(GRAPH, Ask(of, n, start, end), **more)
 
 
@@ -67,14 +67,15 @@ def errors(server: Recorder) -> list[str]:
 
 
 def test_two_sequences_in_two_slots_with_their_rows_over_time(server: Recorder) -> None:
-    """READY is false where nobody is, and START true in the row of whoever begins."""
+    """READY is false in an empty slot, and START is true in the row of a first request."""
     server.serve(MODEL, direct(slots=2))
 
     def rows() -> list[tuple[bool, bool]]:
         """(START, READY) of each row of the batch that runs."""
         (batch,) = server.running
         found = [
-            (ticket.line is not None and ticket.flow.request.start, ticket.line is not None) for ticket in batch.tickets
+            (ticket.sequence is not None and ticket.flow.request.start, ticket.sequence is not None)
+            for ticket in batch.tickets
         ]
         server.done(batch)
         server.turn()
@@ -114,7 +115,7 @@ def test_four_sequences_and_their_batches_oldest_first(server: Recorder) -> None
 
 
 def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Recorder) -> None:
-    """Slot 0 of both instances is taken before slot 1 of any; the fifth waits until somebody ends."""
+    """Slot 0 of both instances is taken before slot 1 of any; the fifth waits until another sequence ends."""
     batcher = direct(slots=2)
     server.serve(MODEL, batcher, instances=2)
     for which in range(5):
@@ -122,7 +123,7 @@ def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Re
     ask(server, 5, 2, end=True)
     server.turn()
     assert names(server.started) == [["11", "31"], ["21", "41"]]
-    assert [[slot.line and slot.line.id for slot in batcher.slots_of(n)] for n in (0, 1)] == [[1, 3], [2, 4]]
+    assert [[slot.sequence and slot.sequence.id for slot in batcher.slots_of(n)] for n in (0, 1)] == [[1, 3], [2, 4]]
     for batch in [*server.running]:
         server.done(batch)
     server.turn()
@@ -130,7 +131,7 @@ def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Re
     ask(server, 4, 2, end=True)
     server.turn()
     assert names(server.started[2:]) == [["-", "42"]]
-    assert [slot.line and slot.line.id for slot in batcher.slots_of(1)] == [2, 5]
+    assert [slot.sequence and slot.sequence.id for slot in batcher.slots_of(1)] == [2, 5]
     server.done(server.running[0])
     server.turn()
     assert names(server.started[3:]) == [["-", "51"]]
@@ -159,7 +160,7 @@ def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Re
         (Ask("x", start=True), "control 'ID' data-type is 'BYTES', but model 'a' expects 'UINT64'"),
     ],
 )
-def test_who_belongs_to_no_sequence_is_refused(server: Recorder, asked: Ask, said: str) -> None:
+def test_a_request_without_a_sequence_is_refused(server: Recorder, asked: Ask, said: str) -> None:
     server.serve(MODEL, direct(id_control="ID", id_type="UINT64"))
     server.submit(GRAPH, asked)
     server.turn()
@@ -194,7 +195,7 @@ def test_an_id_is_forgotten_when_its_end_is_queued_and_may_begin_again_at_once(s
     assert names(server.started) == [["11"], ["12"], ["14"]]
 
 
-def test_a_start_within_a_sequence_stays_in_line(server: Recorder) -> None:
+def test_a_start_within_a_sequence_keeps_its_position(server: Recorder) -> None:
     server.serve(MODEL, oldest())
     for n in range(3):
         ask(server, 1, n, start=n != 1)
@@ -214,7 +215,7 @@ def test_idle_counts_from_the_last_answer_and_the_backlog_moves(server: Recorder
     server.done(server.running[0], at=5 * IDLE_NS)
     server.turn(5 * IDLE_NS)
     assert len(server.started) == 1
-    at = server.dispatcher.next_deadline()
+    at = server.scheduler.next_deadline()
     assert at is not None
     assert at <= 6 * IDLE_NS
     server.turn(at)
@@ -227,9 +228,7 @@ def test_idle_counts_from_the_last_answer_and_the_backlog_moves(server: Recorder
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "ends"])
-def test_a_slot_that_comes_free_in_the_moment_in_which_patience_ends_is_taken_once(
-    server: Recorder, ends: bool
-) -> None:
+def test_a_slot_freed_at_the_moment_of_a_timeout_is_taken_once(server: Recorder, ends: bool) -> None:
     server.serve(MODEL, direct(slots=1))
     ask(server, 1, 1, start=True)
     server.turn(0)
@@ -241,19 +240,19 @@ def test_a_slot_that_comes_free_in_the_moment_in_which_patience_ends_is_taken_on
     assert names(server.started[1:]) == [["21"]]
     server.done(server.running[0], at=2 * IDLE_NS)
     server.turn(2 * IDLE_NS)
-    assert server.dispatcher.open_sequences == (not ends)
+    assert server.scheduler.open_sequences == (not ends)
     server.turn(4 * IDLE_NS)
-    assert server.dispatcher.open_sequences == 0
+    assert server.scheduler.open_sequences == 0
     assert errors(server) == []
 
 
 def test_the_smallest_timeout_in_the_backlog_is_that_of_the_whole_sequence(server: Recorder) -> None:
     server.serve(MODEL, direct(slots=1))
-    ask(server, 1, 1, start=True, timeout_ns=1)  # in a slot nobody's patience ends
+    ask(server, 1, 1, start=True, timeout_ns=1)  # a sequence in a slot does not time out
     ask(server, 2, 1, start=True, timeout_ns=500)
     ask(server, 2, 2, timeout_ns=100)
     server.turn(0)
-    assert server.dispatcher.next_deadline() == 100
+    assert server.scheduler.next_deadline() == 100
     server.turn(100)
     assert [type(flow.error) for flow in server.answers] == [Unavailable, Unavailable]
     assert all(text.startswith("timeout of the corresponding sequence has been expired") for text in errors(server))
@@ -263,16 +262,16 @@ def test_the_smallest_timeout_in_the_backlog_is_that_of_the_whole_sequence(serve
 
 
 @pytest.mark.parametrize("batcher", [direct(slots=1), oldest(candidates=1)], ids=["direct", "oldest"])
-def test_who_leaves_while_it_waits_ends_its_sequence_and_frees_the_slot_once(
+def test_a_request_cancelled_while_it_waits_ends_its_sequence_and_frees_the_slot_once(
     server: Recorder, batcher: Sequences
 ) -> None:
     server.serve(MODEL, batcher)
     ask(server, 1, 1, start=True)
-    leaver = ask(server, 1, 2)
+    cancelled = ask(server, 1, 2)
     ask(server, 1, 3, end=True)
     ask(server, 2, 1, start=True)
     server.turn(0)
-    server.dispatcher.cancel(leaver)
+    server.scheduler.cancel(cancelled)
     server.turn(0)
     (cancelled,) = server.answers
     assert (cancelled.request.n, type(cancelled.error)) == (3, Cancelled)
@@ -280,7 +279,7 @@ def test_who_leaves_while_it_waits_ends_its_sequence_and_frees_the_slot_once(
     server.done(server.running[0], at=3 * IDLE_NS)
     server.turn(3 * IDLE_NS)
     assert names(server.started) == [["11"], ["21"]]
-    assert batcher.seated == 1
+    assert batcher.slots_taken == 1
 
 
 def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder) -> None:
@@ -292,8 +291,8 @@ def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder
     server.turn()
     died, lives = server.running
     server.running.remove(died)
-    server.dispatcher.batch_failed(died, InstanceDied("it died"))
-    server.dispatcher.take_away(queue, died.instance)
+    server.scheduler.complete(died, [], InstanceDied("it died"), 0)
+    server.scheduler.take_away(queue, died.instance)
     server.turn()
     assert [(flow.request.n, type(flow.error)) for flow in server.answers] == [(1, InstanceDied), (2, InstanceDied)]
     ask(server, 1, 3)
@@ -301,34 +300,35 @@ def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder
     assert errors(server)[-1].endswith("that had it has ended; begin again with START")
     server.done(lives)
     assert server.turn() == []  # the third waits in the backlog, for the slot that is left or for the other instance
-    server.dispatcher.give_back(queue, died.instance)
+    server.scheduler.give_back(queue, died.instance)
     assert names(server.turn()) == [["31"]]
-    assert batcher.seated == 2
+    assert batcher.slots_taken == 2
 
 
-def test_only_so_many_endings_are_remembered(server: Recorder) -> None:
+def test_a_bounded_number_of_ended_sequences_is_remembered(server: Recorder) -> None:
     server.serve(MODEL, direct(slots=1))
     for n in range(ENDINGS_MAX + 5):
-        leaver = ask(server, 1 + n, start=True)
+        cancelled = ask(server, 1 + n, start=True)
         server.turn(n)
         if server.running:
             server.done(server.running[0], at=n)
         else:
-            server.dispatcher.cancel(leaver)
+            server.scheduler.cancel(cancelled)
         server.turn(n)
     batcher = server.queues[MODEL.key].bound
     assert batcher is not None
-    assert len(batcher._endings) <= ENDINGS_MAX
+    assert isinstance(batcher, Sequences)
+    assert len(batcher._ended) <= ENDINGS_MAX
 
 
 # ----------------------------------------------------------------------------------------------------------- batches
 
 
-def test_direct_waits_for_the_share_of_slots_that_was_asked_for_or_for_the_delay(server: Recorder) -> None:
+def test_direct_waits_for_the_minimum_slot_utilization_or_the_delay(server: Recorder) -> None:
     server.serve(MODEL, direct(slots=4, share=0.5, delay_ns=200))
     ask(server, 1, 1, start=True)
     assert server.turn(0) == []
-    assert server.dispatcher.next_deadline() == 200
+    assert server.scheduler.next_deadline() == 200
     ask(server, 2, 1, start=True)
     assert names(server.turn(50)) == [["11", "21"]]
     server.done(server.running[0], at=60)
@@ -337,7 +337,7 @@ def test_direct_waits_for_the_share_of_slots_that_was_asked_for_or_for_the_delay
     assert names(server.turn(300)) == [["-", "22"]]
 
 
-def test_oldest_waits_for_company_until_the_delay_is_over(server: Recorder) -> None:
+def test_oldest_waits_for_a_larger_batch_until_the_delay_is_over(server: Recorder) -> None:
     server.serve(MODEL, oldest(delay_ns=200))
     ask(server, 1, 1, start=True)
     assert server.turn(0) == []
@@ -348,7 +348,7 @@ def test_oldest_waits_for_company_until_the_delay_is_over(server: Recorder) -> N
     assert names(server.turn(220)) == [["12", "21"]]
 
 
-def test_requests_of_another_shape_wait_for_a_batch_of_their_own_and_not_for_ever(server: Recorder) -> None:
+def test_requests_of_another_shape_get_a_batch_of_their_own_after_a_bounded_wait(server: Recorder) -> None:
     server.serve(MODEL, direct(slots=2))
     server.submit(GRAPH, Ask("A", 1, start=True), [rows_of(width=2)])
     server.submit(GRAPH, Ask("B", 1, start=True), [rows_of(width=3)])
@@ -359,14 +359,14 @@ def test_requests_of_another_shape_wait_for_a_batch_of_their_own_and_not_for_eve
     assert names(server.started) == [["A1"], ["A2"], ["-", "B1"]]  # B1 waited longer than A3
 
 
-def test_sequences_whose_states_have_other_shapes_do_not_share_a_batch(server: Recorder) -> None:
+def test_sequences_with_states_of_different_shapes_do_not_share_a_batch(server: Recorder) -> None:
     server.serve(MODEL, direct(slots=2, has_shapes=True))
     for which in "AB":
         ask(server, which, 1, start=True)
     server.turn()
     (batch,) = server.running
     for ticket, shape in zip(batch.tickets, (1, 2), strict=True):
-        ticket.line.shapes = shape
+        ticket.sequence.shapes = shape
     for which in "AB":
         ask(server, which, 2)
     server.done(batch)
@@ -380,7 +380,7 @@ def test_sequences_whose_states_have_other_shapes_do_not_share_a_batch(server: R
     assert names(server.started) == [["A1", "B1"], ["A2"], ["-", "B2"], ["A3", "B3"]]
 
 
-def test_a_batch_that_raises_is_tried_again_on_its_own_instance_before_anything_that_follows(server: Recorder) -> None:
+def test_a_failed_batch_is_retried_on_its_own_instance_before_later_requests(server: Recorder) -> None:
     server.serve(MODEL, oldest(candidates=2, size=2), instances=2, is_pure=True)
     for which in "ABCD":
         ask(server, which, 1, start=True)
@@ -402,31 +402,31 @@ def test_a_batch_that_raises_is_tried_again_on_its_own_instance_before_anything_
     assert [(flow.request.of, type(flow.error)) for flow in server.answers if flow.error] == [("A", ModelFailed)]
 
 
-def test_who_leaves_before_it_is_tried_again_is_withdrawn_and_its_sequence_ends(server: Recorder) -> None:
+def test_a_request_cancelled_before_its_retry_ends_its_sequence(server: Recorder) -> None:
     queue = server.serve(MODEL, oldest(candidates=2, size=2), is_pure=True)
     asked = [ask(server, which, n, start=n == 1) for which in "AB" for n in (1, 2)]
     server.turn()
     assert server.raised(server.running[0])
     server.turn()
-    assert list(server.dispatcher.cancel(asked[2])) == [queue]
+    assert list(server.scheduler.cancel(asked[2])) == [queue]
     assert len(queue.batcher) == 1
     while server.running:
         server.done(server.running[0])
         server.turn()
     assert names(server.started) == [["A1", "B1"], ["A1"], ["A2"]]
     assert errors(server) == ["sequence B: a request of it was cancelled, and with it the sequence"]
-    assert server.dispatcher.in_flight == 0
+    assert server.scheduler.in_flight == 0
 
 
-def test_whoever_leaves_together_leaves_the_queue(server: Recorder) -> None:
-    """The first of those that wait ends the sequence, and the others wait to be told so."""
+def test_requests_cancelled_together_all_leave_the_queue(server: Recorder) -> None:
+    """The first waiting request ends the sequence, and the others are queued for that error."""
     queue = server.serve(MODEL, oldest())
     asked = [ask(server, 1, n, start=n == 1) for n in range(1, 5)]
     server.turn()
-    assert [[*server.dispatcher.cancel(flow)] for flow in asked] == [[], [queue], [queue], [queue]]
+    assert [[*server.scheduler.cancel(flow)] for flow in asked] == [[], [queue], [queue], [queue]]
     server.done(server.running[0])
     server.turn()
-    assert (server.answers, server.dispatcher.in_flight) == ([], 0)
+    assert (server.answers, server.scheduler.in_flight) == ([], 0)
 
 
 @pytest.mark.parametrize("make", [direct, oldest])
@@ -438,20 +438,20 @@ def test_a_deadline_takes_a_request_out_of_its_sequence(
     ask(server, 1, 1, start=True)
     server.turn(0)
     late = ask(server, of, 2, start=of == 2)
-    server.dispatcher.due_by(late, 100)
+    server.scheduler.due_by(late, 100)
     server.turn(0)
     server.turn(100)
-    assert isinstance(late.error, Late)
+    assert isinstance(late.error, DeadlineExceeded)
     assert not late.error.is_running
     server.done(server.running[0], at=100)
     assert server.turn(100) == []
     assert server.answers[0] is late
-    assert server.dispatcher.open_sequences == (of == 2)  # its own has ended with it
+    assert server.scheduler.open_sequences == (of == 2)  # its own has ended with it
 
 
 def test_a_rate_limiter_looks_only_for_instances_that_have_work(server: Recorder) -> None:
     limited = Recorder(limiter=Limiter())
-    needs = [Needs({Resource("R"): 1})] * 2
+    needs = [Needs({("R", EVERYWHERE): 1})] * 2
     limited.serve(MODEL, direct(slots=1), instances=2, needs=needs)
     for which in (1, 2):
         ask(limited, which, 1, start=True)
@@ -464,4 +464,4 @@ def test_a_rate_limiter_looks_only_for_instances_that_have_work(server: Recorder
     assert sorted(name for batch in names(limited.started) for name in batch) == ["11", "12", "21"]
     limited.done(limited.running[0])
     assert limited.turn() == []
-    assert limited.dispatcher.in_flight == 0
+    assert limited.scheduler.in_flight == 0

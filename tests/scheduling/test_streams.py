@@ -1,9 +1,9 @@
-"""Streams as laws: random graphs with decoupled steps against plain nested loops."""
+"""Properties of streams: random graphs with decoupled steps against plain nested loops."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -16,16 +16,15 @@ from flowserve.graph.conversion import Conversion
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, ModelKey
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.iterations import Source
-from flowserve.scheduling.limiter import Needs
-from flowserve.scheduling.router import Flow, Ticket
-from flowserve.scheduling.slots import Slots
-from flowserve.scheduling.streams import UNREAD_MAX, StreamFlow
-from flowserve.testing.recorder import Recorder, rows_of, simple_model
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.rate_limit.limiter import Needs
+from flowserve.scheduling.streaming.iterations import UNREAD_MAX, InflightSlots, Source, StreamFlow
+from flowserve.testing.simulation import BatchResults
 from flowserve.testing.strategies import chain_graph
-from flowserve.testing.streams import StreamSim
-from flowserve.testing.streams_world import Content, Model, StreamRequest, draw_wires, make_graph, right_answers
 from flowserve.values import DType, TensorSpec
+from tests.support.recorder import Recorder, rows_of, simple_model
+from tests.support.streams import StreamSim
+from tests.support.streams_world import Content, Model, StreamRequest, draw_wires, make_graph, right_answers
 
 
 def count_of(seed: int, most: int) -> Callable[[Content], int]:
@@ -74,14 +73,14 @@ def draw_world(seed: int, waiting_max: int = 0) -> StreamSim:
 
 
 @given(st.integers(0, 2**32))
-def test_every_answer_is_the_right_one_and_in_its_place(seed: int) -> None:
+def test_property_every_response_is_correct_and_in_order(seed: int) -> None:
     draw_world(seed).run()
 
 
 @given(st.integers(0, 2**32))
 @example(16)  # another step of the refused request waits, too
-@example(2383)  # refused is a step of another request than the one whose step made room for it
-def test_whoever_finds_a_full_queue_fails_alone_and_leaves_nothing_behind(seed: int) -> None:
+@example(2383)  # the refused step and the step that freed the place belong to different requests
+def test_a_request_refused_by_a_full_queue_fails_alone_and_leaves_no_state(seed: int) -> None:
     sim = draw_world(seed, waiting_max=Random(seed).randint(1, 3)).run()
     for request in sim.requests:
         ended = sim.ended[request.number]
@@ -129,25 +128,25 @@ def loop_of(limit: int, instances: int, requests: int = 1, answers: int = 9) -> 
     return StreamSim(graph, [model], [StreamRequest(number) for number in range(requests)])
 
 
-def test_a_pause_that_could_never_end_fails_and_names_the_circle() -> None:
+def test_an_endless_backpressure_wait_fails_and_names_the_cycle() -> None:
     sim = loop_of(2, instances=1)
     sim.run()
     assert sim.ended[0].startswith("max_inflight_requests 2 can never be kept: step 'n0' waits in its send until")
     assert "a step 'n1' is over, which needs an instance of model 'p'" in sim.ended[0]
 
 
-def test_two_requests_that_keep_both_instances_are_told_apart_from_one_that_may_wait() -> None:
+def test_of_two_requests_that_hold_both_instances_only_one_fails() -> None:
     sim = loop_of(2, instances=2, requests=2).run()
     assert sorted(bool(text) for text in sim.ended.values()) == [False, True]
 
 
 @pytest.mark.parametrize(("limit", "instances"), [(0, 1), (9, 1), (1, 2)])
-def test_what_can_go_on_is_left_alone(limit: int, instances: int) -> None:
+def test_a_backpressure_wait_that_can_end_is_not_failed(limit: int, instances: int) -> None:
     sim = loop_of(limit, instances).run()
     assert sim.ended == {0: ""}
 
 
-def test_what_a_model_holds_while_it_stands_in_its_send_is_nothing_that_a_later_step_can_wait_for() -> None:
+def test_a_later_step_that_needs_resources_of_a_model_blocked_in_send_is_a_deadlock() -> None:
     """Both have instances to spare; it is the resource that closes the circle."""
     needs = Needs({("R", 0): 1})
     models = [Model(ModelKey("p", 1), 2, answers=lambda _: 9, needs=needs), Model(ModelKey("m", 1), 2, needs=needs)]
@@ -160,8 +159,8 @@ def test_what_a_model_holds_while_it_stands_in_its_send_is_nothing_that_a_later_
     assert StreamSim(graph, models, [StreamRequest(0)], overtaken_max=16).run().ended == {0: ""}
 
 
-def test_what_is_kept_for_somebody_is_not_kept_from_those_that_it_waits_for() -> None:
-    """A model in its send holds one copy, and somebody who needs both was overtaken: its later step takes the other."""
+def test_reserved_resources_are_available_to_steps_the_reserving_one_waits_for() -> None:
+    """A model in send() holds one copy, and the other is reserved for a step that needs both: a later step takes it."""
     one, both = Needs({("R", 0): 1}), Needs({("R", 0): 2})
     p = Model(ModelKey("p", 1), answers=lambda _: 10, needs=one)
     models = [p, Model(ModelKey("m", 1), needs=one), Model(ModelKey("x", 1), needs=both)]
@@ -169,7 +168,7 @@ def test_what_is_kept_for_somebody_is_not_kept_from_those_that_it_waits_for() ->
     assert StreamSim(graph, models, [StreamRequest(0)], overtaken_max=1).run().ended == {0: ""}
 
 
-def test_answers_that_wait_for_what_their_model_holds_are_no_reader_s_fault() -> None:
+def test_responses_blocked_by_resources_of_their_own_model_are_an_unexpected_deadlock() -> None:
     """No answer is whole before x is over, and x needs what p holds until its answers are taken."""
     p = Model(ModelKey("p", 1), answers=lambda _: UNREAD_MAX + 1, needs=Needs({("R", 0): 1}))
     models = [p, Model(ModelKey("x", 1), needs=Needs({("R", 0): 2}))]
@@ -190,7 +189,7 @@ def caller_and_sender(instances: int) -> StreamSim:
     return StreamSim(graph, models, [StreamRequest(0)])
 
 
-def test_a_model_that_is_called_by_the_step_it_sends_to_is_no_hang() -> None:
+def test_a_model_called_by_the_step_it_sends_to_does_not_deadlock() -> None:
     sim = caller_and_sender(instances=1).run()
     assert sim.refused or sim.ended[0]
     assert "'m' -> 'p': this call can never be answered" in " ".join(sim.refused) or "waits in its send" in sim.ended[0]
@@ -221,35 +220,35 @@ def draw_circles(seed: int) -> StreamSim | None:
     return StreamSim(graph, models, requests, seed, overtaken_max=random.choice([1, 16]) if is_limited else None)
 
 
-@example(101914)  # the last who could go on ends, and only then the others wait for ever
+@example(101914)  # the deadlock exists only after the last runnable step ends
 @given(st.integers(0, 2**32))
-def test_whatever_keeps_its_instances_ends(seed: int) -> None:
-    """Nobody waits for ever, and what is answered is right."""
+def test_property_every_cycle_of_held_instances_ends(seed: int) -> None:
+    """Every request ends, and the responses are correct."""
     sim = draw_circles(seed)
     if sim is not None:
         sim.run()
 
 
 @given(st.integers(0, 2**32))
-def test_a_pause_that_is_called_endless_would_never_have_ended(seed: int) -> None:
+def test_property_a_wait_reported_as_endless_would_never_have_ended(seed: int) -> None:
     """No alarm is false: left alone, such a step still stands in its send when nothing can go on any more."""
     sim = draw_circles(seed)
     if sim is None:
         return
     doomed: list[Source] = []
-    streams, pauses = sim.dispatcher.streams, sim.dispatcher.pauses
+    streams, pauses = sim.scheduler.streams, sim.scheduler.backpressure
 
     def remember() -> None:
-        stuck = sim.dispatcher.calls.stuck()
+        stuck = sim.scheduler.calls.stuck()
         doomed.extend(source for holder, source in pauses.holders().items() if holder in stuck)
 
-    streams._end_pauses = remember  # type: ignore[method-assign]
+    streams._fail_deadlocked = remember  # type: ignore[method-assign]
     sim.check_end = lambda: None  # type: ignore[method-assign]
     sim.run()
     assert all(source in pauses.waiting for source in doomed)
 
 
-def test_a_stream_that_is_over_is_held_by_no_circle_of_references() -> None:
+def test_a_completed_stream_is_in_no_reference_cycle() -> None:
     sim = chain(2, 3, answers=20)
     gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -263,22 +262,22 @@ def test_a_stream_that_is_over_is_held_by_no_circle_of_references() -> None:
         gc.garbage.clear()
 
 
-def test_nobody_is_the_last_reader_of_what_other_iterations_read_too() -> None:
+def test_a_tensor_shared_by_iterations_has_no_last_reader() -> None:
     models = [Model(ModelKey("p", 1), answers=lambda _: 2), Model(ModelKey("m", 1))]
     graph = make_graph(models, [(0, [GRAPH]), (1, [GRAPH, 0]), (1, [1])], [2], 0)
     seen: dict[str, list[bool]] = {}
 
     class Sim(StreamSim):
-        def _run(self, batch: Batch) -> None:
+        def _run(self, batch: Batch, finished: Sequence[Flow]) -> None:
             for ticket in batch.tickets:
                 seen[ticket.node.name] = [ticket.flow.is_last_reader(slot) for slot in ticket.node.inputs]
-            super()._run(batch)
+            super()._run(batch, finished)
 
     Sim(graph, models, [StreamRequest(0)]).run()
     assert seen == {"n0": [False], "n1": [False, True], "n2": [True]}
 
 
-def test_nobody_is_the_last_reader_of_a_tensor_that_is_another_one_with_its_batch_dimension() -> None:
+def test_a_converted_tensor_has_no_last_reader() -> None:
     models = [Model(ModelKey("p", 1), answers=lambda _: 2), Model(ModelKey("m", 1))]
     drawn = make_graph(models, [(0, [GRAPH]), (1, [0]), (1, [GRAPH])], [1, 2], 0)
     edges = [replace(edge, conversion=Conversion(batch=1)) for edge in drawn.edges]
@@ -291,41 +290,39 @@ def test_nobody_is_the_last_reader_of_a_tensor_that_is_another_one_with_its_batc
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["answered", "leaves"])
-def test_what_does_not_fit_a_step_fails_its_own_request_and_not_the_one_that_had_the_slot(
-    server: Recorder, leaves: bool
-) -> None:
+def test_a_response_that_does_not_fit_its_step_fails_its_own_request(server: Recorder, leaves: bool) -> None:
     first, second = simple_model(0), simple_model(1, inputs=(TensorSpec("X", DType.FP32, (2,)),))
     drawn = chain_graph("g", [first, second])
     nodes = tuple(replace(node, max_inflight=node.index) for node in drawn.nodes)  # one step of the second
     plan = make_plan(replace(drawn, shares_limits=True, nodes=nodes))
     assert plan.nesting is not None
-    shared = Slots(plan.nesting.limits)
+    shared = InflightSlots(plan.nesting.limits)
     route = [server.serve(first, instances=2), server.serve(second)]
 
     def submit(name: str, width: int) -> StreamFlow:
         flow = StreamFlow(plan, route, [rows_of()], 0, width, name, shared=shared)
-        server.dispatcher.submit(flow)
+        server.scheduler.submit(flow)
         server.turn()
         batch = server.running.pop()
-        server.dispatcher.batch_done(batch, [[rows_of(1, width)]], {}, 0)
+        server.scheduler.complete(batch, [BatchResults([[rows_of(1, width)]])], None, 0)
         server.turn()
         return flow
 
     fits, wide = submit("fits", 2), submit("wide", 3)
     assert len(shared.parked[1]) == 1
     if leaves:
-        server.dispatcher.cancel(fits)
+        server.scheduler.cancel(fits)
         server.turn()
     server.done(server.running[0])
     server.turn()
     assert (fits.done, fits.error) == (True, None)
     assert isinstance(wide.error, Invalid)
     assert str(wide.error).startswith("unexpected shape for input 'X' for model 'b'")
-    assert server.dispatcher.in_flight == 0
+    assert server.scheduler.in_flight == 0
     assert not any(shared.taken)
 
 
-def test_a_stream_whose_last_answer_comes_before_anybody_sees_its_deadline_is_not_late() -> None:
+def test_a_stream_that_completes_at_its_deadline_is_not_late() -> None:
     models = [Model(ModelKey("p", 1), answers=lambda _: 2)]
     graph = make_graph(models, [(0, [GRAPH])], [0], 0)
     last_ns = StreamSim(graph, models, [StreamRequest(0)]).run().time
@@ -335,7 +332,7 @@ def test_a_stream_whose_last_answer_comes_before_anybody_sees_its_deadline_is_no
 
         def _arrive(self, request: StreamRequest) -> None:
             super()._arrive(request)
-            self.dispatcher.due_by(self.flows[request.number], self.due_ns)
+            self.scheduler.due_by(self.flows[request.number], self.due_ns)
 
     for due_ns, text in ((last_ns - 1, "Request timeout expired"), (last_ns, "")):
         sim = Sim(graph, models, [StreamRequest(0)])

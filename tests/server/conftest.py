@@ -1,7 +1,7 @@
 """What the tests of the whole server share: one repository of many small models, one server of it, and two clients.
 
-The models are as a stranger would write them: `model.py` files for Triton's Python backend, ONNX files, and
-`config.pbtxt` texts. `wire` is a client that controls what is sent when; `client` is Triton's own.
+The models are written as users write them: `model.py` files for Triton's Python backend, ONNX files, and
+`config.pbtxt` texts. `wire` is a client that controls the time of each send; `client` is Triton's own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import onnx
 import pytest
 import tritonclient.http as triton
 
-from flowserve.testing.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 from flowserve.testing.serve import Served, serving
 from flowserve.values import BY_WIRE, DType
+from tests.support.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 
 ANSWER_S_MAX = 60.0
 
@@ -375,13 +375,13 @@ class Wire:
                 ready = selector.select(ANSWER_S_MAX)
                 assert ready, f"no answer on {len(sockets) - len(seconds)} connections"
                 for key, _ in ready:
-                    each = key.fileobj
-                    assert isinstance(each, socket.socket)
-                    piece = each.recv(1 << 20)
-                    received[each] += piece
+                    ready_socket = key.fileobj
+                    assert isinstance(ready_socket, socket.socket)
+                    piece = ready_socket.recv(1 << 20)
+                    received[ready_socket] += piece
                     if not piece:
-                        selector.unregister(each)
-                        seconds[each] = time.monotonic() - began
+                        selector.unregister(ready_socket)
+                        seconds[ready_socket] = time.monotonic() - began
         return [_answer(bytes(received[each]), seconds[each]) for each in sockets]
 
     def waiting(self, model: str) -> int:

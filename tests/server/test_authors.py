@@ -12,7 +12,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.testing.serve import Served, serving
 
 PLACES = ["thread", "inline", *(["process"] if SUPPORTED else [])]
@@ -212,7 +212,7 @@ def asked(client: triton.InferenceServerClient, name: str, given: float) -> floa
     return float(client.infer(name, [tensor]).as_numpy("OUT")[0])
 
 
-def told(client: triton.InferenceServerClient, name: str, given: float) -> str:
+def text_response(client: triton.InferenceServerClient, name: str, given: float) -> str:
     """The text that the model answers with."""
     with pytest.raises(InferenceServerException) as caught:
         asked(client, name, given)
@@ -266,7 +266,7 @@ def test_a_process_takes_its_metrics_along_and_begins_anew(
     client.load_model("counts_thread")
     assert [asked(client, "counts_process", 3.0) for _ in range(2)] == [1, 2]
     assert asked(client, "counts_thread", 3.0) == 3
-    assert "exit status 3" in told(client, "counts_process", -1.0)
+    assert "exit status 3" in text_response(client, "counts_process", -1.0)
     until(lambda: client.is_model_ready("counts_process"))
     shown = metrics(server)
     assert 'test_gauge{model="counts_process"} 0' in shown
@@ -279,7 +279,7 @@ def test_a_process_takes_its_metrics_along_and_begins_anew(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_a_metric_may_not_is_refused_in_tritons_words(
+def test_an_invalid_metric_operation_is_refused_with_tritons_message(
     server: Served, client: triton.InferenceServerClient, place: str
 ) -> None:
     client.load_model(f"rules_{place}")
@@ -293,20 +293,23 @@ def test_what_a_metric_may_not_is_refused_in_tritons_words(
 def test_a_model_loads_and_unloads_others(client: triton.InferenceServerClient, place: str) -> None:
     name, plain = f"loads_{place}", f"plain_for_loads_{place}"
     client.load_model(name)
-    assert told(client, name, 0) == "[False, True, False]"
+    assert text_response(client, name, 0) == "[False, True, False]"
     assert asked(client, plain, 7.0) == 7.0
-    assert "failed to get model version from specified version string 'one'" in told(client, name, 2)
-    assert told(client, name, 3) == "failed to load model 'nobody', the content of 'file:1/model.py' should be bytes"
-    assert told(client, name, 9) == "failed to load model 'nobody', the path of a file should be a string: 5"
+    assert "failed to get model version from specified version string 'one'" in text_response(client, name, 2)
+    assert (
+        text_response(client, name, 3)
+        == "failed to load model 'nobody', the content of 'file:1/model.py' should be bytes"
+    )
+    assert text_response(client, name, 9) == "failed to load model 'nobody', the path of a file should be a string: 5"
     if place == "inline":
         reason = "while it runs on the event loop, which does that; use --python-execution process or thread"
-        assert reason in told(client, name, 1)
+        assert reason in text_response(client, name, 1)
     else:
         not_there = "Failed to load model: failed to load 'nobody', failed to poll from model repository"
-        assert told(client, name, 1).startswith(not_there)
-        assert told(client, name, 4) == "[False, True]"
+        assert text_response(client, name, 1).startswith(not_there)
+        assert text_response(client, name, 4) == "[False, True]"
         assert asked(client, plain, 7.0) == 14.0
-        assert told(client, name, 5) == "loaded itself again"
+        assert text_response(client, name, 5) == "loaded itself again"
     client.unload_model(name)
     client.unload_model(plain)
 
@@ -324,7 +327,7 @@ def test_a_model_that_ends_may_still_count_and_load(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_models_that_wait_for_each_other_while_they_are_loaded_are_told(
+def test_models_that_wait_for_each_other_during_load_are_refused(
     client: triton.InferenceServerClient, place: str
 ) -> None:
     for name, loads in ((f"wants_itself_{place}", f"wants_itself_{place}"), (f"hen_{place}", f"egg_{place}")):

@@ -132,7 +132,7 @@ def resident_bytes(server: Served) -> int:
 
 
 @pytest.mark.fault("P7")
-def test_a_thousand_answers_come_in_order_and_never_more_than_the_limit_is_under_way(server: Served) -> None:
+def test_a_thousand_responses_arrive_in_order_within_the_inflight_limit(server: Served) -> None:
     """Two nodes, and three of which only the last is slow, all at the same time."""
     models = [*(f"two_{limit}" for limit in LIMITS), "three_4", "three_16"]
     with ThreadPoolExecutor(len(models)) as pool:
@@ -192,7 +192,7 @@ def test_streams_that_are_broken_off_leave_every_slot(server: Served) -> None:
 
 
 def waiting(server: Served) -> int:
-    """How many steps wait for the slow model; asked until nobody does, since whoever left is withdrawn in a moment."""
+    """The number of steps waiting for the slow model; polled until 0, since withdrawal takes a moment."""
     for _ in range(200):
         lines = get(server, "metrics").splitlines()
         (line,) = [line for line in lines if line.startswith('nv_inference_pending_request_count{model="slow_4"')]

@@ -24,14 +24,14 @@ def test_a_preferred_size_leaves_at_once_although_there_is_time_to_wait(wire: An
     assert max(answer.seconds for answer in answers) < 1.5, "they waited for more, up to the delay of 2 s"
 
 
-def test_what_is_left_of_a_preferred_size_waits_and_is_joined_by_those_who_come(wire: Any) -> None:
+def test_a_remainder_below_a_preferred_size_is_batched_with_later_requests(wire: Any) -> None:
     answers, batches = wire.batches_during(["prefers_four"], lambda: ask(wire, "prefers_four", 8))
     assert batches["prefers_four"] in ({4: 2}, {8: 1})
     assert max(answer.seconds for answer in answers) < 1.5
 
 
 @pytest.mark.fault("D9")
-def test_a_lone_request_leaves_when_its_delay_is_over(wire: Any) -> None:
+def test_a_single_request_runs_when_its_queue_delay_is_over(wire: Any) -> None:
     (answer,), batches = wire.batches_during(["waits_a_little"], lambda: ask(wire, "waits_a_little", 1))
     assert batches == {"waits_a_little": {1: 1}}
     assert 0.29 < answer.seconds < 1.5
@@ -75,7 +75,7 @@ def test_a_model_without_a_batcher_runs_each_request_by_itself(wire: Any) -> Non
 
 
 @pytest.mark.fault("D12")
-def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_queue(wire: Any) -> None:
+def test_a_closed_connection_is_removed_from_the_queue(wire: Any) -> None:
     with wire.connect() as busy, wire.connect() as waits, wire.connect() as leaves:
         _, batches = wire.batches_during(["sleeps"], lambda: _leave(wire, busy, waits, leaves))
     assert batches == {"sleeps": {1: 2}}

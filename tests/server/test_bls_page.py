@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.testing.serve import Served, serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/bls.md"
@@ -48,7 +48,7 @@ def served_page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize(("command", "printed"), REQUESTS, ids=range(len(REQUESTS)))
-def test_a_request_is_answered_as_the_page_says(
+def test_a_request_gets_the_documented_response(
     served_page: Served, command: str, printed: str, by_shell: Callable[[str, Served], str]
 ) -> None:
     assert json.loads(by_shell(command, served_page)) == json.loads(printed)

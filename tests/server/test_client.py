@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import ml_dtypes
@@ -26,7 +26,7 @@ from flowserve.testing.serve import Served
 from flowserve.values import BY_WIRE
 from flowserve.version import __version__
 
-Client = triton.InferenceServerClient
+Client: TypeAlias = triton.InferenceServerClient
 
 VALUES: dict[str, list[Any]] = {
     "BOOL": [True, False, True],
@@ -94,7 +94,7 @@ def test_a_model_is_ready_by_name_and_by_version(client: Client) -> None:
     assert client.is_model_ready("chain", "1")
 
 
-def test_the_server_says_what_it_is(client: Client) -> None:
+def test_server_metadata_has_name_version_and_all_extensions(client: Client) -> None:
     told = client.get_server_metadata()
     assert (told["name"], told["version"]) == ("flowserve", __version__)
     assert "binary_tensor_data" in told["extensions"]
@@ -130,7 +130,7 @@ def test_the_index_lists_every_version_that_serves(client: Client, repository: P
     assert {row["state"] for row in index} == {"READY"}
 
 
-def test_statistics_count_what_was_asked(client: Client) -> None:
+def test_statistics_count_requests(client: Client) -> None:
     def count(version: str) -> tuple[int, int]:
         (row,) = client.get_inference_statistics("versioned", version)["model_stats"]
         return row["inference_stats"]["success"]["count"], row["inference_count"]
@@ -150,9 +150,7 @@ def test_statistics_count_what_was_asked(client: Client) -> None:
 
 @pytest.mark.parametrize("wire_name", VALUES)
 @pytest.mark.parametrize(("model", "given", "made"), [("py", "IN", "OUT"), ("onnx", "x", "y")])
-def test_every_data_type_comes_back_as_it_went(
-    client: Client, model: str, given: str, made: str, wire_name: str
-) -> None:
+def test_every_data_type_round_trips(client: Client, model: str, given: str, made: str, wire_name: str) -> None:
     ways = (True,) if wire_name in BINARY_ONLY else (True, False)
     for count in (1, 8 if model == "py" else 4):
         array = rows(wire_name, count)
@@ -296,7 +294,7 @@ def test_unknown_headers_and_query_parameters_change_nothing(client: Client) -> 
     assert client.infer("times_three", inputs, **extra).as_numpy("OUT").tolist() == [[3, 6, 9, 12]]
 
 
-def test_thirty_two_requests_in_flight_come_back_to_their_senders(client: Client) -> None:
+def test_32_concurrent_requests_get_their_own_responses(client: Client) -> None:
     def send(number: int) -> triton.InferAsyncRequest:
         return client.async_infer("chain", [tensor("IN", numbers(*[number] * 4))], request_id=str(number))
 
@@ -336,7 +334,7 @@ def test_a_plugin_of_the_client_adds_its_header(client: Client) -> None:
         client.unregister_plugin()
 
 
-def test_a_closed_client_leaves_the_server_as_it_was(client: Client, served: Served) -> None:
+def test_the_server_survives_a_closed_client(client: Client, served: Served) -> None:
     with Client(served.address) as other:
         assert other.is_server_live()
     other.close()
@@ -413,7 +411,7 @@ def test_both_bodies_may_be_compressed(client: Client, algorithm: str) -> None:
         np.testing.assert_array_equal(answer.as_numpy("OUT"), array)
 
 
-def test_log_settings_are_told_and_changed(client: Client, served: Served) -> None:
+def test_log_settings_can_be_read_and_changed(client: Client, served: Served) -> None:
     before = client.get_log_settings()
     assert before["log_verbose_level"] == 0
     try:
@@ -425,7 +423,7 @@ def test_log_settings_are_told_and_changed(client: Client, served: Served) -> No
     refused(501, text, client.update_log_settings, {"log_file": "/tmp/elsewhere"})
 
 
-def test_trace_settings_are_told_and_changed(client: Client) -> None:
+def test_trace_settings_can_be_read_and_changed(client: Client) -> None:
     off = client.get_trace_settings()
     assert off["trace_level"] == ["OFF"]
     assert client.get_trace_settings("times_three") == off
@@ -436,7 +434,7 @@ def test_trace_settings_are_told_and_changed(client: Client) -> None:
     refused(400, text, client.update_trace_settings, None, {"trace_level": ["TIMESTAMPS"]})
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ---------------------------------------------------------------------------------------- refusals
 
 
 def test_mistakes_are_answered_with_tritons_words(client: Client) -> None:

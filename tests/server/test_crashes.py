@@ -1,4 +1,4 @@
-"""Models in processes of their own crash, hang, and misbehave; nobody else notices. Real servers throughout."""
+"""Models in processes crash, hang and misbehave without an effect on other models. Real servers throughout."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from typing import Any
 import httpx
 import pytest
 
-from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.temporary import MODELS
 from flowserve.testing.serve import STOP_S_MAX, DidNotServe, Served, serving
+from tests.support.shared_memory import left_of, segments_of
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")
 
-WITHIN_S = 30.0  # a bound for a crowded machine, not what is expected
+WITHIN_S = 30.0  # a bound for a loaded machine, not the expected time
 
 CONFIG = """
 backend: "python"
@@ -31,7 +32,7 @@ input [ { name: "DO" data_type: TYPE_STRING dims: [ 1 ] } ]
 output [ { name: "SAID" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
 
-# Does what it is told. `initialize` waits while the file `gate` is there, and crashes while `crash` is.
+# Executes its input. `initialize` waits while the file `gate` is there, and crashes while `crash` is.
 MODEL = """
 import ctypes
 import os
@@ -81,7 +82,7 @@ ensemble_scheduling { step { model_name: "bad" model_version: -1
 
 
 class Mischief:
-    """A server of `good`, `bad` (which is told to misbehave) and `chain`, an ensemble around `bad`."""
+    """A server of `good`, `bad` (whose requests make it misbehave) and `chain`, an ensemble around `bad`."""
 
     def __init__(self, served: Served, folder: Path) -> None:
         self.served = served
@@ -186,7 +187,7 @@ def of_sessions(sessions: set[int]) -> set[int]:
 
 
 @pytest.mark.fault("R1")
-def test_what_execute_raises_is_the_clients_text_and_the_logs_traceback(patient: Mischief) -> None:
+def test_an_exception_in_execute_is_reported_to_the_client_and_logged_with_its_traceback(patient: Mischief) -> None:
     starts = patient.starts()
     answer = patient.ask("bad", "raise ValueError('not like this')")
     assert answer.status_code == 500
@@ -227,7 +228,7 @@ def test_a_death_fails_its_request_at_once_and_the_instance_comes_back(mortal: M
         assert [mortal.said("good", "pass") for _ in range(20)] == ["done"] * 20
         mortal.file("gate").unlink()
         freed = time.monotonic()
-        # The next start was near: who came meanwhile has waited for it.
+        # The next start was near: requests that arrived meanwhile have waited for it.
         assert [each.result().status_code for each in waiting] == [200] * 4
     assert mortal.is_back()
     assert time.monotonic() - freed < 10
@@ -290,7 +291,7 @@ def test_a_crash_loop_is_started_rarely_and_refused_with_its_reason(mischief: Mi
 
 
 @pytest.mark.fault("R2")
-def test_a_model_that_dies_while_it_loads_is_told_of_at_the_start(tmp_path: Path) -> None:
+def test_a_model_that_dies_during_load_is_reported_at_startup(tmp_path: Path) -> None:
     repository = write_repository(tmp_path)
     (tmp_path / "crash").touch()
     with pytest.raises(DidNotServe) as ended:
@@ -382,7 +383,7 @@ def test_a_signal_while_a_model_hangs_in_initialize_ends_the_server(tmp_path: Pa
             process.kill()
 
 
-def test_a_server_that_is_told_to_stop_finalizes_its_models(tmp_path: Path) -> None:
+def test_a_stopping_server_finalizes_its_models(tmp_path: Path) -> None:
     with serving(write_repository(tmp_path), "--python-execution", "process") as served:
         mischief = Mischief(served, tmp_path)
         sessions = {mischief.pid("bad"), mischief.pid("good")}
@@ -415,7 +416,7 @@ def test_a_model_that_prints_without_end_neither_stops_nor_fills_the_server(pati
 
 
 @pytest.mark.fault("R6")
-def test_what_a_model_does_to_its_process_is_its_own(patient: Mischief) -> None:
+def test_changes_of_a_model_to_its_process_do_not_affect_others(patient: Mischief) -> None:
     """Another model's working directory, environment, modules and descriptors are what they were."""
     before = patient.said("good", "said = os.getcwd() + str(len(os.listdir('/proc/self/fd')))")
     for text in (
@@ -453,7 +454,7 @@ def test_a_model_that_forks_in_the_middle_of_a_request_is_answered_once(patient:
 
 
 @pytest.mark.fault("R6")
-def test_what_a_model_started_ends_with_it(patient: Mischief) -> None:
+def test_processes_started_by_a_model_end_with_it(patient: Mischief) -> None:
     helper = int(patient.said("bad", "said = str(subprocess.Popen(['sleep', '600']).pid)"))
     session = patient.pid()
     assert helper in of_sessions({session})
@@ -463,7 +464,6 @@ def test_what_a_model_started_ends_with_it(patient: Mischief) -> None:
 
 @pytest.mark.fault("X8")
 def test_nothing_is_left_behind_by_a_server_that_is_killed_and_the_next_one_starts(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
     repository, places = write_repository(tmp_path), tmp_path / "places"
     places.mkdir()
     options = ["--python-execution", "process", "--model-control-mode", "explicit", "--load-model", "*"]
@@ -478,9 +478,10 @@ def test_nothing_is_left_behind_by_a_server_that_is_killed_and_the_next_one_star
         url = f"{served.base_url}/v2/repository/models/good/load"
         assert httpx.post(url, json=sent, timeout=WITHIN_S, trust_env=False).status_code == 200
         (left,) = places.glob(f"{MODELS}*")
+        segments = segments_of([served.pid, *of_sessions(sessions)])
         assert served.stop(signal.SIGKILL) == -signal.SIGKILL
     until(lambda: not of_sessions(sessions), "its processes are gone")
-    assert set(os.listdir("/dev/shm")) <= before
+    assert left_of(segments) == []
     with serving(repository, *options, environment=environment) as again:
         until(lambda: not left.exists(), "its temporary folder is gone")
         assert Mischief(again, tmp_path).said("chain", "pass") == "done"

@@ -71,7 +71,7 @@ def test_sixteen_clients_that_keep_asking_keep_their_batches(wire: Any) -> None:
         assert sum(batches[model].values()) == 8, "a batch fell apart"
 
 
-def test_a_request_of_many_rows_goes_through_as_it_came(wire: Any) -> None:
+def test_a_request_of_many_rows_stays_one_request(wire: Any) -> None:
     rows = [[float(i)] * 4 for i in range(16)]
     answer, batches = wire.batches_during(["gather", "join"], lambda: wire.infer("diamond", rows))
     assert answer.data == [value for i in range(16) for value in diamond(i)]
@@ -110,7 +110,7 @@ def test_only_the_outputs_asked_for_come_back(wire: Any) -> None:
 
 @pytest.mark.fault("E7")
 @pytest.mark.parametrize(("number", "text"), [(-5.0, "negative numbers are not for me"), (2000.0, "too much for me")])
-def test_a_step_that_fails_fails_its_request_with_its_own_words(wire: Any, number: float, text: str) -> None:
+def test_a_failing_step_fails_its_request_with_its_own_message(wire: Any, number: float, text: str) -> None:
     answer = wire.infer("fragile", row(number))
     assert answer.status == 500
     assert answer.error.startswith("in ensemble 'fragile', ")
@@ -120,7 +120,7 @@ def test_a_step_that_fails_fails_its_request_with_its_own_words(wire: Any, numbe
 
 
 @pytest.mark.fault("E7", "D5")
-def test_a_request_that_a_step_turns_away_leaves_its_neighbours_alone(wire: Any) -> None:
+def test_a_request_refused_by_a_step_affects_no_other_of_its_batch(wire: Any) -> None:
     numbers = [float(i) if i % 4 else -50.0 for i in range(16)]
     answers = wire.together([wire.infer_request("fragile", row(number)) for number in numbers])
     assert [answer.status for answer in answers] == [200 if i % 4 else 500 for i in range(16)]
@@ -128,7 +128,7 @@ def test_a_request_that_a_step_turns_away_leaves_its_neighbours_alone(wire: Any)
     assert wire.waiting("grumpy") == 0
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ---------------------------------------------------------------------------------------- refusals
 
 IN, OUT = {"IN": "IN"}, {"OUT": "OUT"}
 CIRCLE = [("double", {"IN": "b"}, {"OUT": "a"}), ("double", {"IN": "a"}, {"OUT": "b"})]
@@ -183,20 +183,22 @@ def index(broken_wire: Any) -> dict[str, dict[str, str]]:
 
 @pytest.mark.fault("E1", "E2", "E3", "E4", "E5")
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_ensemble_is_not_loaded_and_the_index_says_why(index: dict[str, dict[str, str]], name: str) -> None:
+def test_a_broken_ensemble_is_not_loaded_and_the_index_has_the_reason(
+    index: dict[str, dict[str, str]], name: str
+) -> None:
     assert index[name]["state"] == "UNAVAILABLE"
     missing = [part for part in BROKEN[name][2] if part not in index[name]["reason"]]
     assert not missing, index[name]["reason"]
 
 
-def test_asking_for_a_broken_ensemble_says_why_it_is_not_there(broken_wire: Any) -> None:
+def test_a_request_for_a_broken_ensemble_gets_the_reason(broken_wire: Any) -> None:
     answer = broken_wire.infer("e3_no_producer", [ROW])
     assert answer.status == 503
     assert "ghost" in answer.error
     assert broken_wire.get("/v2/models/e3_no_producer/ready").status == 400
 
 
-def test_what_is_sound_serves_beside_what_is_broken(broken_wire: Any, index: dict[str, dict[str, str]]) -> None:
+def test_valid_models_are_served_next_to_broken_ones(broken_wire: Any, index: dict[str, dict[str, str]]) -> None:
     assert [name for name, row in index.items() if row["state"] == "READY"] == ["double", "sound"]
     assert broken_wire.infer("sound", [ROW]).data == [4, 8, 12, 16]
     ready_only = broken_wire.post("/v2/repository/index", json.dumps({"ready": True}).encode()).json

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
+from tests.support.onnx_files import onnx_identity
 
 CACHE_BYTES = 4000
 SOON_S = 0.35  # less than the 0.4 s for which models sleep when they are asked with ROW or BAD
@@ -212,7 +212,7 @@ def ask(wire: Any, model: str, **inputs: Sequence[float]) -> Any:
 
 def ask_until_soon(question: Callable[[], Any]) -> Any:
     """Its answer in less time than the models that sleep take. Asked again where the machine was too busy for that."""
-    answers = []
+    answers: list[Any] = []
     while not answers or (answers[-1].seconds >= SOON_S and len(answers) < 3):
         answers.append(question())
     assert answers[-1].seconds < SOON_S, f"a model that sleeps was waited for: {[one.seconds for one in answers]}"
@@ -255,12 +255,12 @@ def test_an_output_that_a_step_leaves_out_is_left_out_of_the_answer(wire: Any) -
 
 
 @pytest.mark.fault("E8")
-def test_a_step_runs_without_what_another_left_out_where_it_can(wire: Any) -> None:
+def test_a_step_runs_without_an_omitted_optional_input(wire: Any) -> None:
     assert outputs(ask(wire, "fills_in", IN=BAD)) == {"OUT": [x + 100 for x in BAD]}
 
 
 @pytest.mark.fault("E8")
-def test_a_step_that_cannot_run_without_it_is_a_deadlock_and_nothing_hangs(wire: Any) -> None:
+def test_a_missing_required_tensor_of_a_step_is_a_deadlock_error(wire: Any) -> None:
     answer = ask(wire, "needs_it", IN=BAD)
     assert answer.status == 500
     assert answer.error.startswith("in ensemble 'needs_it', unexpected deadlock, at least one output is not set")
@@ -286,7 +286,7 @@ def test_two_rows_cannot_pass_a_step_that_takes_one(wire: Any) -> None:
     assert "Expected [4], got [2,4] (step 'alone' at mixed/config.pbtxt:7:3, inputs IN [2,4])" in answer.error
 
 
-def test_a_reshape_fits_an_onnx_file_to_what_clients_send(wire: Any) -> None:
+def test_a_reshape_adapts_an_onnx_model_to_its_clients(wire: Any) -> None:
     def shape_and_data(model: str, rows: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
         body = wire.infer_request(model, rows).partition(b"\r\n\r\n")[2].replace(b'"IN"', b'"x"')
         (made,) = wire.post(f"/v2/models/{model}/infer", body).json["outputs"]
@@ -307,7 +307,7 @@ def test_a_reshape_is_seen_by_steps_and_never_by_clients(wire: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["refused_inside", "around"])
-def test_an_error_says_graph_step_line_instance_and_shapes_behind_its_own_words(wire: Any, name: str) -> None:
+def test_an_error_ends_with_its_graph_step_line_instance_and_shapes(wire: Any, name: str) -> None:
     answer = ask(wire, name, IN=BAD)
     node = "refused_inside/refuses" if name == "around" else "refuses"
     assert answer.error == (
@@ -335,7 +335,7 @@ def test_the_first_step_that_fails_decides_at_once(wire: Any) -> None:
 
 @pytest.mark.fault("E13")
 def test_eighty_ensembles_at_once_mix_no_tensors(wire: Any) -> None:
-    makers = {
+    makers: dict[str, Callable[[list[float]], dict[str, list[float]]]] = {
         "mixed": lambda row: {"OUT": row},
         "leaves_out": lambda row: {"OUT": row, "OTHER": row},
         "fails_early": lambda row: {"OUT": [x + 1 for x in row], "SLOW": row},
@@ -363,7 +363,7 @@ def test_branches_in_processes_overlap_in_time_and_an_unwanted_one_is_not_run(wi
 
 
 @pytest.mark.fault("D12")
-def test_a_client_who_leaves_takes_its_steps_out_of_every_queue(wire: Any) -> None:
+def test_a_closed_connection_withdraws_its_steps_from_every_queue(wire: Any) -> None:
     ran = wire.statistics("slow")["inference_count"]
     body = wire.infer_request("fails_early", [ROW])
     sockets: list[socket.socket] = [wire.connect() for _ in range(6)]
@@ -422,14 +422,14 @@ def test_requests_are_counted_by_their_bytes_too(wire: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
-def test_what_a_models_answer_says_besides_its_tensors_reaches_its_client(wire: Any) -> None:
+def test_response_parameters_of_a_model_reach_the_client(wire: Any) -> None:
     assert ask(wire, "says", IN=ROW).json["parameters"] == {"note": "three", "share": 0.5, "sure": True}
     assert "parameters" not in ask(wire, "says", IN=[0.0, 0.0, 0.0, 0.0]).json
     pair = wire.together([wire.infer_request("says", [row]) for row in (ROW, [0.0] * 4)])
     assert ["parameters" in answer.json for answer in pair] == [True, False]
 
 
-def test_a_response_parameter_that_no_answer_can_say_is_its_models_mistake(wire: Any) -> None:
+def test_a_response_parameter_that_cannot_be_encoded_is_an_error_of_the_model(wire: Any) -> None:
     for which in range(4):
         answer = wire.infer("says_too_much", [[which, 0, 0, 0]])
         assert answer.status == 500
@@ -437,7 +437,7 @@ def test_a_response_parameter_that_no_answer_can_say_is_its_models_mistake(wire:
     assert wire.infer("says_too_much", [[4, 0, 0, 0]]).json["parameters"] == {"n": 2**64 - 1}
 
 
-def test_of_a_step_only_what_it_says_of_the_sequence_reaches_the_client_of_the_ensemble(wire: Any) -> None:
+def test_only_sequence_parameters_of_a_step_reach_the_client_of_an_ensemble(wire: Any) -> None:
     stateless = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
     assert ask(wire, "around_says", IN=ROW).json["parameters"] == stateless
     text = wire.infer("around_says", [ROW], parameters={"sequence_id": 7, "sequence_start": True})
@@ -445,7 +445,7 @@ def test_of_a_step_only_what_it_says_of_the_sequence_reaches_the_client_of_the_e
     assert text.body.count(b'"sequence_id"') == 1
 
 
-def test_a_step_that_speaks_of_the_sequence_clears_the_flags_it_leaves_out(wire: Any) -> None:
+def test_a_step_that_sets_sequence_parameters_clears_omitted_flags(wire: Any) -> None:
     given = {"sequence_id": 7, "sequence_start": True, "sequence_end": True}
     answer = wire.infer("ends", [ROW], parameters=given)
     assert answer.json["parameters"] == {"sequence_id": "seven", "sequence_start": False, "sequence_end": True}
@@ -461,7 +461,7 @@ def test_a_sequence_that_is_none_is_the_steps_mistake(wire: Any) -> None:
     assert "(step 'speaks' at ends/config.pbtxt:" in answer.error
 
 
-def test_steps_get_what_the_request_said(wire: Any) -> None:
+def test_steps_get_the_id_and_parameters_of_the_request(wire: Any) -> None:
     parameters = {"mode": "fast", "priority": 1, "sequence_id": 9}
     answer = wire.infer("tells_inside", [ROW], id="seven", parameters=parameters)
     assert outputs(answer) == {"ID": ["seven"], "PARAMETERS": ['{"mode": "fast"}'], "SEQUENCE": ["9"]}
@@ -508,7 +508,7 @@ def test_the_same_question_asked_sixteen_times_at_once_is_run_once(wire: Any) ->
     assert [now - then for now, then in zip(after, before, strict=True)] == [16, 1, 1]
 
 
-def test_whoever_waits_for_the_answer_of_one_who_leaves_gets_it_all_the_same(wire: Any) -> None:
+def test_requests_equal_to_a_cancelled_one_are_still_answered(wire: Any) -> None:
     row = [[7.0, 7.0, 7.0, 7.0]]
     body = wire.infer_request("slow_cached", row)
     leader = wire.connect()
@@ -546,7 +546,7 @@ def test_metrics_count_hits_and_misses_under_tritons_names(wire: Any) -> None:
         assert f'{family}{{model="counts"' in text
 
 
-def test_a_server_without_a_cache_says_which_models_asked_for_one_and_one_with_it_does_not(
+def test_a_server_without_a_cache_logs_which_models_requested_one(
     served: Served,
     tmp_path: Path,
     add_model: Callable[..., Path],

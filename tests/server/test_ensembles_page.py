@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.config.gate import KEYS
+from flowserve.config.parameters import ADMISSION_KEYS
 from flowserve.testing.serve import Served, serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/ensembles.md"
@@ -30,7 +30,7 @@ def served_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(("command", "printed"), REQUESTS, ids=range(len(REQUESTS)))
-def test_a_request_is_answered_as_the_page_says(
+def test_a_request_gets_the_documented_response(
     served_page: Served, command: str, printed: str, by_shell: Callable[[str, Served], str]
 ) -> None:
     assert by_shell(command, served_page).strip() == printed.strip()
@@ -38,4 +38,4 @@ def test_a_request_is_answered_as_the_page_says(
 
 def test_the_page_has_requests_and_every_parameter() -> None:
     assert len(REQUESTS) == 4
-    assert [key for key in KEYS if f"| `{key}` |" not in PAGE.read_text(encoding="utf-8")] == []
+    assert [key for key in ADMISSION_KEYS if f"| `{key}` |" not in PAGE.read_text(encoding="utf-8")] == []

@@ -1,6 +1,6 @@
-"""Models that bring Python environments of their own, on a real server: where they run, who shares one, what stays.
+"""Models with Python environments of their own, on a real server: where they run, sharing and cleanup.
 
-The environments are made of this Python: each has numpy, by a link, and a package that nobody else has.
+The environments are made of this Python: each has numpy, by a link, and a package that no other has.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 from flowserve import Engine
-from flowserve.runtime.children import SUPPORTED
+from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.temporary import UNPACKED
 from flowserve.testing.serve import Served, serving
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")
 
-WITHIN_S = 30.0  # a bound for a crowded machine, not what is expected
+WITHIN_S = 30.0  # a bound for a loaded machine, not the expected time
 
 CONFIG = """
 backend: "python"
@@ -170,7 +170,7 @@ def control(server: Served, name: str, what: str) -> httpx.Response:
     return httpx.post(f"{server.base_url}/v2/repository/models/{name}/{what}", timeout=WITHIN_S, verify=False)
 
 
-def told(server: Served, name: str) -> tuple[str, str, int, bool]:
+def environment_of(server: Served, name: str) -> tuple[str, str, int, bool]:
     """Package, prefix, parent process, whether it is free of the server's packages."""
     found: tuple[str, str, int, bool] = eval(ask(server, name))
     return found
@@ -190,9 +190,9 @@ def unpacked(places: Path) -> set[Path]:
 def test_each_model_runs_in_its_environment_and_finds_nothing_of_the_servers(
     server: Served, environments: Path, places: Path
 ) -> None:
-    name, prefix, _, is_free = told(server, "plain")
+    name, prefix, _, is_free = environment_of(server, "plain")
     assert (name, prefix, is_free) == ("plain", str(environments / "plain"), True)
-    name, prefix, _, is_free = told(server, "packed")
+    name, prefix, _, is_free = environment_of(server, "packed")
     assert (name, Path(prefix).parent, is_free) == ("packed", places, True)
     assert eval(ask(server, "own")) == (sys.prefix, True)
 
@@ -203,37 +203,37 @@ def test_steps_of_an_ensemble_run_in_different_environments(server: Served, envi
         assert said.index(str(environments / "plain")) < said.index(sys.prefix) < said.index("'packed'")
 
 
-def test_models_that_want_the_same_archive_share_what_is_unpacked_and_what_forks(server: Served) -> None:
-    assert told(server, "packed")[1:3] == told(server, "packed_too")[1:3]
-    assert told(server, "packed")[2] != told(server, "plain")[2]
+def test_models_with_the_same_archive_share_its_folder_and_forkserver(server: Served) -> None:
+    assert environment_of(server, "packed")[1:3] == environment_of(server, "packed_too")[1:3]
+    assert environment_of(server, "packed")[2] != environment_of(server, "plain")[2]
 
 
-def test_a_model_in_an_environment_calls_others_and_says_what_it_is(server: Served) -> None:
+def test_a_model_in_an_environment_supports_bls_and_auto_completion(server: Served) -> None:
     assert eval(ask(server, "calls")) == (sys.prefix, True)
     metadata = httpx.get(f"{server.base_url}/v2/models/completed", verify=False).json()
     assert [one["name"] for one in metadata["outputs"]] == ["packed"]
 
 
 def test_a_model_that_crashes_comes_back_in_its_environment(server: Served) -> None:
-    before = told(server, "packed")
+    before = environment_of(server, "packed")
     body = {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1, 1], "data": ["crash"]}]}
     answer = httpx.post(f"{server.base_url}/v2/models/packed/infer", json=body, timeout=WITHIN_S, verify=False)
     assert (answer.status_code, "ended with exit status 3" in answer.text) == (500, True)
-    assert told(server, "packed") == before
+    assert environment_of(server, "packed") == before
 
 
-def test_an_archive_that_changed_is_unpacked_anew_and_what_nobody_uses_is_removed(
+def test_a_changed_archive_is_unpacked_again_and_the_unused_one_is_removed(
     server: Served, repository: Path, places: Path, environments: Path, tmp_path: Path
 ) -> None:
-    _, first, forkserver, _ = told(server, "changing")
+    _, first, forkserver, _ = environment_of(server, "changing")
     pack(make(tmp_path / "newer", "newer"), repository / "changing/env.tar.gz")
     assert control(server, "changing", "load").status_code == 200
-    name, second, _, _ = told(server, "changing")
+    name, second, _, _ = environment_of(server, "changing")
     assert (name, first == second) == ("newer", False)
     until(lambda: Path(first) not in unpacked(places) and not Path(f"/proc/{forkserver}").exists())
     assert control(server, "changing", "unload").status_code == 200
     until(lambda: Path(second) not in unpacked(places))
-    assert Path(told(server, "packed")[1]) in unpacked(places)
+    assert Path(environment_of(server, "packed")[1]) in unpacked(places)
 
 
 def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
@@ -275,7 +275,7 @@ def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
     }
 
 
-def test_what_is_wrong_with_an_environment_is_said_where_it_is_written_and_nothing_else_is_lost(
+def test_an_environment_error_is_reported_at_its_parameter_and_affects_no_other_model(
     server: Served, repository: Path, places: Path, tmp_path: Path, add_model: Callable[..., Path]
 ) -> None:
     (tmp_path / "broken").mkdir()
@@ -294,10 +294,10 @@ def test_what_is_wrong_with_an_environment_is_said_where_it_is_written_and_nothi
         )
         assert why in error
     assert unpacked(places) == before
-    assert told(server, "plain")[0] == "plain"
+    assert environment_of(server, "plain")[0] == "plain"
 
 
-def test_a_model_that_is_refused_after_it_was_asked_in_its_environment_keeps_nothing_of_it(
+def test_a_model_refused_after_completion_releases_its_environment(
     tmp_path: Path, environments: Path, add_model: Callable[..., Path]
 ) -> None:
     needs = 'instance_group [ { rate_limiter { resources [ { name: "R" count: 5 } ] } } ]\n'
@@ -328,14 +328,14 @@ def test_an_environment_that_never_starts_is_given_up_with_its_model(
         loading = pool.submit(control, server, "hangs", "load")
         until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text())
         waiting = pool.submit(control, server, "waits", "load")
-        for name, ends in (("waits", waiting), ("hangs", loading)):  # who waits for another does not wait with him
+        for name, ends in (("waits", waiting), ("hangs", loading)):  # an operation that waits for another one
             until(partial(is_unloaded, name, ends))
             assert "it was unloaded while it was loading" in ends.result().text
     left = Path(f"/proc/{(tmp_path / 'began').read_text().strip()}/cmdline")
-    until(lambda: not left.exists() or not left.read_bytes())  # of one that nobody has reaped yet it is empty
+    until(lambda: not left.exists() or not left.read_bytes())  # it is empty for a zombie process
 
 
-def test_in_the_servers_own_process_there_is_no_other_environment_which_the_log_says(
+def test_environments_are_ignored_in_the_server_process_with_a_log_message(
     tmp_path: Path, add_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MODEL.format(imports="", expression="sys.prefix")
@@ -347,7 +347,7 @@ def test_in_the_servers_own_process_there_is_no_other_environment_which_the_log_
     assert "is not used: model 'm' runs in the server's own Python environment (by execution \"thread\";" in text
 
 
-def test_whoever_stops_leaves_nothing_unpacked_and_what_is_left_by_one_that_was_killed_goes_with_the_next(
+def test_a_stopped_server_removes_its_unpacked_archives_and_those_of_a_killed_one(
     tmp_path: Path, environments: Path, add_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODEL.format(imports="import only_here", expression=TELLS)
@@ -366,7 +366,7 @@ def test_whoever_stops_leaves_nothing_unpacked_and_what_is_left_by_one_that_was_
     until(lambda: not unpacked(places))
 
 
-def test_whoever_stops_while_something_is_unpacked_leaves_nothing_of_it(
+def test_a_server_stopped_during_unpacking_removes_the_partial_archive(
     tmp_path: Path, environments: Path, add_model: Callable[..., Path]
 ) -> None:
     began, places = tmp_path / "began", tmp_path / "places"

@@ -13,7 +13,7 @@ from flowserve.testing.serve import serving
 
 
 @pytest.mark.parametrize(("page", "model"), [("ragged", "sums"), ("sequences", "totals")])
-def test_the_example_of_a_page_does_what_the_page_says(page: str, model: str, tmp_path: Path, root: Path) -> None:
+def test_the_example_of_a_page_prints_its_documented_output(page: str, model: str, tmp_path: Path, root: Path) -> None:
     blocks = re.findall(r"^```\w+\n(.*?)^```$", (root / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL)
     config, script, client, printed = blocks[:4]
     folder = tmp_path / model

@@ -16,9 +16,9 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
+from tests.support.onnx_files import onnx_identity
 
 SCORES = """
 max_batch_size: 4
@@ -112,7 +112,7 @@ def test_restricted_groups_need_their_key(client: triton.InferenceServerClient) 
 
 
 @pytest.mark.fault("Z6")
-def test_whoever_may_not_see_the_index_is_not_told_which_models_there_are(client: triton.InferenceServerClient) -> None:
+def test_errors_name_no_model_without_access_to_the_index(client: triton.InferenceServerClient) -> None:
     for call in (client.get_model_metadata, client.get_model_config, lambda name: client.infer(name, [numbers(1)])):
         with pytest.raises(InferenceServerException) as unknown:
             call("score")
@@ -125,9 +125,7 @@ def test_headers_reach_the_model(client: triton.InferenceServerClient) -> None:
     assert json.loads(answer.as_numpy("OUT")[0]) == {"x-tenant": "blue", "depth": 2}
 
 
-def test_metrics_have_a_port_of_their_own_and_nothing_else_is_there(
-    front: Front, client: triton.InferenceServerClient
-) -> None:
+def test_the_metrics_port_serves_only_metrics(front: Front, client: triton.InferenceServerClient) -> None:
     def ask(place: tuple[str, int], path: str) -> tuple[int, str]:
         with socket.create_connection(place, timeout=30) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
@@ -155,9 +153,9 @@ def test_metrics_have_a_port_of_their_own_and_nothing_else_is_there(
 
 
 @pytest.mark.fault("Z4")
-def test_what_clients_send_is_one_escaped_line_of_the_log_or_none(front: Front) -> None:
+def test_client_input_in_the_log_is_escaped_to_one_line(front: Front) -> None:
     body = json.dumps({"id": "a\nI0101 forged", "inputs": []}).encode()
-    with socket.create_connection(front.served.address.split(":"), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", front.served.port), timeout=30) as connection:
         for path in ("/v2/models/a%0aI0101%20forged/infer", "/v2/models/tells/infer%0d%0aforged", "/%0a"):
             head = f"POST {path} HTTP/1.1\r\nHost: h\r\nX-A: a\tb\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)

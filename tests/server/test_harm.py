@@ -1,4 +1,4 @@
-"""A broken request never harms another: hundreds of them, of every kind, beside clients who check their answers.
+"""A broken request never harms another: hundreds of them, of every kind, next to clients that check their responses.
 
 What each kind is answered is tested where it is decided (tests/http, tests/runtime); here it only matters that nothing
 but a refusal comes of it, and that the server is afterwards what it was before.
@@ -27,7 +27,7 @@ SEED = 20
 URL = "/v2/models/times_three/infer"
 MEBIBYTE = 1 << 20
 REFUSED = frozenset({*range(400, 500), 501, 505})  # 5xx of a broken request: a missing feature, or HTTP's version
-# Who sends this much to a server that has already refused it may find the connection closed before it reads why.
+# A client that sends this much after a refusal may find the connection closed before it reads the response.
 MAY_BE_CUT_OFF_BYTES = 20_000
 WAITS_FOR_MORE_S = 0.5
 
@@ -116,10 +116,12 @@ def malformed_json() -> Iterator[Broken]:
     yield "the same input twice", post(document(tensor(), tensor()))
     yield "too many rows", post(document(tensor(shape=[17, 4], data=[0] * 68)))
     thousands = [{"name": f"o{number}"} for number in range(9000)]
-    for outputs in ([{"name": "NOPE"}], [{"name": "OUT"}] * 2, [{}], ["OUT"], {}, thousands):
+    wrong_outputs: list[Any] = [[{"name": "NOPE"}], [{"name": "OUT"}] * 2, [{}], ["OUT"], {}, thousands]
+    for outputs in wrong_outputs:
         yield f"outputs {outputs!r:.40}", post(document(tensor(), outputs=outputs))
     reserved = {"triton_x": 1}
-    for parameters in ({"priority": "high"}, {"sequence_start": "yes"}, {"timeout": -1}, reserved, {"a": {}}, []):
+    times: list[Any] = [{"priority": "high"}, {"sequence_start": "yes"}, {"timeout": -1}, reserved, {"a": {}}, []]
+    for parameters in times:
         yield f"parameters {parameters!r}", post(document(tensor(), parameters=parameters))
 
 
@@ -153,13 +155,14 @@ UNFINISHED = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------- those who watch
+# ---------------------------------------------------------------------------------------- watching clients
 
 
 @contextmanager
 def watching(wire: Any) -> Iterator[Callable[[], int]]:
     """Two clients that keep asking and checking. Gives how often both were right; raises in the end if one was not."""
-    right, wrong, enough = [0, 0], [], threading.Event()
+    right, enough = [0, 0], threading.Event()
+    wrong: list[Any] = []
 
     def watch(me: int, model: str, expected: Callable[[int], list[float]]) -> None:
         number = 0
@@ -195,7 +198,7 @@ def open_files(served: Served) -> int:
 
 @pytest.fixture(autouse=True)
 def unharmed(wire: Any, served: Served) -> Iterator[None]:
-    """After each test nobody waits for anything, every model is still there, and nothing unexpected was logged."""
+    """After each test no request waits, every model is still loaded, and nothing unexpected was logged."""
     logged_before = len(served.log)
     yield
     wire.until(lambda: _all_waiting(wire) == 0, "the queues are empty")
@@ -234,7 +237,7 @@ def test_there_are_hundreds_of_broken_requests() -> None:
     assert len({name for name, _ in SCRIPT}) == len(SCRIPT)
 
 
-def test_broken_requests_are_refused_and_harm_nobody(wire: Any) -> None:
+def test_broken_requests_are_refused_and_affect_no_other(wire: Any) -> None:
     with watching(wire) as right_answers:
         odd = {}
         for name, request in SCRIPT:
@@ -276,9 +279,9 @@ def test_mutilated_requests_never_cause_an_internal_error(wire: Any) -> None:
 
 
 @pytest.mark.fault("H5", "O7")
-def test_clients_that_leave_at_any_moment_harm_nobody(wire: Any) -> None:
+def test_connections_closed_at_any_moment_affect_no_other(wire: Any) -> None:
     whole = post(document(tensor(shape=[16, 4], data=[1.5] * 64)))
-    # Long enough that a queue of ten is seen however slow those who look at it are.
+    # Long enough that a queue of ten is seen on a slow machine.
     slow = post(document(tensor(data=[0.06] * 4)), url="/v2/models/sleeps/infer")
     before = wire.statistics("sleeps")["inference_count"]
     with watching(wire) as right_answers:
@@ -302,7 +305,7 @@ def test_clients_that_leave_at_any_moment_harm_nobody(wire: Any) -> None:
 
 
 @pytest.mark.fault("H5")
-def test_half_requests_that_never_end_hold_nobody_up(wire: Any) -> None:
+def test_incomplete_requests_delay_no_other(wire: Any) -> None:
     whole = post(document(tensor()))
     with watching(wire) as right_answers:
         open_ends = [wire.connect() for _ in range(60)]

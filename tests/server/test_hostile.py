@@ -1,4 +1,4 @@
-"""Hostile clients, careless operators: words that a shell would run, texts that tell too much, files that run code."""
+"""Hostile clients and careless operators: shell injection, information in error messages, files that run code."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from flowserve.testing.onnx_files import onnx_identity
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
+from tests.support.onnx_files import onnx_identity
 
 SECRET = "the-secret-model"
 RAISES = """
@@ -37,7 +37,7 @@ output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
 
 
 def meta(target: Path) -> list[str]:
-    """Words that do something where anybody hands them to a shell, or to a formatter."""
+    """Texts that have an effect in a shell or a string formatter."""
     return [
         f"$(touch {target})",
         f"`touch {target}`",
@@ -49,7 +49,7 @@ def meta(target: Path) -> list[str]:
 
 
 class Bomb:
-    """Runs code where somebody unpickles it."""
+    """Runs code when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -122,7 +122,7 @@ def test_words_that_a_shell_would_run_are_words(hostile: Served, touched: Path) 
 
 
 @pytest.mark.fault("Z5")
-def test_what_clients_read_names_no_path_no_other_model_and_no_traceback(hostile: Served, tmp_path: Path) -> None:
+def test_responses_name_no_path_no_other_model_and_no_traceback(hostile: Served, tmp_path: Path) -> None:
     said = [
         ask(hostile, "/v2/models/nobody/infer", one()),
         ask(hostile, "/v2/models/raises/infer", one()),
@@ -144,7 +144,7 @@ def test_what_clients_read_names_no_path_no_other_model_and_no_traceback(hostile
 
 
 @pytest.mark.fault("Z8")
-def test_nothing_that_lies_in_a_repository_is_unpickled_or_unpacked(hostile: Served, touched: Path) -> None:
+def test_no_file_of_a_repository_is_unpickled_or_unpacked(hostile: Served, touched: Path) -> None:
     assert ask(hostile, "/v2/models/luggage/ready")[0] == 200
     assert not touched.exists()
     pickle.loads(pickle.dumps(Bomb(touched)))  # the test of the test: these do run where they are unpickled

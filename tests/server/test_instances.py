@@ -220,7 +220,7 @@ def test_models_that_share_a_resource_run_one_after_the_other(ask: Any, folder: 
 
 
 @pytest.mark.fault("R9")
-def test_a_model_that_never_could_run_is_refused_at_its_line(tmp_path: Path, wire_to: Callable[[Served], Any]) -> None:
+def test_a_model_that_could_never_run_is_refused_at_its_line(tmp_path: Path, wire_to: Callable[[Served], Any]) -> None:
     write_model(tmp_path, "greedy", ASKS.format(count=1, copies=3))
     write_model(tmp_path, "modest", ASKS.format(count=1, copies=2))
     limits = ("--rate-limit", "execution_count", "--rate-limit-resource", "licence:2")
@@ -239,4 +239,4 @@ def test_a_model_that_never_could_run_is_refused_at_its_line(tmp_path: Path, wir
         assert wire_to(served).get("/v2/health/ready").status != 200
     with serving(tmp_path, *limits[2:]) as served:  # without the limiter nothing is limited
         assert wire_to(served).infer("greedy", [[1]]).status == 200
-        assert "--rate-limit-resource says nothing without --rate-limit execution_count" in served.log
+        assert "--rate-limit-resource has no effect without --rate-limit execution_count" in served.log

@@ -217,7 +217,7 @@ def infer(served: Served, model: str, number: int, **parameters: Any) -> tuple[i
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_request_is_run_again_until_it_is_done_beside_those_that_came_meanwhile(served: Served, place: str) -> None:
+def test_an_iterative_request_is_run_until_done_in_batches_with_later_ones(served: Served, place: str) -> None:
     """One that would not end for long, until its client leaves; another comes and is done meanwhile."""
     url = f"{served.base_url}/v2/models/counts_{place}/generate_stream"
     rows: list[int] = []
@@ -234,6 +234,7 @@ def test_a_request_is_run_again_until_it_is_done_beside_those_that_came_meanwhil
     with ThreadPoolExecutor(1) as clients:
         long = clients.submit(read)
         while len(rows) < 3:
+            assert not long.done(), long.exception()
             time.sleep(0.005)
         try:
             assert stream(served, f"counts_{place}", 4) == [3, 2, 1, 0]
@@ -245,9 +246,7 @@ def test_a_request_is_run_again_until_it_is_done_beside_those_that_came_meanwhil
 
 
 @pytest.mark.parametrize("place", [*PLACES, "inline"])
-def test_a_model_that_answers_once_does_so_when_it_is_done_and_its_state_is_kept_for_it(
-    served: Served, place: str
-) -> None:
+def test_an_iterative_model_responds_once_at_its_end_and_keeps_its_state(served: Served, place: str) -> None:
     with ThreadPoolExecutor(8) as clients:
         numbers = [5, 1, 9, 3, 2, 7, 4, 6]
         answers = clients.map(lambda number: infer(served, f"squares_{place}", number), numbers)
@@ -264,7 +263,7 @@ def test_state_that_comes_with_each_answer_is_that_of_the_next_execution(served:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_sender_outlives_the_execution_that_it_was_asked_for_in(served: Served, place: str) -> None:
+def test_a_response_sender_outlives_its_execution(served: Served, place: str) -> None:
     model = f"threads_{place}"
     assert stream(served, model, 0) == [5]
     assert stream(served, model, 1) == [7]
@@ -286,7 +285,7 @@ def test_a_sequence_id_names_the_sequence_that_a_request_is(served: Served) -> N
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_whoever_leaves_at_whatever_moment_makes_room(served: Served, place: str) -> None:
+def test_a_connection_closed_at_any_moment_frees_its_slot(served: Served, place: str) -> None:
     """Eight at a time, of which four have a slot; each leaves after so many bytes of its answers."""
 
     def leave(after: int) -> None:
@@ -302,7 +301,7 @@ def test_whoever_leaves_at_whatever_moment_makes_room(served: Served, place: str
 
 
 @pytest.mark.fault("Q12")
-def test_when_the_process_dies_everybody_in_it_is_told_and_others_may_begin(served: Served) -> None:
+def test_a_dead_process_fails_its_requests_and_new_ones_are_served(served: Served) -> None:
     url = f"{served.base_url}/v2/models/counts_process/generate_stream"
     with httpx.stream("POST", url, json={"IN": 100_000}, timeout=30, trust_env=False, verify=False) as answer:
         lines = answer.iter_lines()
@@ -325,7 +324,7 @@ def test_only_a_model_of_iterative_sequences_gives_requests_back(served: Served)
     assert "iterative_sequence: true" in text
 
 
-def test_a_decoupled_model_of_sequences_answers_each_request_as_often_as_it_likes(served: Served) -> None:
+def test_a_decoupled_sequence_model_sends_any_number_of_responses(served: Served) -> None:
     """All sent at once, over one gRPC stream; each is run when the one before it is done."""
     told: Queue[Any] = Queue()
     with triton.InferenceServerClient(served.grpc_address) as client:
@@ -341,7 +340,7 @@ def test_a_decoupled_model_of_sequences_answers_each_request_as_often_as_it_like
     assert "inference request for sequence five to model 'repeats_process' must specify the START flag" in refused
 
 
-def test_the_page_about_iterative_sequences_does_what_it_says(served: Served, root: Path) -> None:
+def test_the_examples_of_the_page_on_iterative_sequences_work(served: Served, root: Path) -> None:
     page = (root / "docs/iterative.md").read_text()
     for command, printed in zip(blocks(page, ""), blocks(page, "text"), strict=True):
         text = command.replace("localhost:8000", served.address)

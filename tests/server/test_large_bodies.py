@@ -1,4 +1,4 @@
-"""Large requests to models in processes: received where the model reads, and nobody else's business."""
+"""Large requests to models in processes: received into memory of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TritonPythonModel:
         for request in requests:
             x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
             y = x[:, :2] * 2
-            x[:] = -1  # its own copy: nobody else sees that
+            x[:] = -1  # a private copy
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)]))
         return responses
 """
@@ -87,7 +87,7 @@ def carried(client: triton.InferenceServerClient, model: str) -> list[tuple[int,
 
 
 @pytest.mark.server
-def test_a_large_request_is_received_where_the_one_model_that_reads_it_lives(
+def test_a_large_request_is_received_into_memory_of_its_model(
     client: triton.InferenceServerClient,
 ) -> None:
     sent = 0
@@ -99,9 +99,7 @@ def test_a_large_request_is_received_where_the_one_model_that_reads_it_lives(
 
 
 @pytest.mark.server
-def test_the_memory_for_requests_that_never_become_whole_comes_home(
-    server: Served, client: triton.InferenceServerClient
-) -> None:
+def test_the_memory_of_incomplete_requests_is_returned(server: Served, client: triton.InferenceServerClient) -> None:
     before = carried(client, "left")
     head = b"POST /v2/models/left/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n"
     for _ in range(300):  # more than the room there is for bodies

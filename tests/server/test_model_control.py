@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import numpy as np
@@ -25,7 +25,7 @@ from tritonclient.utils import InferenceServerException
 
 from flowserve.testing.serve import Served, serving
 
-Client = triton.InferenceServerClient
+Client: TypeAlias = triton.InferenceServerClient
 Serve = Callable[..., Served]
 MakeFile = Callable[[str, float], bytes]
 Text = Callable[..., str]
@@ -177,9 +177,7 @@ def polling(
 # ------------------------------------------------------------------------------------------------------------ explicit
 
 
-def test_in_mode_explicit_what_is_named_is_loaded_with_its_steps_and_the_rest_is_only_a_name(
-    repository: Repository, serve: Serve
-) -> None:
+def test_explicit_mode_loads_only_named_models_and_their_steps(repository: Repository, serve: Serve) -> None:
     repository.put("step", 2)
     repository.put("other", 3)
     repository.put_chain("chain", "step", "step")
@@ -212,7 +210,7 @@ def test_a_star_loads_everything_and_no_name_nothing(repository: Repository, ser
         assert refusal(ask, client, "a")[0] == 404
 
 
-def test_who_asks_a_model_that_is_not_loaded_is_told_that_it_is_there(control_server: Served) -> None:
+def test_a_request_for_an_unloaded_model_gets_an_error_that_says_how_to_load_it(control_server: Served) -> None:
     with client_of(control_server) as client:
         assert refusal(ask, client, "later") == (
             404,
@@ -252,7 +250,7 @@ def test_an_unknown_name_cannot_be_loaded_and_leaves_no_trace(explicit: Explicit
 
 
 @pytest.mark.fault("L2")
-def test_whatever_is_wrong_with_a_model_is_400_and_the_index_says_why(explicit: Explicit) -> None:
+def test_a_load_error_is_400_and_its_reason_is_in_the_index(explicit: Explicit) -> None:
     explicit.write("unreadable/config.pbtxt", 'backend: "onnxruntime')
     explicit.write("unreadable/1/model.onnx", b"")
     explicit.write("versionless/config.pbtxt", 'backend: "onnxruntime"')
@@ -283,7 +281,7 @@ def test_whatever_is_wrong_with_a_model_is_400_and_the_index_says_why(explicit: 
 
 
 @pytest.mark.fault("L3")
-def test_a_broken_reload_leaves_the_old_version_serving_and_the_index_says_why(explicit: Explicit) -> None:
+def test_a_failed_reload_keeps_the_old_version_and_the_index_has_the_reason(explicit: Explicit) -> None:
     explicit.put("m", 2)
     with client_of(explicit.load("m")) as client:
         explicit.write("m/1/model.onnx", b"no model")
@@ -300,7 +298,7 @@ def test_a_broken_reload_leaves_the_old_version_serving_and_the_index_says_why(e
         assert "reason" not in rows(client)["m"]
 
 
-def test_what_did_not_change_is_not_loaded_again(explicit: Explicit, tmp_path: Path) -> None:
+def test_an_unchanged_model_is_not_loaded_again(explicit: Explicit, tmp_path: Path) -> None:
     counter = tmp_path / "loads"
     explicit.put_python(
         "m",
@@ -400,7 +398,7 @@ def test_an_unload_waits_for_requests_in_flight_and_refuses_new_ones_meanwhile(
 
 
 @pytest.mark.fault("L7")
-def test_unload_dependents_takes_steps_along_that_nobody_else_needs(explicit: Explicit) -> None:
+def test_unload_dependents_unloads_steps_without_another_user(explicit: Explicit) -> None:
     for name in ("own", "shared", "named"):
         explicit.put(name, 2)
     explicit.put_chain("a", "own", "shared", "named")
@@ -421,7 +419,7 @@ def test_unload_dependents_takes_steps_along_that_nobody_else_needs(explicit: Ex
 
 
 @pytest.mark.fault("E6", "E12")
-def test_an_ensemble_without_a_step_says_so_and_comes_back_with_it(explicit: Explicit) -> None:
+def test_an_ensemble_with_an_unloaded_step_is_unavailable_until_it_is_loaded(explicit: Explicit) -> None:
     explicit.put("step", 2)
     explicit.put_chain("chain", "step")
     explicit.put_chain("outer", "chain", "step")
@@ -467,7 +465,7 @@ def test_an_ensemble_that_no_longer_fits_its_step_is_unavailable_until_it_does(e
         assert client.is_server_ready()
 
 
-def test_an_ensemble_whose_new_configuration_does_not_fit_goes_on_as_it_was(explicit: Explicit) -> None:
+def test_an_ensemble_with_an_invalid_new_configuration_keeps_the_old_one(explicit: Explicit) -> None:
     explicit.put("step", 2)
     explicit.put_chain("chain", "step", "step")
     with client_of(explicit.load("chain")) as client:
@@ -670,9 +668,7 @@ def test_an_override_that_cannot_be_read_is_refused_and_the_old_model_serves(
 @pytest.mark.parametrize(
     ("verb", "key"), [("load", "config"), ("load", "file:1/model.onnx"), ("unload", "unload_dependents")]
 )
-def test_a_parameter_that_stands_beside_the_parameters_is_refused_and_not_passed_over(
-    control_server: Served, verb: str, key: str
-) -> None:
+def test_a_parameter_outside_the_parameters_object_is_refused(control_server: Served, verb: str, key: str) -> None:
     url = f"{control_server.base_url}/v2/repository/models/m/{verb}"
     answer = httpx.post(url, json={key: "{}"}, timeout=30, trust_env=False, verify=False)
     said = f'\'{key}\' is a parameter: {{"parameters": {{"{key}": ...}}}}'
@@ -710,7 +706,7 @@ def control_server(private: Path, make_arithmetic: MakeFile) -> Iterator[Served]
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
-def test_the_examples_of_the_page_do_what_it_says(repository: Repository, serve: Serve, root: Path) -> None:
+def test_the_examples_of_the_page_on_model_control_work(repository: Repository, serve: Serve, root: Path) -> None:
     page = (root / "docs/model-control.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(examples) == 6
@@ -735,7 +731,7 @@ def test_the_examples_of_the_page_do_what_it_says(repository: Repository, serve:
 
 
 @pytest.mark.fault("L15")
-def test_a_model_that_never_comes_up_stops_nobody_else_and_the_server_still_ends(
+def test_a_model_that_hangs_during_load_blocks_neither_others_nor_shutdown(
     repository: Repository, serve: Serve
 ) -> None:
     hangs = "    def initialize(self, args):\n        while True: time.sleep(1)\n"
@@ -763,7 +759,7 @@ def test_a_model_that_never_comes_up_stops_nobody_else_and_the_server_still_ends
 
 
 @pytest.mark.fault("L16")
-def test_a_repository_that_disappears_takes_nothing_along_and_the_next_load_says_so(
+def test_a_repository_that_disappears_unloads_nothing_and_fails_the_next_load(
     repository: Repository, serve: Serve
 ) -> None:
     repository.put("m", 2)

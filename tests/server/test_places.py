@@ -127,7 +127,7 @@ def triton_numpy(wire_name: str) -> Any:
     return np.dtype("S1") if wire_name == "BYTES" else triton_to_np_dtype(wire_name)
 
 
-def test_an_onnx_model_answers_the_same_wherever_it_runs(
+def test_an_onnx_model_returns_the_same_in_every_execution_place(
     tmp_path: Path,
     serve: Callable[..., Served],
     wire_to: Callable[[Served], Any],
@@ -190,7 +190,7 @@ instance_group [ { count: 1 } ]
 """
 
 
-def test_what_a_model_takes_is_computing_and_what_it_is_waited_for_is_the_queue_in_every_place(
+def test_compute_time_and_queue_time_are_separated_in_every_execution_place(
     tmp_path: Path,
     add_model: Callable[..., Path],
     make_python: Callable[[str], dict[str, str | bytes]],
@@ -207,7 +207,7 @@ def test_what_a_model_takes_is_computing_and_what_it_is_waited_for_is_the_queue_
             stats = wire.statistics(place)["inference_stats"]
             assert 2 * SLEEP_NS <= stats["compute_infer"]["ns"] < 4 * SLEEP_NS, place
             assert stats["compute_input"]["ns"] + stats["compute_output"]["ns"] < SLEEP_NS, place
-            # On the loop, who comes second is not read before the first is answered, and waits in no queue.
+            # On the loop, a second request is not read before the first is answered, and waits in no queue.
             assert place == "inline" or 0.8 * SLEEP_NS < stats["queue"]["ns"] < 4 * SLEEP_NS, place
             assert stats["success"]["ns"] >= stats["queue"]["ns"] + stats["compute_infer"]["ns"], place
 
@@ -230,4 +230,4 @@ def test_while_a_model_computes_in_python_on_a_thread_others_are_answered_soon(
             seconds.append(time.perf_counter() - began)
     assert [answer.status for answer in burning.result()] == [200]
     assert len(seconds) > 20
-    assert statistics.median(seconds) < 0.004  # Python alone lets a thread compute for 5 ms before anybody has a turn
+    assert statistics.median(seconds) < 0.004  # a Python thread computes for 5 ms before another one gets the GIL

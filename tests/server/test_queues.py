@@ -1,4 +1,4 @@
-"""Priorities, queue policies and order as clients see them. Models wait at a gate that the test opens: a file."""
+"""Priorities, queue policies and order as clients see them. Models wait for a file that the test creates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from flowserve.testing.serve import Served, serving
 
-CLOSED = -1.0  # a request that holds this keeps its instance busy until the gate opens
+CLOSED = -1.0  # a request that holds this keeps its instance busy until the release file exists
 AT_ONCE_S = 0.3  # far less than anything here is waited for, and far more than a refusal takes
 
 ANSWER = """
@@ -26,7 +26,7 @@ ANSWER = """
             return refuse("thirteen is not for me")
         if (numbers > 1000).any():
             raise ValueError("too much for me")
-        while (numbers < 0).any() and not os.path.exists("GATE"):
+        while (numbers < 0).any() and not os.path.exists("RELEASE_FILE"):
             time.sleep(0.002)
         return answer(OUT=numbers * 0 + runs)
 """
@@ -37,7 +37,7 @@ output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] } ]
 dynamic_batching { %s }
 instance_group [ { count: %d kind: KIND_CPU } ]
 """
-# Name -> what its batcher is told, how many instances, and how many rows a batch may have.
+# Name -> settings of its batcher, number of instances, maximum batch size.
 MODELS: dict[str, tuple[str, int, int]] = {
     "small": ("default_queue_policy { max_queue_size: 2 }", 1, 1),
     "hasty": ("default_queue_policy { default_timeout_microseconds: 400000 allow_timeout_override: true }", 1, 1),
@@ -61,17 +61,17 @@ ensemble_scheduling {
 
 
 @pytest.fixture(scope="module")
-def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gates")
+def release_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("release_files")
 
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, gates: Path, add_model: Callable[..., Path], make_python: Any
+    tmp_path_factory: pytest.TempPathFactory, release_files: Path, add_model: Callable[..., Path], make_python: Any
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("queues")
     for name, (batching, instances, limit) in MODELS.items():
-        file = make_python(ANSWER.replace("GATE", str(gates / name)))
+        file = make_python(ANSWER.replace("RELEASE_FILE", str(release_files / name)))
         add_model(folder, name, CONFIG % (limit, batching, instances), file)
     add_model(folder, "pipe", PIPE)
     with serving(folder) as running:
@@ -84,17 +84,17 @@ def wire(server: Served, wire_to: Callable[[Served], Any]) -> Any:
     return wire_to(server)
 
 
-class Crowd:
+class ModelClients:
     """Requests to one model, each on a connection of its own, sent one after the other."""
 
-    def __init__(self, wire: Any, model: str, gate: Path) -> None:
+    def __init__(self, wire: Any, model: str, release_file: Path) -> None:
         self.wire = wire
         self.model = model
-        self.gate = gate
+        self.release_file = release_file
         self.sockets: list[socket.socket] = []
 
     def send(self, number: float = 0.0, model: str = "", **parameters: Any) -> socket.socket:
-        """Returns when the server has it: what comes later is behind it."""
+        """Returns when the server has it: later requests are behind it."""
         connection: socket.socket = self.wire.connect()
         self.sockets.append(connection)
         connection.sendall(self.wire.infer_request(model or self.model, [[number]], parameters=parameters))
@@ -102,13 +102,13 @@ class Crowd:
         return connection
 
     def keep_busy(self) -> socket.socket:
-        """The instance has work until the gate opens."""
+        """The instance has work until the release file exists."""
         first = self.send(CLOSED)
         self.wire.until(lambda: self.wire.waiting(self.model) == 0, "the first one runs")
         return first
 
     def open(self) -> None:
-        self.gate.touch()
+        self.release_file.touch()
 
     def answers(self) -> list[Any]:
         """Of all, in the order they were sent."""
@@ -120,20 +120,20 @@ class Crowd:
 
 
 @pytest.fixture
-def crowd(wire: Any, gates: Path) -> Iterator[Callable[[str], Crowd]]:
-    crowds: list[Crowd] = []
+def clients_of(wire: Any, release_files: Path) -> Iterator[Callable[[str], ModelClients]]:
+    opened: list[ModelClients] = []
 
-    def gather(model: str) -> Crowd:
-        crowds.append(Crowd(wire, model, gates / model))
-        return crowds[-1]
+    def gather(model: str) -> ModelClients:
+        opened.append(ModelClients(wire, model, release_files / model))
+        return opened[-1]
 
     yield gather
-    for one in crowds:
+    for one in opened:
         one.open()
         for connection in one.sockets:
             connection.close()
         wire.until(lambda one=one: not _is_busy(wire, one.model), "the instances are free again")
-        one.gate.unlink()
+        one.release_file.unlink()
 
 
 def _is_busy(wire: Any, model: str) -> bool:
@@ -156,8 +156,10 @@ def counted(wire: Any, model: str) -> Iterator[dict[str, int]]:
 
 
 @pytest.mark.fault("D1")
-def test_a_full_queue_refuses_at_once_and_serves_the_others(wire: Any, crowd: Callable[[str], Crowd]) -> None:
-    small = crowd("small")
+def test_a_full_queue_refuses_at_once_and_serves_the_others(
+    wire: Any, clients_of: Callable[[str], ModelClients]
+) -> None:
+    small = clients_of("small")
     with counted(wire, "small") as failures:
         small.keep_busy()
         small.send()
@@ -173,9 +175,9 @@ def test_a_full_queue_refuses_at_once_and_serves_the_others(wire: Any, crowd: Ca
 
 @pytest.mark.fault("E10")
 def test_an_inner_queue_that_is_full_fails_the_ensembles_request_and_leaves_nothing_behind(
-    wire: Any, crowd: Callable[[str], Crowd]
+    wire: Any, clients_of: Callable[[str], ModelClients]
 ) -> None:
-    small, deaf = crowd("small"), crowd("deaf")
+    small, deaf = clients_of("small"), clients_of("deaf")
     deaf.keep_busy()
     small.keep_busy()
     small.send()
@@ -199,10 +201,10 @@ def test_an_inner_queue_that_is_full_fails_the_ensembles_request_and_leaves_noth
 
 
 @pytest.mark.fault("D2")
-def test_who_waits_too_long_is_told_so_at_its_deadline_while_the_instance_is_busy(
-    wire: Any, crowd: Callable[[str], Crowd]
+def test_a_request_fails_at_its_timeout_while_the_instance_is_busy(
+    wire: Any, clients_of: Callable[[str], ModelClients]
 ) -> None:
-    hasty = crowd("hasty")
+    hasty = clients_of("hasty")
     with counted(wire, "hasty") as failures:
         busy = hasty.keep_busy()
         default = hasty.send()
@@ -223,8 +225,8 @@ def _waited_ms(refused: Any) -> int:
 
 
 @pytest.mark.fault("D2")
-def test_a_larger_timeout_of_the_clients_own_does_not_count(crowd: Callable[[str], Crowd]) -> None:
-    hasty = crowd("hasty")
+def test_a_larger_timeout_of_the_clients_own_does_not_count(clients_of: Callable[[str], ModelClients]) -> None:
+    hasty = clients_of("hasty")
     hasty.keep_busy()
     began = time.monotonic()
     assert hasty.answer(hasty.send(timeout=60_000_000)).status == 503
@@ -233,8 +235,10 @@ def test_a_larger_timeout_of_the_clients_own_does_not_count(crowd: Callable[[str
 
 @pytest.mark.fault("D4")
 @pytest.mark.parametrize("model", ["deaf", "timeless"])
-def test_a_clients_timeout_that_may_not_override_is_ignored(model: str, crowd: Callable[[str], Crowd]) -> None:
-    ignores = crowd(model)
+def test_a_clients_timeout_that_may_not_override_is_ignored(
+    model: str, clients_of: Callable[[str], ModelClients]
+) -> None:
+    ignores = clients_of(model)
     ignores.keep_busy()
     ignores.send(timeout=1)
     ignores.open()
@@ -242,8 +246,10 @@ def test_a_clients_timeout_that_may_not_override_is_ignored(model: str, crowd: C
 
 
 @pytest.mark.fault("D3")
-def test_whose_time_is_over_is_served_after_the_others(wire: Any, crowd: Callable[[str], Crowd]) -> None:
-    delays = crowd("delays")
+def test_a_request_past_its_delay_timeout_is_served_after_the_others(
+    wire: Any, clients_of: Callable[[str], ModelClients]
+) -> None:
+    delays = clients_of("delays")
     delays.keep_busy()
     late = delays.send()
     time.sleep(0.1)  # its 50 ms
@@ -257,8 +263,10 @@ def test_whose_time_is_over_is_served_after_the_others(wire: Any, crowd: Callabl
 
 
 @pytest.mark.fault("D8")
-def test_higher_priorities_overtake_and_strange_ones_mean_the_default(wire: Any, crowd: Callable[[str], Crowd]) -> None:
-    urgent = crowd("urgent")
+def test_higher_priorities_overtake_and_strange_ones_mean_the_default(
+    wire: Any, clients_of: Callable[[str], ModelClients]
+) -> None:
+    urgent = clients_of("urgent")
     urgent.keep_busy()
     low = urgent.send(priority=3)
     usual = [urgent.send(), urgent.send(priority=0), urgent.send(priority=99)]
@@ -271,14 +279,14 @@ def test_higher_priorities_overtake_and_strange_ones_mean_the_default(wire: Any,
 
 
 @pytest.mark.fault("D12")
-def test_who_leaves_a_queue_with_policies_is_out_of_it(wire: Any, crowd: Callable[[str], Crowd]) -> None:
-    small = crowd("small")
+def test_a_closed_connection_frees_its_place_in_the_queue(wire: Any, clients_of: Callable[[str], ModelClients]) -> None:
+    small = clients_of("small")
     with counted(wire, "small") as failures:
         small.keep_busy()
         small.send()
-        leaver = small.send()
-        small.sockets.remove(leaver)
-        leaver.close()
+        cancelled = small.send()
+        small.sockets.remove(cancelled)
+        cancelled.close()
         wire.until(lambda: wire.waiting("small") == 1, "the place is free")
         small.send()
         small.open()
@@ -286,14 +294,14 @@ def test_who_leaves_a_queue_with_policies_is_out_of_it(wire: Any, crowd: Callabl
     assert failures == {"CANCELED": 1}
 
 
-# --------------------------------------------------------------------------------------------------------------- order
+# ---------------------------------------------------------------------------------------- order
 
 
 @pytest.mark.fault("D11")
 def test_answers_leave_in_the_order_of_arrival_though_the_second_instance_is_faster(
-    wire: Any, crowd: Callable[[str], Crowd]
+    wire: Any, clients_of: Callable[[str], ModelClients]
 ) -> None:
-    ordered = crowd("ordered")
+    ordered = clients_of("ordered")
     before = wire.statistics("ordered")["execution_count"]
     ordered.send(CLOSED)
     for _ in range(8):
@@ -316,8 +324,10 @@ def test_answers_leave_in_the_order_of_arrival_though_the_second_instance_is_fas
 
 
 @pytest.mark.fault("D11")
-def test_an_ordered_answer_does_not_wait_for_a_client_who_left(wire: Any, crowd: Callable[[str], Crowd]) -> None:
-    ordered = crowd("ordered")
+def test_an_ordered_response_does_not_wait_for_a_closed_connection(
+    wire: Any, clients_of: Callable[[str], ModelClients]
+) -> None:
+    ordered = clients_of("ordered")
     slow = ordered.send(CLOSED)
     fast = ordered.send()
     ordered.sockets.remove(slow)
@@ -329,7 +339,7 @@ def test_an_ordered_answer_does_not_wait_for_a_client_who_left(wire: Any, crowd:
 
 
 @pytest.mark.fault("D5")
-def test_one_request_that_the_model_refuses_fails_alone(wire: Any) -> None:
+def test_a_request_refused_by_its_model_fails_alone(wire: Any) -> None:
     requests = [wire.infer_request("batches", [[number]]) for number in (1.0, 13.0, 2.0)]
     answers, batches = wire.batches_during(["batches"], lambda: wire.together(requests))
     assert [answer.status for answer in answers] == [200, 500, 200]

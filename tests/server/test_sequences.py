@@ -17,9 +17,9 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
 from flowserve.testing.serve import DidNotServe, Served, serving
 from flowserve.values import DType
+from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 FOREVER = "max_sequence_idle_microseconds: 600000000"
 STATE = 'state { input_name: "OLD" output_name: "NEW" data_type: TYPE_INT32 dims: [ %s ] %s }'
@@ -53,7 +53,7 @@ class TritonPythonModel:
         seen[0, : len(rows)] = rows
         return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", seen)]) for _ in requests]
 """
-# Keeps its sums itself; raises for 13, ends its process for 666, and waits at a gate for negative numbers.
+# Keeps its sums itself; raises for 13, ends its process for 666, and for negative numbers waits for a release file.
 SUMS = """
 import os, time
 import numpy as np
@@ -74,8 +74,8 @@ class TritonPythonModel:
         if number == 13:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError("thirteen is not for me"))
         if number < 0:
-            open("GATE.busy", "w").close()
-        while number < 0 and not os.path.exists("GATE"):
+            open("RELEASE_FILE.busy", "w").close()
+        while number < 0 and not os.path.exists("RELEASE_FILE"):
             time.sleep(0.002)
         which = request.correlation_id()
         if request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
@@ -161,14 +161,14 @@ def initial(content: str, dims: str = "1") -> str:
 
 
 @pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the model `gated` stands until this file exists; it says so with `gate.busy`."""
-    return tmp_path_factory.mktemp("gate") / "gate"
+def release_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model `gated` waits until this file exists, and creates `release_file.busy` meanwhile."""
+    return tmp_path_factory.mktemp("release_file") / "release_file"
 
 
 @pytest.fixture(scope="module")
 def states(
-    tmp_path_factory: pytest.TempPathFactory, add_model: Add, make_ensemble: Callable[..., str], gate: Path
+    tmp_path_factory: pytest.TempPathFactory, add_model: Add, make_ensemble: Callable[..., str], release_file: Path
 ) -> Iterator[Served]:
     """A server of models whose state it keeps, and of some that keep it themselves."""
     folder = tmp_path_factory.mktemp("states")
@@ -202,7 +202,9 @@ def states(
         add_model(folder, f"tells_{place}", IN_OUT % (4, "4, 5", 1, pairs) + there, {"1/model.py": TELLS})
     add_model(folder, "sums", IN_OUT % (2, "1", 2, f"oldest {{ }} {FOREVER}"), {"1/model.py": SUMS})
     slow = "direct { } max_sequence_idle_microseconds: 400000"
-    add_model(folder, "gated", IN_OUT % (1, "1", 1, slow), {"1/model.py": SUMS.replace("GATE", str(gate))})
+    add_model(
+        folder, "gated", IN_OUT % (1, "1", 1, slow), {"1/model.py": SUMS.replace("RELEASE_FILE", str(release_file))}
+    )
     add_model(folder, "double", "", {"1/model.onnx": doubling_file()})
     steps = [
         ("double", {"IN": "IN"}, {"OUT": "a"}),
@@ -269,11 +271,11 @@ class Later:
             return error.status(), error.message()
 
 
-# ------------------------------------------------------------------------------------------------ what is a sequence
+# ---------------------------------------------------------------------------------------- validation of sequences
 
 
 @pytest.mark.parametrize("model", ["direct", "oldest"])
-def test_a_sequence_adds_up_and_others_do_not_see_it(states: Served, model: str) -> None:
+def test_the_state_of_a_sequence_is_isolated_from_others(states: Served, model: str) -> None:
     assert ask(states, model, 1, 11, start=True) == [1]
     assert ask(states, model, 100, 12, start=True) == [100]
     assert ask(states, model, 2, 11) == [3]
@@ -327,7 +329,7 @@ def test_a_second_start_begins_again(states: Served) -> None:
 
 @pytest.mark.fault("Q7")
 @pytest.mark.fault("Q6")
-def test_who_never_ends_loses_its_slot_after_the_idle_time_and_whoever_waits_moves_in(
+def test_an_unfinished_sequence_loses_its_slot_after_the_idle_time(
     states: Served,
 ) -> None:
     began = time.monotonic()
@@ -382,7 +384,7 @@ def test_a_model_without_batches_keeps_state(states: Served) -> None:
     assert [asked(1, sequence_start=True), asked(2), asked(3, sequence_end=True)] == [[1], [3], [6]]
 
 
-def test_a_sequence_begins_with_what_the_file_says(states: Served) -> None:
+def test_a_sequence_begins_with_the_state_from_its_file(states: Served) -> None:
     assert ask(states, "from_ten", 1, 1, start=True) == [11]
     assert ask(states, "from_ten", 1, 1, end=True) == [12]
 
@@ -398,7 +400,7 @@ def test_state_may_grow_and_sequences_of_different_length_do_not_disturb_each_ot
     assert ask(states, "growing", 8, 2, end=True) == [7, 8]
 
 
-def test_state_can_be_asked_for_only_where_it_is_listed(states: Served) -> None:
+def test_state_can_be_requested_only_if_it_is_listed_as_output(states: Served) -> None:
     wanted = [triton.InferRequestedOutput("NEW")]
     assert ask(states, "listed", 4, 1, start=True, end=True, output="NEW", outputs=wanted) == [4]
     status, text = refused(states, "direct", 4, 1, start=True, end=True, output="NEW", outputs=wanted)
@@ -408,7 +410,7 @@ def test_state_can_be_asked_for_only_where_it_is_listed(states: Served) -> None:
     assert ask(states, "direct", 4, 1, end=True, outputs=only) == [8]
 
 
-def test_controls_and_state_are_nobodys_inputs(states: Served) -> None:
+def test_controls_and_state_are_not_in_the_model_metadata(states: Served) -> None:
     with triton.InferenceServerClient(states.address) as client:
         metadata = client.get_model_metadata("reader")
     assert [tensor["name"] for tensor in metadata["inputs"]] == ["IN"]
@@ -416,7 +418,7 @@ def test_controls_and_state_are_nobodys_inputs(states: Served) -> None:
 
 
 @pytest.mark.fault("Q10")
-def test_a_request_that_a_model_cannot_take_fails_alone_and_its_sequence_goes_on(
+def test_a_request_refused_by_its_model_fails_and_its_sequence_continues(
     states: Served,
 ) -> None:
     def three(*numbers: int, **flags: bool) -> list[Any]:
@@ -459,7 +461,7 @@ def test_an_initial_state_that_cannot_be_is_refused_with_its_path(tmp_path: Path
 # ---------------------------------------------------------------------------------------------------------- controls
 
 
-def test_controls_say_what_a_request_is(states: Served) -> None:
+def test_control_tensors_describe_each_request_of_a_sequence(states: Served) -> None:
     """OLD, START, END, READY and the low half of the id."""
     assert ask(states, "reader", 3, 2**32 + 9, start=True) == [0, 7, 0, 1, 9]
     assert ask(states, "reader", 4, 2**32 + 9) == [3, 5, 0, 1, 9]
@@ -477,15 +479,15 @@ def test_a_gap_between_slots_is_a_row_that_is_not_ready_and_holds_zeros(
         two = [Later(states, model, 10 * (first + n), first + n, start=True) for n in range(2)]
         for one in two:
             one.result()
-    seats = [ask_both(states, model, (n, 0), (1 if n != 1 else 2, 0)) for n in range(2, 5)]
-    # Which sequence sits where depends on who came first; that the gaps are empty does not.
-    for seen in seats:
+    batches = [ask_both(states, model, (n, 0), (1 if n != 1 else 2, 0)) for n in range(2, 5)]
+    # The slot of a sequence depends on the order of arrival; the empty slots do not.
+    for seen in batches:
         ready = [row for row in seen if row[0] == 1]
         assert len(ready) == 2
         assert all(row in ([0, 0, 0, 0, 0], [-1] * 5) for row in seen if row[0] != 1)
-    assert any([0, 0, 0, 0, 0] in seen for seen in seats)
+    assert any([0, 0, 0, 0, 0] in seen for seen in batches)
     before = wire_to(states).statistics(model)
-    assert before["inference_stats"]["success"]["count"] == 10  # fillers are nobody's requests
+    assert before["inference_stats"]["success"]["count"] == 10  # padding rows belong to no request
 
 
 def ask_both(served: Served, model: str, one: tuple[int, int], other: tuple[int, int]) -> Any:
@@ -510,7 +512,7 @@ def test_requests_of_one_sequence_that_come_at_once_run_one_after_the_other(
 
 
 @pytest.mark.fault("Q12")
-def test_sequences_of_a_process_that_dies_end_with_an_error_that_says_so_and_may_begin_again(
+def test_sequences_of_a_dead_process_fail_and_can_be_started_again(
     states: Served,
 ) -> None:
     assert ask(states, "sums", 1, 1, start=True) == [1]  # each in an instance of its own
@@ -526,29 +528,29 @@ def test_sequences_of_a_process_that_dies_end_with_an_error_that_says_so_and_may
 
 
 @pytest.mark.fault("Q9")
-def test_whoever_leaves_while_its_sequence_waits_ends_it_and_its_slot_is_free_once(
-    states: Served, gate: Path, wire_to: Any
+def test_a_connection_closed_while_its_sequence_waits_ends_the_sequence_once(
+    states: Served, release_file: Path, wire_to: Any
 ) -> None:
     wire = wire_to(states)
     nobody = wire.statistics("gated")["flowserve"]["failures"]
     assert nobody["CANCELED"] == 0
     holds = Later(states, "gated", -1, 1, start=True)
-    wire.until(Path(f"{gate}.busy").exists, "a batch runs")
+    wire.until(Path(f"{release_file}.busy").exists, "a batch runs")
     waits = Later(states, "gated", 5, 1)  # behind it, in the slot
     wire.until(lambda: wire.waiting("gated") == 1, "one waits in the slot")
     body = b'{"inputs":[{"name":"IN","shape":[1,1],"datatype":"INT32","data":[9]}],"parameters":{"sequence_id":%d%s}}'
     for sequence in (1, 2):  # one in the slot, one in the backlog
-        leaver = wire.connect()
+        cancelled = wire.connect()
         flags = b',"sequence_start":true' if sequence == 2 else b""
         count = wire.waiting("gated")
-        leaver.sendall(wire.request("POST", "/v2/models/gated/infer", body % (sequence, flags)))
-        wire.until(lambda count=count: wire.waiting("gated") == count + 1, "the leaver waits")
-        leaver.close()
+        cancelled.sendall(wire.request("POST", "/v2/models/gated/infer", body % (sequence, flags)))
+        wire.until(lambda count=count: wire.waiting("gated") == count + 1, "the cancelled waits")
+        cancelled.close()
         wire.until(lambda: wire.waiting("gated") == 0, "nobody waits")
     with pytest.raises(InferenceServerException, match="a request of it was cancelled"):
         waits.result()
     assert wire.statistics("gated")["flowserve"]["failures"] == {**nobody, "CANCELED": 3}
-    gate.touch()
+    release_file.touch()
     assert holds.result() == [-1]
     assert ask(states, "gated", 3, 3, start=True) == [3]
     later = Later(states, "gated", 4, 4, start=True, end=True)  # in the backlog until 3 is idle for too long
@@ -580,7 +582,7 @@ def test_a_sequence_goes_on_where_it_began_when_its_model_is_loaded_anew(
             client.load_model("sums")
             assert client.get_model_config("sums")["max_batch_size"] == 3
             (folder / "config.pbtxt").write_text(config.replace("max_batch_size: 2", "max_batch_size: 4"))
-            client.load_model("sums")  # and once more: nobody is in the one between
+            client.load_model("sums")  # and once more: the slot between them is empty
         assert ask(served, "sums", 100, 3, start=True) == [100]
         assert ask(served, "sums", 2, 1) == [3]
         assert ask(served, "sums", 5, 2, end=True) == [10]
@@ -618,7 +620,7 @@ def test_a_stateful_step_has_the_sequence_of_the_ensembles_request(states: Serve
     """Before and behind it stand models that know no sequences."""
     assert ask(states, "pipe", 1, 9, start=True) == [4]
     assert ask(states, "pipe", 2, 9) == [12]
-    assert ask(states, "direct", 1, 9, end=True) == [7]  # it is the model's sequence, whoever asks
+    assert ask(states, "direct", 1, 9, end=True) == [7]  # the sequence belongs to the model, not to a client
     status, text = refused(states, "pipe", 1, 9)
     assert (status, "in ensemble 'pipe', inference request for sequence 9 to model 'direct'" in text) == ("400", True)
     assert refused(states, "pipe", 1)[0] == "400"

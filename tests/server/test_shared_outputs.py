@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from flowserve.runtime.children import SUPPORTED
-from flowserve.testing.onnx_files import onnx_model, onnx_node, onnx_value
+from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.testing.serve import Served
 from flowserve.values import DType
+from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
@@ -53,7 +53,7 @@ def read(sock: socket.socket, body: bytes, length: int) -> bytes:
     return b"".join(pieces)
 
 
-def test_a_slow_client_gets_its_whole_answer_though_others_ask_and_the_models_are_unloaded(
+def test_a_slow_client_gets_its_whole_response_under_load_and_unload(
     tmp_path: Path,
     serve: Callable[..., Served],
     add_model: Callable[..., Path],

@@ -1,4 +1,4 @@
-"""Models that answer many times over real HTTP: generate, generate_stream, and clients who leave or read slowly."""
+"""Decoupled models over real HTTP: generate, generate_stream, and clients that disconnect or read slowly."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_generate_wants_exactly_one_answer(server: Served, count: int) -> None:
 
 
 @pytest.mark.fault("P5")
-def test_a_client_who_leaves_stops_the_model(server: Served, log: Path) -> None:
+def test_a_closed_connection_stops_the_model(server: Served, log: Path) -> None:
     log.unlink(missing_ok=True)
     response = post(server, "repeat/generate_stream", {"IN": [100_000, -1, 5]})
     next(events(response))
@@ -185,7 +185,7 @@ def test_a_client_who_leaves_stops_the_model(server: Served, log: Path) -> None:
 
 
 @pytest.mark.fault("P6")
-def test_a_client_who_does_not_read_holds_the_model_back_and_nobody_else(server: Served, log: Path) -> None:
+def test_a_client_that_does_not_read_blocks_only_its_own_stream(server: Served, log: Path) -> None:
     log.unlink(missing_ok=True)
     host, port = server.address.split(":")
     body = json.dumps({"IN": [2000, -1, 0, 20_000]}).encode()
@@ -195,7 +195,7 @@ def test_a_client_who_does_not_read_holds_the_model_back_and_nobody_else(server:
         for _ in range(10):
             assert len([*events(post(server, "repeat/generate_stream", {"IN": [20]}))]) == 20
         time.sleep(0.3)
-        assert "2000" not in log.read_text().split()  # 80 MB that nobody reads are not made
+        assert "2000" not in log.read_text().split()  # 80 MB of unread responses are not produced
         got = 0
         while got < 1_000_000:
             got += len(slow.recv(1 << 20))
@@ -238,7 +238,7 @@ def test_members_become_tensors_and_tensors_members(server: Served, asked: Any, 
         ("{", "failed to parse the request JSON buffer"),
     ],
 )
-def test_what_is_no_request_is_refused(server: Served, asked: Any, text: str) -> None:
+def test_an_invalid_generate_request_is_refused(server: Served, asked: Any, text: str) -> None:
     for verb in ("generate", "generate_stream"):
         response = post(server, f"echo/{verb}", asked)
         assert response.status == 400
@@ -247,7 +247,7 @@ def test_what_is_no_request_is_refused(server: Served, asked: Any, text: str) ->
 
 
 @pytest.mark.fault("X4")
-def test_a_stream_under_way_finishes_when_the_server_ends_or_is_told_that_it_does_not(
+def test_a_stream_completes_during_shutdown_or_fails_at_its_end(
     tmp_path: Path, add_model: Callable[..., Path], log: Path
 ) -> None:
     add_model(tmp_path, "repeat", DECOUPLED, {"1/model.py": REPEAT.replace("LOG", str(log))})

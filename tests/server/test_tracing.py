@@ -22,11 +22,11 @@ import pytest
 import tritonclient.http as triton
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from flowserve.cli.trace_options import KNOWN
+from flowserve.cli.option_values import TRACE_SETTINGS
 from flowserve.observe import waits
-from flowserve.runtime.children import SUPPORTED
-from flowserve.testing.onnx_files import onnx_identity
+from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.testing.serve import DidNotServe, Served, serving
+from tests.support.onnx_files import onnx_identity
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about the age of its generated code
@@ -146,7 +146,7 @@ def traces(path: Path) -> list[Any]:
     return [found[number] for number in sorted(found)]
 
 
-def test_settings_choose_what_is_traced_and_a_count_that_is_used_up_is_written(traced: Served, folder: Path) -> None:
+def test_trace_settings_select_requests_and_a_used_up_count_writes_the_file(traced: Served, folder: Path) -> None:
     with triton.InferenceServerClient(traced.address) as client:
         before = client.get_trace_settings()
         assert before["trace_level"] == ["OFF"]
@@ -175,7 +175,7 @@ def test_settings_choose_what_is_traced_and_a_count_that_is_used_up_is_written(t
     assert moments == sorted(moments)
 
 
-def test_what_is_asked_over_grpc_is_traced_and_so_is_what_a_model_calls(traced: Served, folder: Path) -> None:
+def test_grpc_requests_and_bls_calls_are_traced(traced: Served, folder: Path) -> None:
     with triton_grpc.InferenceServerClient(traced.grpc_address) as client:
         client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "log_frequency": "2"})
         infer_by_grpc(traced, "caller")
@@ -190,7 +190,7 @@ def test_what_is_asked_over_grpc_is_traced_and_so_is_what_a_model_calls(traced: 
     assert "parent_id" not in plain
 
 
-def test_a_request_is_told_its_own_timing_while_it_is_traced(traced: Served, folder: Path) -> None:
+def test_a_traced_request_also_returns_its_timing(traced: Served, folder: Path) -> None:
     with triton.InferenceServerClient(traced.address) as client:
         client.update_trace_settings("same", {"trace_level": ["TIMESTAMPS"], "trace_count": "1"})
         given = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -200,7 +200,7 @@ def test_a_request_is_told_its_own_timing_while_it_is_traced(traced: Served, fol
     assert [trace["model_name"] for trace in traces(_written(folder / "trace.json.2"))] == ["same"]
 
 
-def test_a_trace_file_that_cannot_be_written_is_said_before_anything_is_loaded(folder: Path) -> None:
+def test_an_unwritable_trace_file_is_reported_before_any_load(folder: Path) -> None:
     path = folder / "nowhere/trace.json"
     options = ("--trace-config", f"triton,file={path}", "--trace-config", "level=TIMESTAMPS")
     with pytest.raises(DidNotServe) as ended, serving(folder / "models", *options):
@@ -296,7 +296,7 @@ def test_spans_reach_a_collector_below_their_callers_and_others_are_sampled(fold
     assert whole.parent_span_id.hex() == caller.split("-")[2]
 
 
-def test_a_timeline_shows_what_happens_while_it_is_recorded(traced: Served) -> None:
+def test_a_timeline_shows_the_events_of_its_recording(traced: Served) -> None:
     told: list[Any] = []
 
     def record() -> None:
@@ -326,7 +326,7 @@ def test_the_page_names_every_reason_and_every_setting() -> None:
     reasons = [value for name, value in vars(waits).items() if name.isupper() and isinstance(value, str)]
     assert len(reasons) > 10
     assert [reason for reason in reasons if f"| {reason} |" not in page] == []
-    settings = [name for names in KNOWN.values() for name in names]
+    settings = [name for names in TRACE_SETTINGS.values() for name in names]
     assert [name for name in settings if f"{name}=" not in page] == []
 
 

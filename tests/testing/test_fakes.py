@@ -33,7 +33,7 @@ def ask(*values: float, rows: bool = True) -> dict[str, Any]:
     return {"X": array.reshape(1, -1) if rows else array}
 
 
-def test_a_fake_of_a_model_with_many_answers_gives_as_many_as_it_yields(tmp_path: Path) -> None:
+def test_a_fake_of_a_decoupled_model_sends_a_response_per_yield(tmp_path: Path) -> None:
     one_model(tmp_path, "model_transaction_policy { decoupled: true }")
     fake = FakeModel(lambda x: iter([x, x + 1]))
     with Engine(Faked(tmp_path, {"m": fake})) as engine:
@@ -43,7 +43,7 @@ def test_a_fake_of_a_model_with_many_answers_gives_as_many_as_it_yields(tmp_path
         assert [one["Y"].tolist() for one in engine.stream("m", ask(1, 2, rows=False))] == [[0, 0]]
 
 
-def test_a_fake_of_a_model_whose_state_the_server_keeps_is_given_it_and_gives_it_back(tmp_path: Path) -> None:
+def test_a_fake_of_a_model_with_implicit_state_gets_and_returns_it(tmp_path: Path) -> None:
     one_model(tmp_path, STATE)
     fake = FakeModel(lambda x, old: (old, old + x))
     with Engine(Faked(tmp_path, {"m": fake})) as engine:

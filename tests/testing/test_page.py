@@ -1,4 +1,4 @@
-"""docs/testing-graphs.md does what it says, as doctests and as a pytest session."""
+"""The examples of docs/testing-graphs.md work, as doctests and as a pytest session."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ graph.output("SUM", total(graph.input("X", "FP32[2]")))
 """
 
 
-def test_every_example_prints_what_stands_below_it(root: Path) -> None:
+def test_every_example_prints_its_documented_output(root: Path) -> None:
     failed, run = doctest.testfile(str(root / "docs/testing-graphs.md"), module_relative=False, optionflags=OPTIONS)
     assert (failed, run > 20) == (0, True)
 
@@ -49,7 +49,7 @@ def beside(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.server
-def test_the_fixtures_serve_a_session_of_somebody_elses(done_beside: subprocess.CompletedProcess[str]) -> None:
+def test_the_fixtures_work_in_another_test_session(done_beside: subprocess.CompletedProcess[str]) -> None:
     assert "2 passed" in done_beside.stdout, done_beside.stdout + done_beside.stderr
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flowserve import Graph, model
 from flowserve.errors import Invalid, NotFound, Problems, Unsupported
-from flowserve.scheduling.limiter import Available
+from flowserve.scheduling.rate_limit.limiter import Available
 from flowserve.testing import Arrival, Faked, FakeModel, simulate
 
 CONFIG = """\
@@ -45,7 +45,7 @@ def graph_of(*parts: Any) -> Graph:
     return graph
 
 
-def test_without_a_delay_a_batch_takes_whoever_waits_when_the_instance_is_free() -> None:
+def test_without_a_delay_a_batch_takes_all_waiting_requests_when_the_instance_is_free() -> None:
     told = simulate(graph_of(part(max_batch_size=4)), arrivals=[0, 1, 2, 3], takes_ms=10)
     assert [(batch.requests, batch.start_ms) for batch in told.batches] == [((0,), 0), ((1, 2, 3), 10)]
     assert [one.latency_ms for one in told.outcomes] == [10, 19, 18, 17]
@@ -77,7 +77,7 @@ def test_a_higher_priority_leaves_first(tmp_path: Path) -> None:
     assert [batch.requests for batch in told.batches] == [(0,), (2,), (1,)]
 
 
-def test_who_waits_longer_than_allowed_is_refused_at_that_moment(tmp_path: Path) -> None:
+def test_a_request_is_refused_at_its_queue_timeout(tmp_path: Path) -> None:
     one_model(
         tmp_path,
         "dynamic_batching { default_queue_policy { default_timeout_microseconds: 5000 allow_timeout_override: true } }",
@@ -120,7 +120,7 @@ def test_requests_of_a_sequence_run_one_after_the_other_and_those_of_others_besi
     assert [(batch.requests, batch.rows) for batch in told.batches] == [((0, 1), 2), ((2, 4), 2), ((3,), 1)]
 
 
-def test_sequences_beyond_the_slots_wait_for_one_and_who_never_began_is_refused(tmp_path: Path) -> None:
+def test_sequences_wait_for_a_free_slot_and_a_request_without_start_is_refused(tmp_path: Path) -> None:
     one_model(tmp_path, SEQUENCES.format(strategy="direct { }"))
     arrivals = [asked(0, n, "s") for n in range(1, 6)]  # four slots
     told = simulate(tmp_path, arrivals=[*arrivals, asked(1, 9)])
@@ -148,7 +148,7 @@ def test_a_decoupled_model_answers_so_often_and_keeps_its_instance_meanwhile() -
     ]
 
 
-def test_what_follows_a_decoupled_step_runs_for_each_answer_and_its_limit_holds_the_model_back(tmp_path: Path) -> None:
+def test_steps_after_a_decoupled_step_run_per_response_within_its_inflight_limit(tmp_path: Path) -> None:
     slow = part(name="slow", max_batch_size=4)
     free = simulate(graph_of(many(), slow), arrivals=[0], takes_ms={"many": 1, "slow": 10}, answers={"many": 6})
     assert [(batch.requests, batch.start_ms) for batch in free.batches_of("slow")] == [
@@ -178,7 +178,7 @@ def gated(folder: Path, **options: str) -> Path:
     return one_model(folder, keys)
 
 
-def test_who_finds_a_deployment_full_is_refused_or_waits_as_its_gate_says(tmp_path: Path) -> None:
+def test_a_request_for_a_full_deployment_is_refused_or_waits_as_configured(tmp_path: Path) -> None:
     told = simulate(gated(tmp_path / "a", max_requests="2"), arrivals=[0, 0, 1, 11], takes_ms=10)
     assert (told.refused, [one.request for one in told.outcomes]) == ((2,), [2, 0, 1, 3])
     assert "'only' is full: 2 requests are under way" in str(told.outcomes[0].error)
@@ -186,7 +186,7 @@ def test_who_finds_a_deployment_full_is_refused_or_waits_as_its_gate_says(tmp_pa
     assert [(one.request, one.latency_ms) for one in waits.outcomes] == [(0, 10), (1, 19), (2, 28)]
 
 
-def test_a_gate_counts_the_bytes_of_requests_and_ends_them_at_their_deadline(tmp_path: Path) -> None:
+def test_admission_limits_the_bytes_of_requests_and_applies_their_deadline(tmp_path: Path) -> None:
     by_size = gated(tmp_path / "a", max_request_bytes="40")  # a row has 16
     told = simulate(by_size, arrivals=[Arrival(0, rows=2), 0, Arrival(0, rows=3)], takes_ms=5)
     assert [(one.request, type(one.error).__name__) for one in told.outcomes] == [
@@ -199,7 +199,7 @@ def test_a_gate_counts_the_bytes_of_requests_and_ends_them_at_their_deadline(tmp
     assert late.refused == (1,)
 
 
-def test_what_cannot_be_simulated_says_why(tmp_path: Path) -> None:
+def test_a_graph_that_cannot_be_simulated_is_refused_with_a_reason(tmp_path: Path) -> None:
     iterative = "sequence_batching { iterative_sequence: true } model_transaction_policy { decoupled: true }"
     one_model(tmp_path, iterative, "many")
     one_model(tmp_path, "", "other")
@@ -241,7 +241,7 @@ def test_a_number_that_would_mean_nothing_is_a_mistake(wrong: dict[str, Any], sa
     assert said in str(refused.value)
 
 
-def test_what_is_no_fake_and_no_graph_is_refused_where_it_is_written(tmp_path: Path) -> None:
+def test_an_argument_that_is_no_fake_or_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"a fake for 'only' is a FakeModel, as in FakeModel\(function\), not <function"):
         Faked(tmp_path, {"only": lambda rows: rows})  # type: ignore[dict-item]
     for answer in (3, ValueError):

@@ -1,7 +1,8 @@
-"""What makes one configuration right in itself: one small function per numbered rule.
+"""Rules for a single configuration, one function per numbered rule.
 
-Decided here: the rules' numbers, which docs and tests know them by and which are never given to another rule. Every
-rule always runs, so that all mistakes of a file are told at once.
+Decides the rules and their numbers, which docs and tests use and which are never reassigned. Every rule always runs, so
+that all mistakes of a file are reported at once. Does not know other configurations (`graph/rules`) or the model's own
+file (`complete`). Caller: `load`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from flowserve.config.rules import batching, ensembles, gates, gpus, model, ragged, sequences, tensors, warmup
-from flowserve.config.rules.subject import Rule, Subject
+from flowserve.config.rules import batching, model, tensors
+from flowserve.config.rules.subject import Rule, RuleInput
 from flowserve.errors import Problem
 
 RULES: Final[Mapping[str, Rule]] = {
@@ -25,15 +26,15 @@ RULES: Final[Mapping[str, Rule]] = {
     "M8": model.max_batch_size_is_not_negative,
     "M9": model.version_policy_names_versions,
     "M10": model.instance_counts_are_sane,
-    "M11": gpus.only_gpu_groups_list_gpus,
+    "M11": model.only_gpu_groups_list_gpus,
     "M12": model.profiles_are_for_tensorrt,
     "M13": model.execution_is_known,
     "M14": model.model_files_are_inside,
     "M15": model.metrics_are_whole,
-    "M16": model.cache_has_one_answer,
+    "M16": model.cached_models_have_one_response,
     "M17": model.some_instance_serves,
     "M18": model.execution_timeout_is_a_time,
-    "M19": gates.gate_parameters_are_right,
+    "M19": model.admission_parameters_are_valid,
     "M20": tensors.every_tensor_has_a_name,
     "M21": tensors.every_tensor_has_a_data_type,
     "M22": tensors.every_tensor_has_dims,
@@ -49,55 +50,55 @@ RULES: Final[Mapping[str, Rule]] = {
     "M32": tensors.no_output_name_twice,
     "M33": tensors.models_have_outputs,
     "M34": tensors.label_files_are_inside,
-    "M35": ragged.batch_inputs_have_one_source,
-    "M36": ragged.batch_inputs_are_numbers,
-    "M37": ragged.batch_sources_exist,
-    "M38": ragged.batch_inputs_have_a_target,
-    "M39": ragged.batch_outputs_have_one_source,
-    "M40": ragged.batch_output_targets_exist_once,
-    "M41": ragged.batch_input_targets_are_their_own,
-    "M42": ragged.batch_output_shapes_can_be_told,
-    "M43": ragged.batch_tensors_are_for_whole_batches,
-    "M44": gpus.no_gpu_is_listed_twice,
-    "M45": gpus.gpus_that_are_asked_for_are_there,
-    "M46": gpus.gpu_groups_are_for_backends_that_use_gpus,
-    "M47": gpus.inputs_are_forced_to_the_cpu_or_not,
-    "M48": model.somebody_reads_what_decoupled_models_send,
+    "M35": tensors.batch_inputs_have_one_source,
+    "M36": tensors.batch_inputs_are_numbers,
+    "M37": tensors.batch_sources_exist,
+    "M38": tensors.batch_inputs_have_a_target,
+    "M39": tensors.batch_outputs_have_one_source,
+    "M40": tensors.batch_output_targets_exist_once,
+    "M41": tensors.batch_input_targets_are_their_own,
+    "M42": tensors.batch_output_shapes_are_known,
+    "M43": tensors.batch_tensors_are_for_whole_batches,
+    "M44": model.no_gpu_is_listed_twice,
+    "M45": model.requested_gpus_exist,
+    "M46": model.gpu_groups_are_for_backends_that_use_gpus,
+    "M47": model.cpu_only_parameter_is_valid,
+    "M48": model.decoupled_models_are_not_inline,
     "M49": model.processes_are_for_python,
     "M50": batching.preferred_sizes_fit,
     "M51": batching.default_priority_exists,
     "M52": batching.policies_have_a_priority,
     "M53": batching.ordering_has_one_priority,
     "M54": batching.ordering_does_not_delay,
-    "M55": warmup.warmup_inputs_are_whole,
-    "M56": warmup.warmup_files_are_there_and_inside,
-    "M57": warmup.warmup_inputs_exist,
-    "M58": warmup.warmup_batches_fit,
-    "M60": sequences.control_tensors_have_a_name,
-    "M61": sequences.no_control_tensor_twice,
-    "M62": sequences.no_control_kind_twice,
-    "M63": sequences.boolean_controls_have_one_pair,
-    "M64": sequences.correlation_control_is_an_id,
-    "M65": sequences.oldest_sizes_fit,
-    "M66": sequences.slot_utilization_is_a_share,
-    "M67": sequences.states_begin_once,
-    "M68": sequences.initial_type_is_the_states,
-    "M69": sequences.initial_states_have_a_name,
-    "M70": sequences.initial_dims_fit_the_states,
-    "M71": sequences.initial_states_have_data,
-    "M72": sequences.initial_files_are_inside,
-    "M73": sequences.growing_memory_is_one_buffer,
-    "M74": sequences.controls_and_states_are_no_inputs,
-    "M75": sequences.states_are_whole,
-    "M80": ensembles.no_instances,
-    "M81": ensembles.no_optimization,
-    "M82": ensembles.no_warmup,
-    "M83": ensembles.has_steps,
-    "M84": ensembles.every_step_is_whole,
-    "M85": ensembles.every_mapping_has_two_names,
+    "M55": tensors.warmup_inputs_are_whole,
+    "M56": tensors.warmup_files_exist_inside,
+    "M57": tensors.warmup_inputs_exist,
+    "M58": tensors.warmup_batches_fit,
+    "M60": batching.control_tensors_have_a_name,
+    "M61": batching.no_control_tensor_twice,
+    "M62": batching.no_control_kind_twice,
+    "M63": batching.boolean_controls_have_one_pair,
+    "M64": batching.correlation_control_is_an_id,
+    "M65": batching.oldest_sizes_fit,
+    "M66": batching.slot_utilization_is_a_share,
+    "M67": batching.states_begin_once,
+    "M68": batching.initial_type_is_the_states,
+    "M69": batching.initial_states_have_a_name,
+    "M70": batching.initial_dims_fit_the_states,
+    "M71": batching.initial_states_have_data,
+    "M72": batching.initial_files_are_inside,
+    "M73": batching.growing_memory_is_one_buffer,
+    "M74": batching.controls_and_states_are_no_inputs,
+    "M75": batching.states_are_whole,
+    "M80": model.no_instances,
+    "M81": model.no_optimization,
+    "M82": model.no_warmup,
+    "M83": model.has_steps,
+    "M84": model.every_step_is_whole,
+    "M85": model.every_mapping_has_two_names,
 }
 
 
-def find_problems(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Problem]:
+def find_problems(subject: RuleInput, rules: Mapping[str, Rule] = RULES) -> list[Problem]:
     """Every violation of every rule, by rule."""
     return [replace(problem, rule=number) for number, rule in rules.items() for problem in rule(subject)]

@@ -1,7 +1,8 @@
-"""Rules about a model as a whole: its name, its backend, its versions, its instances.
+"""Rules for a model as a whole: name, backend, versions, instances, GPUs, parameters; and for an ensemble's own file.
 
-Decided here: what Triton decides when it validates the top level of a configuration, and the limits it leaves to the
-operating system (names, counts, paths).
+Decides the checks that Triton makes at the top level of a configuration, and limits that Triton leaves to the operating
+system (names, counts, paths). How an ensemble's tensors join is checked in `graph/rules`, where all configurations are
+known. What the admission parameters do is decided in `runtime/admission`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from flowserve.config.backends import BACKEND_OF_PLATFORM, BACKENDS_WITH_PLATFORMS, PLATFORM_OF_BACKEND
-from flowserve.config.rules.subject import ENSEMBLE, Subject
+from flowserve.config.model_config_pb2 import ModelInstanceGroup
+from flowserve.config.parameters import ADMISSION_KEYS, FORCE_CPU, parameter_error
+from flowserve.config.rules.subject import ENSEMBLE, RuleInput
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.unsupported import OTHER_BACKENDS
 from flowserve.errors import Problem
@@ -21,10 +24,11 @@ NAME_MAX_BYTES: Final = 255
 EXECUTIONS: Final = ("auto", "inline", "thread", "process", "ray")
 NEVER_IN_PROCESSES: Final = frozenset({"callable", "onnxruntime", "tensorrt"})
 EXECUTION_SECONDS_MAX: Final = 1_000_000
+SCHEDULING: Final = "ensemble_scheduling"
 _DECIMAL: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
-def name_is_usable(s: Subject) -> Iterator[Problem]:
+def name_is_usable(s: RuleInput) -> Iterator[Problem]:
     """A name is one component of a path and of a URL."""
     name = s.name
     if not name.strip() or name in (".", ".."):
@@ -35,7 +39,7 @@ def name_is_usable(s: Subject) -> Iterator[Problem]:
         yield s.problem("name", f"Invalid model name: '{name[:40]}...' is longer than {NAME_MAX_BYTES} bytes")
 
 
-def name_is_the_folders(s: Subject) -> Iterator[Problem]:
+def name_is_the_folders(s: RuleInput) -> Iterator[Problem]:
     if s.message.name != s.name:
         yield s.problem(
             "name",
@@ -44,7 +48,7 @@ def name_is_the_folders(s: Subject) -> Iterator[Problem]:
         )
 
 
-def backend_is_known(s: Subject) -> Iterator[Problem]:
+def backend_is_known(s: RuleInput) -> Iterator[Problem]:
     m = s.message
     if m.backend or s.is_ensemble:
         return
@@ -64,13 +68,13 @@ def backend_is_known(s: Subject) -> Iterator[Problem]:
         )
 
 
-def ensembles_have_no_backend(s: Subject) -> Iterator[Problem]:
+def ensembles_have_no_backend(s: RuleInput) -> Iterator[Problem]:
     if s.message.platform == ENSEMBLE and s.message.backend:
         text = f"Ensemble model '{s.message.name}' must have platform type 'ensemble' and empty backend type"
         yield s.problem("backend", text, "leave `backend` out")
 
 
-def platform_fits_backend(s: Subject) -> Iterator[Problem]:
+def platform_fits_backend(s: RuleInput) -> Iterator[Problem]:
     m = s.message
     if m.platform == ENSEMBLE or m.backend not in BACKENDS_WITH_PLATFORMS:
         return
@@ -79,25 +83,25 @@ def platform_fits_backend(s: Subject) -> Iterator[Problem]:
         yield s.problem("platform", text, f'platform of this backend: "{PLATFORM_OF_BACKEND[m.backend]}"')
 
 
-def steps_only_on_ensembles(s: Subject) -> Iterator[Problem]:
+def steps_only_on_ensembles(s: RuleInput) -> Iterator[Problem]:
     if s.message.HasField("ensemble_scheduling") and s.message.platform != ENSEMBLE:
         text = f"ensemble scheduling cannot be set for model '{s.message.name}' whose platform is not ensemble"
         yield s.problem("ensemble_scheduling", text, 'write `platform: "ensemble"`')
 
 
-def ensembles_have_steps(s: Subject) -> Iterator[Problem]:
+def ensembles_have_steps(s: RuleInput) -> Iterator[Problem]:
     if s.message.platform == ENSEMBLE and not s.message.HasField("ensemble_scheduling"):
         text = f"ensemble scheduling must be set for ensemble {s.message.name} whose platform is ensemble"
         yield s.problem("platform", text, "add ensemble_scheduling { step [ ... ] }")
 
 
-def max_batch_size_is_not_negative(s: Subject) -> Iterator[Problem]:
+def max_batch_size_is_not_negative(s: RuleInput) -> Iterator[Problem]:
     if s.message.max_batch_size < 0:
         text = f"'max_batch_size' must be non-negative value for {s.message.name}"
         yield s.problem("max_batch_size", text, f"found {s.message.max_batch_size}; 0 means no batch dimension")
 
 
-def version_policy_names_versions(s: Subject) -> Iterator[Problem]:
+def version_policy_names_versions(s: RuleInput) -> Iterator[Problem]:
     policy = s.message.version_policy
     text = f"at least one version must be available under the version policy of model '{s.message.name}'"
     choice = policy.WhichOneof("policy_choice")
@@ -111,23 +115,23 @@ def version_policy_names_versions(s: Subject) -> Iterator[Problem]:
             yield s.problem(path, f"version {version} of model '{s.message.name}' is not a version", "they start at 1")
 
 
-def instance_counts_are_sane(s: Subject) -> Iterator[Problem]:
+def instance_counts_are_sane(s: RuleInput) -> Iterator[Problem]:
     for index, group in enumerate(s.message.instance_group):
         if group.count > INSTANCES_MAX:
-            text = f"instance group {_group_name(s, index)} of model {s.message.name} asks for {group.count} instances"
+            text = f"{_group_label(s, index)} asks for {group.count} instances"
             yield s.problem(f"instance_group[{index}].count", text, f"at most {INSTANCES_MAX} are allowed")
 
 
-def some_instance_serves(s: Subject) -> Iterator[Problem]:
+def some_instance_serves(s: RuleInput) -> Iterator[Problem]:
     groups = s.message.instance_group
     if groups and all(group.passive for group in groups):
         text = f"model '{s.message.name}' has passive instance groups only, so that nothing would ever serve a request"
         yield s.problem("instance_group[0].passive", text, "leave `passive` out of one of them")
 
 
-def profiles_are_for_tensorrt(s: Subject) -> Iterator[Problem]:
+def profiles_are_for_tensorrt(s: RuleInput) -> Iterator[Problem]:
     for index, group in enumerate(s.message.instance_group):
-        name = f"instance group {_group_name(s, index)} of model {s.message.name} and platform {s.message.platform}"
+        name = f"{_group_label(s, index)} and platform {s.message.platform}"
         path = f"instance_group[{index}].profile"
         if group.profile and s.message.platform != "tensorrt_plan":
             text = f"{name} specifies profile field which is only supported for TensorRT models"
@@ -139,32 +143,30 @@ def profiles_are_for_tensorrt(s: Subject) -> Iterator[Problem]:
                 yield s.problem(f"{path}[{position}]", f"{text} of a non-negative integer.")
 
 
-def execution_is_known(s: Subject) -> Iterator[Problem]:
-    """`execution` is flowserve's own key, so nobody but us can tell that it is misspelt."""
-    value = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
+def execution_is_known(s: RuleInput) -> Iterator[Problem]:
+    """`execution` is flowserve's own key."""
+    value = s.parameter("execution")
     if "execution" in s.message.parameters and value not in EXECUTIONS:
         text = f"parameter 'execution' of model '{s.message.name}' is \"{value}\""
         hint = did_you_mean(value, EXECUTIONS) or f"it is one of {', '.join(EXECUTIONS)}"
         yield s.problem("parameters[execution]", text, hint)
 
 
-def processes_are_for_python(s: Subject) -> Iterator[Problem]:
-    """Of the backends that are part of this package; others know for themselves."""
-    execution = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
-    if execution == "process" and s.message.backend in NEVER_IN_PROCESSES:
+def processes_are_for_python(s: RuleInput) -> Iterator[Problem]:
+    """For the built-in backends; plug-ins check this themselves."""
+    if s.parameter("execution") == "process" and s.message.backend in NEVER_IN_PROCESSES:
         text = f"model '{s.message.name}': its backend '{s.message.backend}' does not run in processes"
         yield s.problem("parameters[execution]", text, 'use "thread", "inline" or "auto"')
 
 
-def somebody_reads_what_decoupled_models_send(s: Subject) -> Iterator[Problem]:
-    """On the event loop a model that waits in its send would wait for the loop itself."""
-    execution = s.message.parameters["execution"].string_value if "execution" in s.message.parameters else ""
-    if execution == "inline" and s.message.model_transaction_policy.decoupled:
-        text = f"model '{s.message.name}': a decoupled model cannot run inline, where nobody would read what it sends"
+def decoupled_models_are_not_inline(s: RuleInput) -> Iterator[Problem]:
+    """On the event loop, a model that blocks in send() would block the loop that reads its responses."""
+    if s.parameter("execution") == "inline" and s.message.model_transaction_policy.decoupled:
+        text = f"model '{s.message.name}': a decoupled model cannot run inline, where its responses could not be read"
         yield s.problem("parameters[execution]", text, 'use "thread" or "process"')
 
 
-def execution_timeout_is_a_time(s: Subject) -> Iterator[Problem]:
+def execution_timeout_is_a_time(s: RuleInput) -> Iterator[Problem]:
     parameters = s.message.parameters
     if "execution_timeout" not in parameters:
         return
@@ -175,8 +177,8 @@ def execution_timeout_is_a_time(s: Subject) -> Iterator[Problem]:
         yield s.problem("parameters[execution_timeout]", text, hint)
 
 
-def model_files_are_inside(s: Subject) -> Iterator[Problem]:
-    """Every file named for loading lies in the version's folder. Links are followed: models are often linked in."""
+def model_files_are_inside(s: RuleInput) -> Iterator[Problem]:
+    """Every file named for loading is in the version's folder. Links are followed, because models are often links."""
     m = s.message
     named = [("default_model_filename", m.default_model_filename)]
     named += [(f"cc_model_filenames[{key}]", m.cc_model_filenames[key]) for key in sorted(m.cc_model_filenames)]
@@ -190,7 +192,7 @@ def model_files_are_inside(s: Subject) -> Iterator[Problem]:
             yield s.problem(path, text, "name a file in the version's folder")
 
 
-def metrics_are_whole(s: Subject) -> Iterator[Problem]:
+def metrics_are_whole(s: RuleInput) -> Iterator[Problem]:
     for index, control in enumerate(s.message.model_metrics.metric_control):
         path = f"model_metrics.metric_control[{index}]"
         if not control.HasField("metric_identifier"):
@@ -203,8 +205,8 @@ def metrics_are_whole(s: Subject) -> Iterator[Problem]:
             yield s.problem(f"{path}.histogram_options", "histogram options must specify non-empty 'buckets'")
 
 
-def cache_has_one_answer(s: Subject) -> Iterator[Problem]:
-    """A cache remembers one answer per request; sequences and decoupled models have more to them."""
+def cached_models_have_one_response(s: RuleInput) -> Iterator[Problem]:
+    """A cache stores one response per request; sequence models and decoupled models do not fit that."""
     if not s.message.response_cache.enable:
         return
     text = f"Response Cache does not currently support model {s.message.name} with"
@@ -214,5 +216,114 @@ def cache_has_one_answer(s: Subject) -> Iterator[Problem]:
         yield s.problem("response_cache", f"{text} 'decoupled' transaction policy. Please disable the response cache.")
 
 
-def _group_name(s: Subject, index: int) -> str:
-    return s.message.instance_group[index].name or f"{s.message.name}_{index}"
+def admission_parameters_are_valid(s: RuleInput) -> Iterator[Problem]:
+    for key in ADMISSION_KEYS:
+        if key not in s.message.parameters:
+            continue
+        value = s.message.parameters[key].string_value
+        if why := parameter_error(key, value):
+            yield s.problem(f"parameters[{key}]", f"model '{s.message.name}': {key} is '{value}'; {why}")
+
+
+def only_gpu_groups_list_gpus(s: RuleInput) -> Iterator[Problem]:
+    for index, group in enumerate(s.message.instance_group):
+        name, path = _group_label(s, index), f"instance_group[{index}].gpus"
+        if group.gpus and group.kind in (ModelInstanceGroup.KIND_CPU, ModelInstanceGroup.KIND_MODEL):
+            kind = ModelInstanceGroup.Kind.Name(group.kind)
+            yield s.problem(path, f"{name} has kind {kind} but specifies one or more GPUs")
+        for gpu in group.gpus:
+            if gpu < 0:
+                yield s.problem(path, f"{name} specifies invalid or unsupported gpu id {gpu}")
+
+
+def no_gpu_is_listed_twice(s: RuleInput) -> Iterator[Problem]:
+    for index, group in enumerate(s.message.instance_group):
+        for gpu in sorted({gpu for gpu in group.gpus if [*group.gpus].count(gpu) > 1}):
+            text = f"{_group_label(s, index)} lists gpu id {gpu} twice"
+            yield s.problem(f"instance_group[{index}].gpus", text, "for several instances on each GPU, write `count`")
+
+
+def requested_gpus_exist(s: RuleInput) -> Iterator[Problem]:
+    """Groups without a kind use the CPU instead."""
+    for index, group in enumerate(s.message.instance_group):
+        if group.kind != ModelInstanceGroup.KIND_GPU or s.gpus.is_assumed:
+            continue
+        name, path = _group_label(s, index), f"instance_group[{index}]"
+        if not s.gpus.ids:
+            reason = f": {s.gpus.absence}" if s.gpus.absence else ""
+            hint = (
+                "write kind: KIND_CPU or leave `kind` out, or start with --gpu=off, which runs such models on the CPU"
+            )
+            yield s.problem(path, f"{name} has kind KIND_GPU but no GPUs are available{reason}", hint)
+            continue
+        for gpu in group.gpus:
+            if gpu >= 0 and gpu not in s.gpus.ids:
+                text = f"{name} specifies invalid or unsupported gpu id {gpu}. GPUs that can be used are:"
+                yield s.problem(f"{path}.gpus", f"{text} {', '.join(map(str, s.gpus.ids))}")
+
+
+def gpu_groups_are_for_backends_that_use_gpus(s: RuleInput) -> Iterator[Problem]:
+    for index, group in enumerate(s.message.instance_group):
+        if group.kind == ModelInstanceGroup.KIND_GPU and not s.uses_gpus:
+            text = (
+                f"{_group_label(s, index)} has kind KIND_GPU but backend '{s.message.backend}' computes on the CPU only"
+            )
+            yield s.problem(f"instance_group[{index}]", text, "write kind: KIND_CPU, or leave `kind` out")
+
+
+def cpu_only_parameter_is_valid(s: RuleInput) -> Iterator[Problem]:
+    """A parameter of Triton's Python backend."""
+    if FORCE_CPU not in s.message.parameters:
+        return
+    value = s.message.parameters[FORCE_CPU].string_value
+    if value not in ("yes", "no"):
+        text = f"Incorrect value for {FORCE_CPU}: '{value}' of model '{s.message.name}'"
+        yield s.problem(f"parameters[{FORCE_CPU}]", text, 'write "yes" (the default) or "no"')
+
+
+def no_instances(s: RuleInput) -> Iterator[Problem]:
+    if s.is_ensemble and s.message.instance_group:
+        text = f"instance group should not be specified for ensemble '{s.message.name}'"
+        yield s.problem("instance_group", text, "give the models of its steps instances instead")
+
+
+def no_optimization(s: RuleInput) -> Iterator[Problem]:
+    if s.is_ensemble and s.message.HasField("optimization"):
+        text = f"optimization should not be specified for ensemble '{s.message.name}'"
+        yield s.problem("optimization", text, "it belongs into the models of its steps")
+
+
+def no_warmup(s: RuleInput) -> Iterator[Problem]:
+    if s.is_ensemble and s.message.model_warmup:
+        text = f"model_warmup can not be specified for ensemble '{s.message.name}'"
+        yield s.problem("model_warmup", text, "warm up the models of its steps instead")
+
+
+def has_steps(s: RuleInput) -> Iterator[Problem]:
+    if s.message.HasField(SCHEDULING) and not s.message.ensemble_scheduling.step:
+        yield s.problem(SCHEDULING, f"must specify 'step' for ensemble '{s.message.name}'")
+
+
+def every_step_is_whole(s: RuleInput) -> Iterator[Problem]:
+    for index, step in enumerate(s.message.ensemble_scheduling.step):
+        given = {"model_name": step.model_name, "input_map": step.input_map, "output_map": step.output_map}
+        for field, value in given.items():
+            if not value:
+                text = f"must specify '{field}' in step {index} of ensemble '{s.message.name}'"
+                yield s.problem(f"{SCHEDULING}.step[{index}]", text)
+
+
+def every_mapping_has_two_names(s: RuleInput) -> Iterator[Problem]:
+    for index, step in enumerate(s.message.ensemble_scheduling.step):
+        for field, mapping in (("input_map", step.input_map), ("output_map", step.output_map)):
+            for port, tensor in mapping.items():
+                if not port or not tensor:
+                    missing = "value" if port else "key"
+                    text = f"{field} entry without '{missing}' in step {index} of ensemble '{s.message.name}'"
+                    hint = "key is the model's tensor, value the ensemble's"
+                    yield s.problem(f"{SCHEDULING}.step[{index}].{field}[{port}]", text, hint)
+
+
+def _group_label(s: RuleInput, index: int) -> str:
+    group = s.message.instance_group[index]
+    return f"instance group {group.name or f'{s.message.name}_{index}'} of model {s.message.name}"

@@ -1,4 +1,4 @@
-"""What a rule looks at."""
+"""The input of a rule: one configuration with its places and its folder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flowserve.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """One configuration under test: names filled in, completed from the model's files, defaults not yet applied.
+class RuleInput:
+    """One configuration: names filled in, completed from the model's files, defaults not yet applied.
 
-    `name` is the model's folder's name, `message.name` what the file calls it. `gpus` are those that there are;
-    `uses_gpus`: the model's backend can do something with one.
+    `name` is the name of the model's folder, `message.name` the name in the file. `gpus` are the available ones;
+    `uses_gpus`: the model's backend can use a GPU.
     """
 
     message: ModelConfigProto
@@ -39,11 +39,15 @@ class Subject:
         for index, made in enumerate(self.message.output):
             yield f"output[{index}]", f"output '{made.name}'", made
 
+    def parameter(self, key: str) -> str:
+        """The value of a parameter, "" if it is missing."""
+        return self.message.parameters[key].string_value if key in self.message.parameters else ""
+
     def problem(self, path: str, message: str, hint: str = "") -> Problem:
         return Problem(message, self.source.place(path), hint=hint)
 
-    def escapes(self, *parts: str) -> str:
-        """Why the path made of `parts` does not lead to a place inside the model's folder; "" where it does."""
+    def path_error(self, *parts: str) -> str:
+        """The error if the path of `parts` leads out of the model's folder, or cannot be resolved; else ""."""
         try:
             home = self.folder.resolve()
             leads_out = not home.joinpath(*parts).resolve().is_relative_to(home)
@@ -53,4 +57,4 @@ class Subject:
 
 
 ENSEMBLE = "ensemble"
-Rule = Callable[[Subject], Iterator[Problem]]
+Rule = Callable[[RuleInput], Iterator[Problem]]

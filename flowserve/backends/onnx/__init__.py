@@ -1,0 +1,18 @@
+"""Backend `onnxruntime`: serves ONNX models on the CPU, and on GPUs through onnxruntime's CUDA and TensorRT providers.
+
+Decides how a session is set up, whether a file and its configuration agree, how a batch becomes runs of a session, and
+where outputs are written: in host memory, in shared memory for worker processes, or on the device. It does not know
+graphs, queues or processes. onnxruntime is imported by session.py only.
+
+| module | decides |
+|---|---|
+| backend | factory: sessions and instances of one version |
+| session, providers | session settings, threads, execution providers |
+| signature | whether file and configuration agree; autocompletion |
+| tensors, ragged | conversion between the tensors of a batch and those of the file |
+| instance, shared_outputs | runs with tensors in host memory; outputs in shared memory |
+| device | runs with tensors on a GPU, as CUDA graphs too |
+
+Callers: the registry loads `backend.OnnxRuntime`. The tensorrt backend uses signature, tensors and ragged, since a plan
+is built from an ONNX file.
+"""

@@ -1,0 +1,163 @@
+"""Factory for ONNX models: the sessions and instances of one version.
+
+Decides that one session serves all instances of a model on the CPU, since several threads may run a session at the same
+time and a second copy of the weights would gain nothing; that each instance on a GPU has a session and a stream of its
+own; and which class of instance runs a model. It does not know how a batch runs.
+
+Callers: the registry.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from flowserve.backends.base import ModelFiles
+from flowserve.backends.onnx.device import OnnxDeviceInstance, OnnxGraphInstance
+from flowserve.backends.onnx.instance import OnnxInstance, RaggedInstance
+from flowserve.backends.onnx.providers import accelerators, gpu_providers, graph_sizes
+from flowserve.backends.onnx.ragged import RaggedPorts
+from flowserve.backends.onnx.session import (
+    asynchronous_run_options,
+    executor,
+    host_value,
+    metadata_settings,
+    open_session,
+    session_on_cpu,
+    session_signature,
+    settings,
+)
+from flowserve.backends.onnx.shared_outputs import SharedOutputs
+from flowserve.backends.onnx.signature import Signature, completion, file_disagreements, with_flat_controls
+from flowserve.backends.onnx.tensors import ModelTensors
+from flowserve.config.complete import RULE
+from flowserve.config.types import Completion, InstanceGroup, ModelConfig
+from flowserve.errors import Problems, Unsupported
+from flowserve.graph.transfers import stays_on_device
+from flowserve.memory.devices import devices
+from flowserve.values import DType
+
+log = logging.getLogger("flowserve.load")
+
+KIND_GPU: Final = "KIND_GPU"
+
+
+class OnnxRuntime:
+    """The backend. A version is a file `model.onnx`, or a folder of that name with that file and its weights."""
+
+    name = "onnxruntime"
+    default_filename = "model.onnx"
+    default_instance_count = 2  # as Triton's for this backend on the CPU
+    gpu_instance_count = 1
+
+    def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
+        """As on Triton: nothing for a configuration that names inputs and outputs, whatever else it leaves out."""
+        if config.inputs and config.outputs:
+            return Completion()
+        path = self._path(config, files)
+        session = open_session(config, path, files, metadata_settings)
+        return completion(config, session_signature(session), files.shown(path))
+
+    def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> OnnxModel:
+        """Raises Invalid for a file that cannot be opened, Problems where file and configuration disagree."""
+        path = self._path(config, files)
+        opening = partial(open_session, config, path, files, partial(settings, config, options))
+        groups = config.instance_groups
+        on_cpu = not groups or any(group.kind != KIND_GPU for group in groups)
+        if on_cpu:
+            session = session_on_cpu(config, path, files, options)
+        else:
+            session = open_session(config, path, files, metadata_settings)
+        config, signature = _checked(config, session, files.shown(path))
+        if all(group.kind != KIND_GPU for group in groups) and accelerators(config):
+            log.info("model '%s' has no instance on a GPU: gpu_execution_accelerator is not used", config.name)
+        return OnnxModel(config, session if on_cpu else None, signature, opening)
+
+    def verify(self, config: ModelConfig, files: ModelFiles) -> None:
+        """Raises if onnxruntime cannot open the file, if the configuration disagrees with it, or if a parameter of the
+        session or of a GPU provider is invalid.
+        """
+        path = self._path(config, files)
+        settings(config, {})
+        if any(group.kind == KIND_GPU for group in config.instance_groups):
+            gpu_providers(config, 0)
+        _checked(config, open_session(config, path, files, metadata_settings), files.shown(path))
+
+    def _path(self, config: ModelConfig, files: ModelFiles) -> Path:
+        path = files.model_file(config, self.default_filename)
+        return path / self.default_filename if path.is_dir() else path
+
+
+class OnnxModel:
+    """One version of a model: its session on the CPU if it has instances there, and its tensors. `opening` opens
+    another session, given its providers.
+    """
+
+    is_pure = True
+
+    def __init__(self, config: ModelConfig, session: Any, signature: Signature, opening: Callable[..., Any]) -> None:
+        # Waiting for a device would block the event loop.
+        self.may_run_inline = all(group.kind != KIND_GPU for group in config.instance_groups)
+        self.tensors = ModelTensors(config, signature)
+        self._config = config
+        self._session = session
+        self.execute = None if session is None else executor(session, config)
+        self._open_session = opening
+        self._ragged = RaggedPorts(config) if RaggedPorts.are_in(config) else None
+
+    def instance(self, name: str, group: InstanceGroup) -> OnnxInstance | OnnxDeviceInstance:
+        if group.kind != KIND_GPU:
+            return self._on_host(lambda: self.execute, self._shared_outputs)
+        memory = devices()[group.gpus[0] if group.gpus else 0]
+        gpu = memory.place.number
+        if not stays_on_device(self._config):
+            return self._on_host(lambda: executor(self._open_session(gpu_providers(self._config, gpu)), self._config))
+
+        def open_session_on(stream: int) -> Any:
+            return self._open_session(gpu_providers(self._config, gpu, stream))
+
+        sizes = graph_sizes(self._config)
+        if sizes:
+            return OnnxGraphInstance(self.tensors, memory, open_session_on, asynchronous_run_options, sizes)
+        return OnnxDeviceInstance(self.tensors, memory, open_session_on, asynchronous_run_options)
+
+    def _on_host(
+        self, open_execute: Callable[[], Any], share_outputs: Callable[[], SharedOutputs] | None = None
+    ) -> OnnxInstance:
+        """An instance whose tensors are in host memory, wherever it computes."""
+        if self._ragged is not None:
+            return RaggedInstance(self.tensors, open_execute, self._ragged)
+        return OnnxInstance(self.tensors, open_execute, share_outputs)
+
+    def _shared_outputs(self) -> SharedOutputs:
+        return SharedOutputs(self._session, host_value, self.tensors)
+
+    def close(self) -> None:
+        """The session is freed with its last reference."""
+
+
+def _checked(config: ModelConfig, session: Any, file: str) -> tuple[ModelConfig, Signature]:
+    """The configuration that the session's inputs follow. Raises Problems or Unsupported where file and configuration
+    disagree.
+    """
+    signature = session_signature(session)
+    config = with_flat_controls(config, signature)
+    _refuse_strings_beside_bfloat16(config)
+    problems = [replace(problem, rule=RULE) for problem in file_disagreements(config, signature, file)]
+    if problems:
+        raise Problems(problems)
+    return config, signature
+
+
+def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:
+    strings = [spec.name for spec in config.inputs if spec.dtype is DType.BYTES]
+    halves = [spec.name for spec in config.outputs if spec.dtype is DType.BF16]
+    if strings and halves:
+        raise Unsupported(
+            f"model '{config.name}': onnxruntime's Python interface cannot take strings (input '{strings[0]}') where "
+            f"it answers with BF16 (output '{halves[0]}'); cast that output to TYPE_FP32 or TYPE_FP16 in the model"
+        )

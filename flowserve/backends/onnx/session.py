@@ -1,0 +1,291 @@
+"""onnxruntime sessions: their settings, the inputs and outputs of their file, and runs with numpy arrays.
+
+Decides the session settings that follow from a model's parameters and the operator's, the number of threads of a CPU
+session, and that a session which came up without the providers it was to run on is an error. onnxruntime is not used
+to detect a GPU: it reports the providers it was built with, and falls back silently.
+
+Threads of a CPU session: a model whose runs are short gets one thread. Waking another thread costs tens of microseconds
+on each side, more if its core is asleep, and a run of a hundred microseconds cannot gain that back. Which models these
+are is measured once, when the file is opened, with zeros: one batch of one row, and one of a few rows. A model that
+cannot be measured (varying shapes, text, a large file) gets its share of the cores.
+
+This is the only module that imports onnxruntime. It does not know batches or requests.
+
+Callers: backend.py opens sessions; instance.py, shared_outputs.py and device.py run them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+
+from flowserve.backends.base import ModelFiles
+from flowserve.backends.onnx.providers import CPU, CPU_ONLY, Provider, why_not_on_gpu
+from flowserve.backends.onnx.signature import Port, Signature
+from flowserve.backends.onnx.tensors import cleaned
+from flowserve.config.types import ModelConfig
+from flowserve.errors import Invalid, Problem, Problems
+from flowserve.values import Array, DType
+
+log = logging.getLogger("flowserve.load")
+
+Feed = dict[str, Array]
+Execute = Callable[[list[str], Feed], list[Any]]
+
+# ONNX's own number (TensorProto.DataType) of the one type that numpy has no dtype for.
+_ONNX_BFLOAT16: Final = 16
+_BFLOAT16: Final = DType.BF16.numpy
+# Triton's optimization.graph.level. 0 (the default) enables all optimisations.
+_LEVELS: Final = {
+    -1: ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    0: ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+    1: ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+}
+THREADS: Final = "intra_op_thread_count"
+# Runs of one row, and of several rows, up to these times get one thread: with 256 to 10 numbers a row, two threads took
+# 1.1 to 1.2 of the time of one, up to 64 rows.
+_ROW_NS: Final = 150_000
+_ROWS_NS: Final = 300_000
+_ROWS: Final = 8
+_RUNS: Final = 5
+# Larger files are not measured: opening them twice takes too long.
+_MEASURED_BYTES_MAX: Final = 8 << 20
+
+
+def open_session(
+    config: ModelConfig,
+    path: Path,
+    files: ModelFiles,
+    settings: Callable[[], Any],
+    providers: Sequence[Provider] = CPU_ONLY,
+) -> Any:
+    """A session that runs on the first of the providers. Raises Invalid if it cannot."""
+    options = settings()
+    # onnxruntime also prints what it raises; the exception alone reports it, so that users read it once.
+    options.log_severity_level = 4
+    where = f"failed to load '{config.name}' version {files.version}: {files.shown(path)}"
+    if any(name != CPU for name, _ in providers):
+        _find_cuda_libraries()
+    try:
+        session = ort.InferenceSession(str(path), options, providers=list(providers))
+    except Exception as error:
+        if not os.access(path, os.R_OK):  # onnxruntime's own message is a number
+            raise Invalid(f"{where} cannot be read by the user that flowserve runs as") from error
+        text = cleaned(str(error)).replace(f"{files.repository}/", "")
+        reason = f"{text}{_what_to_do(text, path)}"
+        raise Invalid(f"{where} is not an ONNX model that onnxruntime {ort.__version__} can run: {reason}") from error
+    missing = [name for name, _ in providers if name not in session.get_providers()]
+    if missing:  # onnxruntime falls back to the other providers, and says so in its own log only
+        raise Invalid(why_not_on_gpu(where, missing, ort.__version__, ort.get_available_providers()))
+    return session
+
+
+def _what_to_do(text: str, path: Path) -> str:
+    """A hint for the errors of onnxruntime that need one, "" for the others."""
+    if "Protobuf parsing failed" in text:
+        with path.open("rb") as file:
+            begins = file.read(20)
+        if begins == b"version https://git-":
+            return " It is a pointer of Git LFS: `git lfs pull` fetches the file itself"
+        size = path.stat().st_size
+        return f" It is another kind of file, or not the whole of one: {size} bytes, which begin with {begins!r}"
+    newest = re.search(r"max supported IR version: ([0-9]+)", text)
+    if newest is None:
+        return ""
+    return f"; write the file with onnx.helper.make_model(..., ir_version={newest[1]}), or install a newer onnxruntime"
+
+
+@cache
+def _find_cuda_libraries() -> None:
+    """Load NVIDIA's libraries from their wheels, where the dynamic loader does not look."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):  # it prints what it does not find, which belongs in the log
+        ort.preload_dlls()
+    for line in printed.getvalue().splitlines():
+        log.warning("onnxruntime: %s", line)
+
+
+def metadata_settings() -> Any:
+    """Settings of a session that is opened for its names, types and shapes, and never run."""
+    settings = ort.SessionOptions()
+    settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return settings
+
+
+def asynchronous_run_options(graph: int) -> Any:
+    """Options of runs that return as soon as their work is on the device's stream. `graph`: the number of the captured
+    CUDA graph, -1 for none.
+    """
+    options = ort.RunOptions()
+    # Set in any case: newer versions read the entry at each run, and a missing one costs them an exception.
+    options.add_run_config_entry("gpu_graph_id", str(graph))
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def settings(config: ModelConfig, options: Mapping[str, str]) -> Any:
+    """A session's settings. Unless parameters set the number of threads, the cores are divided among the runs that may
+    happen at the same time.
+    """
+    made = ort.SessionOptions()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // int(options.get("runs_at_once", "1")))
+    # As on Triton, 0 means the default.
+    made.intra_op_num_threads = _parameter(config, options, THREADS, 0) or share
+    made.inter_op_num_threads = _parameter(config, options, "inter_op_thread_count", 0) or 1
+    parallel = _parameter(config, options, "execution_mode", 0) == 1
+    made.execution_mode = ort.ExecutionMode.ORT_PARALLEL if parallel else ort.ExecutionMode.ORT_SEQUENTIAL
+    made.enable_cpu_mem_arena = bool(_parameter(config, options, "enable_mem_arena", 1))
+    # onnxruntime keeps a memory pattern for every shape it has seen: a leak if more than the batch dimension varies.
+    varies = any(spec.is_variable for spec in config.inputs)
+    made.enable_mem_pattern = bool(_parameter(config, options, "enable_mem_pattern", 0 if varies else 1))
+    made.graph_optimization_level = _LEVELS.get(_graph_level(config), _LEVELS[0])
+    # Threads that spin between runs would take cores from the other models and the server.
+    made.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    made.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    return made
+
+
+def _parameter(config: ModelConfig, options: Mapping[str, str], name: str, default: int) -> int:
+    """The value in the model's parameters, else the operator's for all models, else `default`."""
+    text = config.parameters.get(name)
+    if text is None:
+        return int(options.get(name, default))
+    try:
+        return int(text)
+    except ValueError:
+        message = f"parameter '{name}' of model '{config.name}' must be a whole number, found '{text}'"
+        raise Problems([Problem(message, config.source.place(f"parameters[{name}]"))]) from None
+
+
+def _graph_level(config: ModelConfig) -> int:
+    optimization = config.json.get("optimization") or {}
+    return int((optimization.get("graph") or {}).get("level", 0))
+
+
+def session_on_cpu(config: ModelConfig, path: Path, files: ModelFiles, options: Mapping[str, str]) -> Any:
+    """A session on the CPU: with one thread where its runs are short and nothing sets their number, else with the
+    settings that `settings` gives. Raises as `open_session` does.
+    """
+    usual = settings(config, options)
+    is_set = config.parameters.get(THREADS, options.get(THREADS, "0")) != "0"
+    feeds = [] if is_set or usual.intra_op_num_threads < 2 else _trial_feeds(config)
+    if feeds and _nbytes_beside(path) <= _MEASURED_BYTES_MAX:
+        single = settings(config, options)
+        single.intra_op_num_threads = 1
+        session = open_session(config, path, files, lambda: single)
+        if _is_short(session, feeds):
+            return session
+    return open_session(config, path, files, lambda: usual)
+
+
+def _nbytes_beside(path: Path) -> int:
+    """Bytes of a model's file and of all files beside it, such as external weights."""
+    return sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())
+
+
+def _trial_feeds(config: ModelConfig) -> list[tuple[Feed, int]]:
+    """Inputs to measure runs with, and the time in nanoseconds that each run may take. Empty if no inputs can be
+    generated.
+    """
+    if any(spec.is_variable or spec.optional or spec.dtype in (DType.BYTES, DType.BF16) for spec in config.inputs):
+        return []
+    rows = [1, min(_ROWS, config.max_batch_size)] if config.max_batch_size else [0]
+    return [
+        ({spec.name: np.zeros((n, *spec.dims) if n else spec.dims, spec.dtype.numpy) for spec in config.inputs}, limit)
+        for n, limit in zip(rows, (_ROW_NS, _ROWS_NS), strict=False)
+    ]
+
+
+def _is_short(session: Any, feeds: list[tuple[Feed, int]]) -> bool:
+    try:
+        return all(_best_ns(session, feed) <= limit_ns for feed, limit_ns in feeds)
+    except Exception:  # an error of the model, or of zeros as its input, is reported by its first request
+        return False
+
+
+def _best_ns(session: Any, feed: Feed) -> int:
+    """The time of the shortest of a few runs. A run that is far too long is the last."""
+    best_ns = 1 << 62
+    for _ in range(_RUNS):
+        began_ns = perf_counter_ns()
+        session.run(None, feed)
+        best_ns = min(best_ns, perf_counter_ns() - began_ns)
+        if best_ns > 100 * _ROW_NS:
+            break
+    return best_ns
+
+
+def session_signature(session: Any) -> Signature:
+    """The inputs and outputs of a session's file."""
+    inputs = [_port(node, is_optional=node.type.startswith("optional(")) for node in session.get_inputs()]
+    defaults = [_port(node, is_optional=True) for node in session.get_overridable_initializers()]
+    ordered = sorted([*inputs, *defaults], key=lambda port: port.is_optional)
+    return Signature(tuple(ordered), tuple(_port(node, is_optional=False) for node in session.get_outputs()))
+
+
+def _port(node: Any, *, is_optional: bool) -> Port:
+    # A dimension that varies is None or the name the exporter gave it.
+    shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
+    return Port(node.name, node.type, shape, is_optional)
+
+
+def host_value(array: Array) -> Any:
+    """An OrtValue over the memory of `array`, to bind an output to: the run writes it there."""
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def executor(session: Any, config: ModelConfig) -> Execute:
+    """The function that runs the model's session: it takes the names of the outputs to compute, and the inputs by name.
+
+    Passing numpy arrays costs a seventh of building OrtValues in Python (measured). So only models with BF16 tensors,
+    which onnxruntime does not take as numpy arrays, use OrtValues.
+    """
+    in_outputs = any(spec.dtype is DType.BF16 for spec in config.outputs)
+    if in_outputs or any(spec.dtype is DType.BF16 for spec in config.inputs):
+        return _Bfloat16Session(session, in_outputs=in_outputs)
+    execute: Execute = session.run
+    return execute
+
+
+class _Bfloat16Session:
+    """Runs a session that has BF16 tensors, which go in and out as OrtValues."""
+
+    def __init__(self, session: Any, *, in_outputs: bool) -> None:
+        self._session = session
+        self._in_outputs = in_outputs  # whether BF16 is among the outputs, not only among the inputs
+
+    def __call__(self, names: list[str], feed: Feed) -> list[Any]:
+        values = {name: self._value(array) if array.dtype == _BFLOAT16 else array for name, array in feed.items()}
+        if not self._in_outputs:
+            return list(self._session.run(names, values))
+        for name, array in feed.items():
+            if array.dtype != _BFLOAT16:
+                values[name] = ort.OrtValue.ortvalue_from_numpy(array)
+        return [self._array(value) for value in self._session.run_with_ort_values(names, values)]
+
+    @staticmethod
+    def _value(array: Array) -> Any:
+        bits = np.ascontiguousarray(array).view(np.uint16)
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
+
+    @staticmethod
+    def _array(value: Any) -> Any:
+        if value.data_type() != "tensor(bfloat16)":
+            return value.numpy()
+        array = np.empty(value.shape(), _BFLOAT16)
+        # The value owns its memory, so its bytes are copied while it is referenced.
+        ctypes.memmove(array.ctypes.data, value.data_ptr(), array.nbytes)
+        return array

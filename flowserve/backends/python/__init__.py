@@ -1,0 +1,18 @@
+"""Backend `python`: serves models written for Triton, a class `TritonPythonModel` in `model.py`.
+
+Decides how a model's file is imported, when its methods are called, which requests and responses it sees, and how its
+outputs are checked and taken over. It does not know graphs, queues or the event loop, nor whether it runs in the server
+or in a worker process.
+
+| module | decides |
+|---|---|
+| backend | factory: completion, loading, the instances of a version |
+| source | the code of a model: its files, their import, errors outside `execute` |
+| instance, device | when `execute` is called and what its failures become; tensors that stay on a GPU |
+| requests | the requests of a batch as the model receives them, and their response senders |
+| answers | checks of the responses, and ownership of their arrays |
+| pb_utils/ | the module that models import |
+
+Callers: the registry loads `backend.PythonBackend`; a worker process calls `backend.instance_here` and
+`backend.completed_here`.
+"""

@@ -1,0 +1,354 @@
+"""Checks of the responses of a Python model, and ownership of their arrays.
+
+Decides which outputs are valid (names, data types and shapes as in the configuration; an invalid output fails its own
+request only), which differences between model and configuration are logged and how often, and when an array may be
+taken without a copy. A model may go on using an array of its response: a table that it keeps, a buffer that it fills
+again. So small outputs are placed contiguously in one block, which the next batch reads without a copy; large ones are
+taken as they are if reference counts show that only the response holds them, and copied otherwise. In a process that
+runs this model only, outputs are written to shared memory before the model continues, so all are taken as they are.
+
+It does not know how the model was called.
+
+Callers: instance.py, device.py and requests.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from sys import getrefcount
+from typing import Any, Final
+
+import numpy as np
+
+from flowserve.backends.base import Results, Work
+from flowserve.backends.python.pb_utils.inference import InferenceResponse, error_of
+from flowserve.backends.python.pb_utils.tensors import OnGpu, as_bytes, on_host
+from flowserve.backends.python.pb_utils.tensors import Tensor as Answer
+from flowserve.backends.shapes import fits, shape_text
+from flowserve.config.suggest import meant
+from flowserve.config.types import ModelConfig
+from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.graph.conversion import reshaped
+from flowserve.memory.column import Column, scatter
+from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Array, DType, TensorSpec
+
+log = logging.getLogger("flowserve.python")
+
+NAMES_MAX: Final = 100  # of unknown outputs that are logged: some models make names up as they run
+
+Errors = dict[int, FlowserveError]
+# The parameters of most responses. Results are never written to.
+_NONE: Final[Mapping[int, Any]] = {}
+# The position of an output tensor: the member whose response has it, and its index there.
+Place = tuple[int, int]
+
+
+class _Output:
+    """One output of the configuration. `inner`: the shape that the model returns, without batch dimension; `one`: the
+    shape of one row, with batch dimension.
+    """
+
+    __slots__ = ("inner", "j", "numpy", "one", "spec")
+
+    def __init__(self, j: int, spec: TensorSpec, *, batches: bool) -> None:
+        self.j = j
+        self.spec = spec
+        self.numpy = spec.dtype.numpy
+        self.inner = spec.dims if spec.reshape is None else spec.reshape
+        self.one = (1, *self.inner) if batches else self.inner
+
+
+class AnswerReader:
+    """Converts the responses to each batch to columns of output tensors."""
+
+    def __init__(self, config: ModelConfig, *, copies: bool = True) -> None:
+        """`copies`: False if outputs are written elsewhere before the model continues."""
+        self._model = config.name
+        self._copies = copies
+        self._specs = config.outputs
+        self._batches = config.max_batch_size > 0
+        self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
+        self._output_log = OutputLog(config.name, self._outputs)
+        # Whether an absent output is logged: each response of a decoupled model may have other outputs.
+        self._answers_once = self._has_all = not config.decoupled
+
+    def read(self, responses: list[InferenceResponse], work: Work) -> Results:
+        """The results of a batch, from one response for each member. Only the caller may hold the list."""
+        uniform = self._read_uniform(responses, work)
+        if uniform is not None:
+            return uniform
+        try:
+            outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
+            placed = [0] * len(outputs)
+            errors: Errors = {}
+            for j, column in enumerate(self._sort(responses, work, errors)):
+                if self._has_all and len(column) + len(errors) < len(responses):
+                    there = {m for m, _ in column}
+                    missing = (names for m, names in enumerate(work.wanted) if m not in there and m not in errors)
+                    self._output_log.left_out(self._specs[j].name, missing)
+                if column:
+                    placed[j] = self._take(responses, column, self._outputs[self._specs[j].name], outputs[j])
+        except OnGpu:
+            for response in responses:
+                if isinstance(response, InferenceResponse):
+                    response._outputs[:] = map(self._on_host, response._outputs)
+            return self.read(responses, work)
+        # An object that is no response has become an error.
+        said = {m: found for m, response in enumerate(responses) if (found := getattr(response, "_parameters", None))}
+        return Results(outputs, errors, placed=placed, parameters=said)
+
+    def _read_uniform(self, responses: list[InferenceResponse], work: Work) -> Results | None:
+        """The results of a batch whose responses are valid, small, and all of the same outputs in the same order, alike
+        but for their rows, without errors or parameters. None for any other batch. Nearly every batch is of this kind,
+        and this loop runs for each of its requests.
+        """
+        count, rows = len(responses), work.rows
+        if (count > 1 and not self._batches) or rows[0] < 0:  # a response of a decoupled model has any number of rows
+            return None
+        for response in responses:
+            if type(response) is not InferenceResponse or response._error is not None or response._parameters:
+                return None
+        first = responses[0]._outputs
+        if not first:
+            return None
+        width, names = len(first), work.wanted
+        taken: list[list[Array] | None] = [None] * len(self._specs)
+        try:
+            for k, answer in enumerate(first):
+                name = answer._name
+                output = self._outputs.get(name)
+                array = answer._array
+                if output is None or output.spec.reshape is not None or taken[output.j] is not None or array is None:
+                    return None
+                dtype, shape = output.numpy, array.shape
+                if dtype.hasobject or (self._copies and array.nbytes * sum(rows) >= POOLED_BYTES_MIN * rows[0]):
+                    return None
+                if (shape != output.one or rows[0] != 1) and self._mismatch(answer, output, rows[0]):
+                    return None
+                inner = shape[1:]
+                if array.dtype is not dtype or name not in names[0]:
+                    return None
+                arrays = taken[output.j] = [array]
+                for m in range(1, count):
+                    answers = responses[m]._outputs
+                    if len(answers) != width:
+                        return None
+                    answer = answers[k]
+                    array = answer._array
+                    if array is None or array.dtype is not dtype:
+                        return None
+                    found_shape = array.shape
+                    if found_shape != shape and found_shape[1:] != inner:
+                        return None
+                    if not found_shape or found_shape[0] != rows[m]:
+                        return None
+                    if answer._name != name or name not in names[m]:
+                        return None
+                    arrays.append(array)
+        except AttributeError:  # an object that is no tensor: `_sort` reports it
+            return None
+        outputs: list[Sequence[Tensor | None]] = []
+        placed = []
+        for spec, found in zip(self._specs, taken, strict=True):
+            if found is None:
+                if self._has_all:
+                    self._output_log.left_out(spec.name, names)
+                outputs.append([None] * count)
+                placed.append(0)
+            elif count == 1 and not self._copies:
+                outputs.append(Column(rows, found[0]) if self._batches else [Tensor(found[0])])
+                placed.append(0)
+            elif self._copies:
+                block = np.concatenate(found) if count > 1 else found[0].copy()
+                outputs.append(Column(rows, block) if self._batches else [Tensor(block)])
+                placed.append(block.nbytes)
+            else:
+                outputs.append(Column(rows, None, found))
+                placed.append(0)
+        return Results(outputs, _NONE, placed=placed, parameters=_NONE)
+
+    def _sort(self, responses: list[Any], work: Work, errors: Errors) -> list[list[Place]]:
+        """The positions of the tensors of each output. Tensors that the request does not want are ignored, and so are
+        outputs that the configuration does not have, which are logged.
+        """
+        columns: list[list[Place]] = [[] for _ in self._specs]
+        for m, response in enumerate(responses):
+            if not isinstance(response, InferenceResponse) or response._error is not None:
+                errors[m] = self._refusal(response)
+                continue
+            wanted = work.wanted[m]
+            rows = work.rows[m]
+            for k, tensor in enumerate(response._outputs):
+                if not isinstance(tensor, Answer):
+                    found = type(tensor).__name__
+                    text = f"model '{self._model}' answered {found} where pb_utils.Tensor was expected"
+                    errors[m] = ModelFailed(text)
+                    self._output_log.unlike(found, errors[m])
+                    break
+                output = self._outputs.get(tensor._name)
+                if output is None:
+                    self._output_log.unknown(tensor._name)
+                    continue
+                if tensor._name not in wanted:
+                    continue
+                array = tensor._array
+                is_usual = array is not None and array.dtype is output.numpy and array.shape == output.one and rows == 1
+                # This comparison suffices for nearly all outputs; `_mismatch` handles the others.
+                wrong = "" if is_usual and not output.numpy.hasobject else self._mismatch(tensor, output, rows)
+                if wrong:
+                    errors[m] = self._unlike(tensor._name, wrong)
+                    break
+                column = columns[output.j]
+                if column and column[-1][0] == m:
+                    errors[m] = ModelFailed(f"model '{self._model}' answered output '{tensor._name}' twice")
+                    break
+                column.append((m, k))
+        return [[place for place in column if place[0] not in errors] for column in columns] if errors else columns
+
+    def _unlike(self, name: str, wrong: str) -> ModelFailed:
+        error = ModelFailed(f"model '{self._model}', output '{name}': {wrong}")
+        if self._answers_once:  # errors of a decoupled model are logged where they are sent
+            self._output_log.unlike(name, error)
+        return error
+
+    def _refusal(self, response: object) -> FlowserveError:
+        error = response._error if isinstance(response, InferenceResponse) else None
+        if error is None:
+            found = type(response).__name__
+            return ModelFailed(f"model '{self._model}' answered {found} where InferenceResponse was expected")
+        return error_of(error)
+
+    def _mismatch(self, tensor: Answer, output: _Output, rows: int) -> str:
+        """How the tensor differs from the configuration, "" if it does not. Converts strings to `bytes`."""
+        array = tensor.as_numpy()
+        if output.spec.dtype is DType.BYTES and array.dtype.kind in "OSU":
+            try:
+                array = tensor._array = as_bytes(array)
+            except UnicodeEncodeError as error:
+                return f"a string is no Unicode text: {error}"
+        return self._difference(array.dtype, array.shape, output, rows)
+
+    def _difference(self, dtype: np.dtype[Any], shape: tuple[int, ...], output: _Output, rows: int) -> str:
+        if dtype != output.numpy:
+            return f"the configuration promises {output.spec.dtype}, the model answered {dtype}"
+        # A response of a decoupled model (`rows` below 0) has any number of rows.
+        inner = (*(shape[:1] if rows < 0 else (rows,)), *output.inner) if self._batches else output.inner
+        if fits(shape, inner):
+            return ""
+        promised = (rows, *output.inner) if self._batches else inner
+        return f"the configuration promises shape {shape_text(promised)}, the model answered {shape_text(shape)}"
+
+    def _on_host(self, tensor: Answer) -> Answer:
+        return on_host(tensor)
+
+    def _take(
+        self, responses: list[InferenceResponse], column: list[Place], output: _Output, outputs: list[Tensor | None]
+    ) -> int:
+        """Set one output of all members that have it. Returns the bytes that were copied."""
+        spec = output.spec
+        arrays = [responses[m]._outputs[k].as_numpy() for m, k in column]
+        if not self._copies:
+            for (m, _), array in zip(column, arrays, strict=True):
+                own = self._outer(array, spec)
+                outputs[m] = Tensor(own, 0, len(own)) if self._batches else Tensor(own)
+            return 0
+        shapes = {array.shape[1:] for array in arrays}
+        if len(shapes) == 1 and (spec.dtype is DType.BYTES or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
+            block = self._outer(np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy(), spec)
+            shares = scatter(block, [len(array) for array in arrays]) if self._batches else [Tensor(block)]
+            for (m, _), share in zip(column, shares, strict=True):
+                outputs[m] = share
+            return block.nbytes
+        del arrays  # these references would count as the model's
+        placed = 0
+        for m, k in column:
+            own, copied = _own(responses, m, k)
+            placed += copied
+            block = self._outer(own, spec)
+            outputs[m] = Tensor(block, 0, len(block)) if self._batches else Tensor(block)
+        return placed
+
+    def _outer(self, block: Array, spec: TensorSpec) -> Array:
+        if spec.reshape is None:
+            return block
+        batch = block.shape[: 1 if self._batches else 0]
+        return block.reshape(batch + reshaped(block.shape[len(batch) :], spec.reshape, spec.dims))
+
+
+def _own(responses: list[InferenceResponse], m: int, k: int) -> tuple[Array, int]:
+    """The array of an output if only its response holds it, else a copy; and the bytes that were copied."""
+    if _holders(responses, m, k) == _ALONE:
+        array = responses[m]._outputs[k].as_numpy()
+        if array.flags.c_contiguous and array.flags.aligned and _owns_memory(array):
+            return array, 0
+    array = responses[m]._outputs[k].as_numpy()
+    return HOST.copy_of(array), array.nbytes
+
+
+def _owns_memory(array: Array) -> bool:
+    """Whether no other array uses this one's memory: it owns it, or its base is an array that only it references."""
+    if array.flags.owndata:
+        return True
+    return isinstance(array.base, np.ndarray) and array.base.flags.owndata and _base_holders(array) == _BASE_ALONE
+
+
+def _holders(responses: list[InferenceResponse], m: int, k: int) -> tuple[int, int, int]:
+    response = responses[m]
+    answer = response._outputs[k]
+    array = answer.as_numpy()
+    return getrefcount(response), getrefcount(answer), getrefcount(array)
+
+
+def _base_holders(array: Array) -> int:
+    return getrefcount(array.base)
+
+
+# The counts without any other reference. They are measured, since the references that a call itself makes differ
+# between versions of Python.
+_ALONE = _holders([InferenceResponse([Answer("", np.zeros(1))])], 0, 0)
+_BASE_ALONE = _base_holders(np.zeros(2)[:1])
+
+
+class OutputLog:
+    """Logs how the outputs of one instance differ from the configuration, once per output."""
+
+    __slots__ = ("_known", "_missed", "_model", "_unknown", "_unlike")
+
+    def __init__(self, model: str, known: Collection[str]) -> None:
+        self._model = model
+        self._known = known
+        self._unknown: set[str] = set()
+        self._missed: set[str] = set()
+        self._unlike: set[str] = set()
+
+    def unknown(self, name: object) -> None:
+        """The model returned an output that the configuration does not have. The name may be of any type."""
+        name = str(name)
+        if name in self._unknown or len(self._unknown) >= NAMES_MAX:
+            return
+        self._unknown.add(name)
+        text = "model '%s' answered output '%s', which its configuration does not have; it is left out%s"
+        log.warning(text, self._model, name, meant(name, self._known))
+
+    def left_out(self, name: str, wanted: Iterable[Collection[str]]) -> None:
+        """The model left out an output of the configuration in some responses. `wanted`: the outputs that each of their
+        requests wants.
+        """
+        if name in self._missed or not any(name in names for names in wanted):
+            return
+        self._missed.add(name)
+        text = (
+            "model '%s' left out output '%s', which its configuration has and a request asked for; the answer lacks it"
+        )
+        log.warning(text, self._model, name)
+
+    def unlike(self, name: str, error: FlowserveError) -> None:
+        """An output has another data type or shape than the configuration. `error` is what the client gets; it is
+        logged too, since the model's author may not be the client.
+        """
+        if name not in self._unlike:
+            self._unlike.add(name)
+            log.error("%s", error)

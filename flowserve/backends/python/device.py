@@ -1,0 +1,146 @@
+"""Instances of Python models whose tensors stay on a GPU (FORCE_CPU_ONLY_INPUT_TENSORS "no"); they run on threads.
+
+Decides that such a model receives its inputs where they are (inputs from clients are in host memory), and that outputs
+on its own GPU stay there for readers on that GPU. Models work on streams of their own, which are unknown here: the work
+that produces an input is waited for before the model sees it, and the whole device after the model has answered.
+Everything else is as in instance.py.
+
+Callers: backend.py makes the instances, the runtime runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowserve.backends.base import ClockNs, DeviceWork, Results, Work
+from flowserve.backends.python.answers import AnswerReader, Place, _Output
+from flowserve.backends.python.instance import PythonInstance
+from flowserve.backends.python.pb_utils.inference import InferenceResponse
+from flowserve.backends.python.pb_utils.tensors import GpuTensor, Tensor, _Input, inner_shape
+from flowserve.backends.python.requests import BatchMember, ReceivedRequest
+from flowserve.backends.python.source import ModelSource
+from flowserve.config.types import InstanceGroup, ModelConfig
+from flowserve.graph.conversion import reshaped
+from flowserve.memory.device_memory import DeviceMemory
+from flowserve.memory.device_tensor import DeviceTensor
+from flowserve.memory.dlpack import ForeignTensor
+from flowserve.memory.stream import ON_HOST, DeviceStream
+from flowserve.memory.tensor import Tensor as Rows
+from flowserve.values import TensorSpec
+
+
+class DeviceRequest(ReceivedRequest):
+    """A member of a batch with input tensors on a GPU."""
+
+    __slots__ = ()
+
+    def inputs(self) -> list[Tensor]:
+        """The input tensors in the configuration's order, each in its own memory."""
+        if self._inputs is None:
+            found = super().inputs()
+            for i, tensor in enumerate(found):
+                if isinstance(tensor, _Input) and isinstance(tensor._rows, DeviceTensor):
+                    found[i] = _gpu_tensor(tensor._spec, tensor._rows)
+        return super().inputs()
+
+
+class DeviceAnswerReader(AnswerReader):
+    """As AnswerReader; outputs on the instance's GPU may stay there. `read` is called within the stream's batch."""
+
+    _work: Work
+
+    def __init__(self, config: ModelConfig, stream: DeviceStream) -> None:
+        super().__init__(config)
+        self._stream = stream
+
+    def read(self, responses: list[InferenceResponse], work: Work) -> Results:
+        self._work = work
+        try:
+            return super().read(responses, work)
+        finally:
+            del self._work
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, GpuTensor) and tensor._there.device == self._stream.place.number
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        return tensor if self._is_here(tensor) else super()._on_host(tensor)
+
+    def _mismatch(self, tensor: Tensor, output: _Output, rows: int) -> str:
+        if not self._is_here(tensor):
+            return super()._mismatch(tensor, output, rows)
+        return self._difference(tensor.dtype(), tuple(tensor.shape()), output, rows)
+
+    def _take(
+        self, responses: list[InferenceResponse], column: list[Place], output: _Output, outputs: list[Rows | None]
+    ) -> int:
+        rest = []
+        for m, k in column:
+            tensor = responses[m]._outputs[k]
+            if self._is_here(tensor):
+                assert isinstance(tensor, GpuTensor)
+                outputs[m] = self._kept(tensor, output, m)
+            else:
+                rest.append((m, k))
+        return super()._take(responses, rest, output, outputs) if rest else 0
+
+    def _kept(self, tensor: GpuTensor, output: _Output, m: int) -> Rows:
+        spec, there, work = output.spec, tensor._there, self._work
+        array = self._stream.adopt(tensor, there.address, there.dtype, there.shape)
+        if spec.reshape is not None:
+            lead = there.shape[: 1 if self._batches else 0]
+            array = array.reshape(lead + reshaped(there.shape[len(lead) :], spec.reshape, spec.dims))
+        read_at = work.read_at[output.j][m] if isinstance(work, DeviceWork) and work.read_at is not None else ON_HOST
+        rows = [len(array)] if self._batches else None
+        return self._stream.deliver([array], rows, [[read_at]])[0][0]
+
+
+class DevicePythonInstance(PythonInstance):
+    """One object of the model's class, with tensors on a GPU."""
+
+    _received: type[ReceivedRequest] = DeviceRequest
+
+    def __init__(self, source: ModelSource, name: str, group: InstanceGroup, memory: DeviceMemory) -> None:
+        super().__init__(source, name, group)
+        self.place = memory.place
+        self.is_of_any_thread = False  # models may use thread-local state
+        self._memory = memory
+
+    def open(self) -> None:
+        self._stream = DeviceStream(self._memory)
+        self._answers = DeviceAnswerReader(self._source.config, self._stream)
+        try:
+            super().open()
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        device = self._memory.device
+        for column in work.inputs:
+            for tensor in column:
+                if isinstance(tensor, DeviceTensor) and tensor.block.ready is not None:
+                    device.synchronize(tensor.block.ready)
+        with self._stream.batch():
+            try:
+                return super().run(work, clock)
+            except BaseException:
+                device.settle()  # work that the model has enqueued may still read its inputs
+                raise
+
+    def _results(
+        self, requests: Sequence[BatchMember], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
+    ) -> Results:
+        self._memory.device.settle()
+        return super()._results(requests, responses, work, gathered_ns, computed_ns)
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close()
+
+
+def _gpu_tensor(spec: TensorSpec, tensor: DeviceTensor) -> Tensor:
+    array = tensor.elements
+    shape = array.shape if spec.reshape is None else inner_shape(array.shape, spec)
+    return GpuTensor(spec.name, ForeignTensor(array.address, array.dtype, shape, array.place.number, tensor))

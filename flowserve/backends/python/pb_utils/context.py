@@ -1,0 +1,113 @@
+"""The model whose code a thread executes.
+
+Decides what pb_utils knows of that model (its name, its folders, its connection to the server), when it is known, and
+which of its modules leave `sys.modules` afterwards. Log messages, imports and calls of other models read it. It does
+not import models (source.py) and does not talk to the server (`BlsClient` in base.py).
+
+Callers: the python backend enters a `ModelScope` around every call into a model; the modules of pb_utils read `active`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from flowserve.backends.base import BlsClient
+
+# The Python files of a model by path, read once when it was loaded and sent to each process that runs it.
+Code = Mapping[str, bytes]
+NO_CODE: Final[Code] = {}
+
+
+class TritonModelException(Exception):
+    """Raised by Triton inside models; models may raise it themselves."""
+
+
+class ModelContext:
+    """One model as its code sees it: its name; the folders that its imports search; its files as they were when it was
+    loaded; its connection to the server, if it has one; and whether it may call other models now.
+    """
+
+    __slots__ = ("caller", "code", "folders", "may_call", "model")
+
+    def __init__(
+        self,
+        model: str,
+        folders: Sequence[str],
+        code: Code = NO_CODE,
+        caller: BlsClient | None = None,
+        *,
+        may_call: bool = False,
+    ) -> None:
+        self.model = model
+        self.folders = tuple(folders)
+        self.code = code
+        self.caller = caller
+        self.may_call = may_call
+
+
+class _Active(threading.local):
+    """The model whose code this thread executes. None on threads that a model has started, unless the process is that
+    model's (`own_process`).
+    """
+
+    context: ModelContext | None = None
+    owns_process = False
+
+    def __init__(self) -> None:
+        self.siblings: list[str] = []  # modules imported from beside the model, to be removed from sys.modules
+
+    @property
+    def model(self) -> str:
+        """The model's name, or ""."""
+        return "" if self.context is None else self.context.model
+
+
+active = _Active()
+
+
+def own_process(context: ModelContext) -> None:
+    """This process runs one model only: all its threads execute its code, and modules that it imports stay imported."""
+    _Active.context = context
+    _Active.owns_process = True
+
+
+class ModelScope:
+    """Context manager around calls into a model: `active` is this model. May be entered again and again."""
+
+    __slots__ = ("_before", "_context")
+
+    def __init__(self, context: ModelContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._before = active.context
+        active.context = self._context
+
+    def __exit__(self, *_: object) -> None:
+        active.context = self._before
+        if active.siblings:
+            _forget_siblings()
+
+
+def caller_for(purpose: str) -> BlsClient:
+    """The connection of this thread's model to the server. Raises TritonModelException, naming `purpose`, where there
+    is none.
+    """
+    context = active.context
+    if context is None or context.caller is None:
+        raise TritonModelException(
+            f"{purpose}: this is possible in initialize, execute and finalize, on the model's own thread, and, in a "
+            "model with a process of its own, on threads that it has started"
+        )
+    return context.caller
+
+
+def _forget_siblings() -> None:
+    names = tuple(active.siblings)
+    active.siblings.clear()
+    for name in list(sys.modules):
+        if name.partition(".")[0] in names:
+            sys.modules.pop(name, None)

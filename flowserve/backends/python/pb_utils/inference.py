@@ -1,0 +1,464 @@
+"""Requests, responses and errors of Python models, and their calls of other models (Triton's BLS), with Triton's names.
+
+Decides what an InferenceRequest and an InferenceResponse may hold, what is refused before a request is sent to another
+model, how it becomes a `BlsCall`, and how the responses to a call look to the model: an error is a response with an
+error, as on Triton; a call that could not be sent raises. How a call reaches the server is decided by the `BlsClient`
+(base.py); the requests of a batch are in requests.py of the python backend, checks of responses in answers.py.
+
+Callers: models, and the python backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final
+
+from flowserve.backends.base import Answer, BlsCall, BlsClient
+from flowserve.backends.python.pb_utils.context import TritonModelException, active
+from flowserve.backends.python.pb_utils.tensors import (
+    TRITONSERVER_MEMORY_CPU,
+    PreferredMemory,
+    Tensor,
+    as_bytes,
+    on_host,
+)
+from flowserve.errors import (
+    AlreadyExists,
+    Cancelled,
+    FlowserveError,
+    Invalid,
+    ModelFailed,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
+from flowserve.values import BY_NUMPY, Array, Request
+
+if TYPE_CHECKING:
+    from typing import Self  # not in the oldest Python that models run in
+
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START: Final = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END: Final = 2
+TRITONSERVER_REQUEST_RELEASE_ALL: Final = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: Final = 2
+TRITONSERVER_RESPONSE_COMPLETE_FINAL: Final = 1
+_NO_PARAMETERS: Final[Mapping[str, Any]] = {}  # shared by nearly all responses; never written to
+
+
+class TritonError:
+    """The error of one request. `code` is one of the class's constants. An exception would fail the whole batch."""
+
+    __slots__ = ("_code", "_message")
+
+    UNKNOWN: Final = 0
+    INTERNAL: Final = 1
+    NOT_FOUND: Final = 2
+    INVALID_ARG: Final = 3
+    UNAVAILABLE: Final = 4
+    UNSUPPORTED: Final = 5
+    ALREADY_EXISTS: Final = 6
+    CANCELLED: Final = 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message = message
+        self._code = code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+    def __str__(self) -> str:
+        return self._message
+
+
+_KINDS: Final[Mapping[int, type[FlowserveError]]] = {
+    TritonError.NOT_FOUND: NotFound,
+    TritonError.ALREADY_EXISTS: AlreadyExists,  # before Invalid, of which it is a kind
+    TritonError.INVALID_ARG: Invalid,
+    TritonError.UNAVAILABLE: Unavailable,
+    TritonError.UNSUPPORTED: Unsupported,
+    TritonError.CANCELLED: Cancelled,
+}
+
+
+def error_of(refused: TritonError) -> FlowserveError:
+    """A model's error as the server raises it."""
+    return _KINDS.get(refused.code(), ModelFailed)(refused.message())
+
+
+class InferenceResponse:
+    """The response to one request: its output tensors, or its error."""
+
+    __slots__ = ("_error", "_outputs", "_parameters")
+
+    def __init__(
+        self,
+        output_tensors: Iterable[Tensor] | None = None,
+        error: object = None,
+        parameters: Mapping[str, Any] | str = "",
+    ) -> None:
+        self._parameters: Mapping[str, Any] = _parameters(parameters) if parameters else _NO_PARAMETERS
+        self._outputs: list[Tensor] = [] if output_tensors is None else list(output_tensors)
+        # Models written for old versions of Triton pass a message or an exception where an error is expected.
+        self._error = error if error is None or isinstance(error, TritonError) else TritonError(str(error))
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._outputs
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def parameters(self) -> str:
+        """The response parameters as a JSON object."""
+        return json.dumps(self._parameters)
+
+
+class InferenceResponseSender:
+    """Sends the responses to one request: `send` and `is_cancelled`. Made by `InferenceRequest.get_response_sender`."""
+
+
+class ResponseIterator:
+    """The responses to one call in the order of their arrival: with `for`, which blocks, or with `async for`."""
+
+    def __init__(self, caller: BlsClient, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """`loop`: the running loop of a caller that awaits the responses."""
+        self._caller = caller
+        self._loop = loop
+        self._arrived = asyncio.Event()
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._leave: Callable[[], None] = _not_sent
+        self._is_stream = True
+        self._has_begun = False
+        self._is_over = False
+
+    def _begin(self, call: BlsCall) -> Self:
+        """Send the call. It is sent whether or not its responses are read."""
+        self._is_stream = call.is_stream
+        try:
+            self._leave = self._caller.begin(call, partial(_take, self._answers, self._loop, self._arrived))
+        except FlowserveError as error:
+            raise TritonModelException(str(error)) from None
+        return self
+
+    def cancel(self) -> None:
+        """Withdraw the call: no more responses are read."""
+        if not self._is_over:
+            self._is_over = True
+            self._leave()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        self._has_begun = True
+        if not self._is_over:
+            try:
+                self._caller.wait(lambda: not self._answers.empty())
+                response = self._next(self._answers.get())
+            except BaseException:
+                self.cancel()
+                raise
+            if response is not None:
+                return response
+        raise StopIteration
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        self._has_begun = True
+        if not self._is_over:
+            assert self._loop is not None, "made without a running loop"
+            try:
+                if self._answers.empty():
+                    with self._caller.awaited_on(self._loop):
+                        while self._answers.empty():
+                            self._arrived.clear()
+                            await self._arrived.wait()
+                response = self._next(self._answers.get())
+            except BaseException:
+                self.cancel()
+                raise
+            if response is not None:
+                return response
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        if self._has_begun:
+            self.cancel()
+
+    def _next(self, answer: Answer) -> InferenceResponse | None:
+        self._is_over = not self._is_stream or answer is None or isinstance(answer, FlowserveError)
+        return None if answer is None else _response(answer)
+
+
+class InferenceTrace:
+    """The trace that a request is part of. A model's own spans begin with `get_context`."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: str = "") -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        """A JSON object with the `traceparent` of the span in which the request is computed, as OpenTelemetry's
+        propagators take it; None if there is no such span.
+        """
+        return json.dumps({"traceparent": self._context}) if self._context else None
+
+
+class InferenceRequest:
+    """A request that a model makes for another model, or (in subclasses) one that it was given."""
+
+    __slots__ = ("_about", "_inputs")
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        requested_output_names: Sequence[str | bytes] = (),
+        model_name: str | bytes = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        inputs: Iterable[Tensor] = (),
+        preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
+        parameters: Mapping[str, Any] | str | None = None,
+        priority: int = 0,
+    ) -> None:
+        name = name_text("model_name", model_name)
+        self._inputs: list[Tensor] | None = _tensors(name, inputs)
+        self._about: dict[str, Any] = {
+            "request_id": request_id,
+            "correlation_id": correlation_id,
+            "requested_output_names": _names(requested_output_names),
+            "model_name": name,
+            "model_version": model_version,
+            "flags": flags,
+            "timeout": timeout,
+            "priority": priority,
+            "preferred_memory": preferred_memory,
+            "trace": trace,
+            "parameters": json.loads(parameters or "{}") if isinstance(parameters, str) else parameters or {},
+        }
+
+    def inputs(self) -> list[Tensor]:
+        """The input tensors; of a request that was given to the model, in the configuration's order."""
+        assert self._inputs is not None
+        return self._inputs
+
+    def request_id(self) -> str:
+        return str(self._facts()["request_id"])
+
+    def correlation_id(self) -> int | str:
+        found: int | str = self._facts()["correlation_id"]
+        return found
+
+    def flags(self) -> int:
+        return int(self._facts()["flags"])
+
+    def timeout(self) -> int:
+        """Microseconds, 0 for none."""
+        return int(self._facts()["timeout"])
+
+    def priority(self) -> int:
+        return int(self._facts()["priority"])
+
+    def parameters(self) -> str:
+        """The request parameters as a JSON object."""
+        return json.dumps(self._facts()["parameters"])
+
+    def requested_output_names(self) -> list[str]:
+        return list(self._facts()["requested_output_names"])
+
+    def model_name(self) -> str:
+        return str(self._facts()["model_name"])
+
+    def model_version(self) -> int:
+        return int(self._facts()["model_version"])
+
+    def preferred_memory(self) -> PreferredMemory:
+        """The memory in which the model would like the response; the host for a request that it was given."""
+        found: PreferredMemory = self._facts().get("preferred_memory") or PreferredMemory(TRITONSERVER_MEMORY_CPU)
+        return found
+
+    def trace(self) -> InferenceTrace:
+        """The trace that was set. A request that a model makes is part of the trace of the request that it executes,
+        whether or not one is set.
+        """
+        found: InferenceTrace = self._facts().get("trace") or InferenceTrace()
+        return found
+
+    def set_flags(self, flags: int) -> None:
+        """Set the flags of a request for another model: whether it begins or ends a sequence."""
+        self._facts()["flags"] = flags
+
+    def is_cancelled(self) -> bool:
+        """False: only its maker withdraws it."""
+        return False
+
+    def _facts(self) -> dict[str, Any]:
+        return self._about
+
+    def get_response_sender(self) -> Any:
+        """The sender of responses to a request that was given to the model."""
+        raise TritonModelException("Unable to get a response sender: the request was not given to this model")
+
+    def set_release_flags(self, flags: int) -> None:
+        """Set, before `execute` returns, whether a request that was given is done or runs again."""
+        raise TritonModelException("Unable to set release flags: the request was not given to this model")
+
+    def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
+        """Call another model and wait for its response. `decoupled`: return an iterator over any number of responses
+        instead, at once. Failures of the other model are responses with an error.
+        """
+        model, caller = self._calling()
+        responses = ResponseIterator(caller)._begin(_call_of(self, model, is_stream=decoupled))
+        return responses if decoupled else next(responses)
+
+    def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
+        """As `exec`, to `await`. The call is sent at once, so that several calls can be in progress."""
+        model, caller = self._calling()
+        responses = ResponseIterator(caller, asyncio.get_running_loop())
+        responses._begin(_call_of(self, model, is_stream=decoupled))
+        return _awaitable(responses) if decoupled else anext(responses)
+
+    def _calling(self) -> tuple[str, BlsClient]:
+        """The model that makes this call, and its connection to the server. Raises TritonModelException where it may
+        not call other models.
+        """
+        context = active.context
+        if context is None or context.caller is None or not context.may_call:
+            raise TritonModelException(
+                f"model '{self.model_name()}' cannot be called here: other models are called from execute, on its own "
+                "thread, and, by a model in a process of its own, on threads that it has started"
+            )
+        return context.model, context.caller
+
+
+def name_text(what: str, given: object) -> str:
+    """A name given by a model. As on Triton it may be `bytes`, as names taken from a tensor of strings are."""
+    if isinstance(given, bytes | bytearray):
+        return given.decode()
+    if not isinstance(given, str):
+        raise TypeError(f"{what} wants a text, got {type(given).__name__} {given!r}")
+    return given
+
+
+def _names(given: object) -> list[str]:
+    if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
+        raise TypeError(f"requested_output_names wants a list of names, got {given!r}")
+    return [name_text("requested_output_names", one) for one in given]
+
+
+def _tensors(model: str, given: Iterable[Tensor]) -> list[Tensor]:
+    for one in (tensors := list(given)):
+        if not isinstance(one, Tensor):
+            text = f"inputs of a request for model '{model}' are Tensors, got {type(one).__name__}"
+            hint = " (a tensor was looked up by a name that is not there)" if one is None else ""
+            raise TritonModelException(f"model '{active.model}': {text}{hint}")
+    return tensors
+
+
+async def _awaitable(responses: ResponseIterator) -> ResponseIterator:
+    return responses
+
+
+def _call_of(request: InferenceRequest, model: str, *, is_stream: bool) -> BlsCall:
+    """The call of another model that `model` makes with this request. Raises TritonModelException if it is invalid."""
+    name = request.model_name()
+    if not name:
+        raise TritonModelException(f"model '{model}': the request names no model (model_name)")
+    version = request.model_version()
+    flags = request.flags()
+    for tensor in request.inputs():
+        given = tensor.name()
+        if not isinstance(given, str):
+            raise TritonModelException(f"model '{model}': names of tensors are strings, got {given!r}")
+    inputs = {tensor.name(): _array(model, name, tensor) for tensor in request.inputs()}
+    if len(inputs) < len(request.inputs()):
+        raise TritonModelException(f"model '{model}': a request for model '{name}' gives an input twice")
+    if request.timeout() < 0 or request.priority() < 0:
+        raise TritonModelException(f"model '{model}': timeout and priority of a request are 0 or more")
+    sequence = request.correlation_id()
+    parameters = request._facts()["parameters"]
+    if not isinstance(parameters, dict) or not all(
+        isinstance(key, str) and isinstance(value, (str, int, float)) for key, value in parameters.items()
+    ):
+        raise TritonModelException(
+            f"model '{model}': parameters of a request are a JSON object of strings, numbers and booleans, "
+            f"got {parameters!r}"
+        )
+    return BlsCall(
+        name,
+        "" if version < 0 else str(version),
+        Request(
+            inputs,
+            tuple(request.requested_output_names()) or None,
+            id=request.request_id(),
+            priority=request.priority(),
+            timeout_us=request.timeout(),
+            sequence_id=sequence if isinstance(sequence, str) else int(sequence),
+            sequence_start=bool(flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
+            sequence_end=bool(flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
+            parameters=parameters,
+        ),
+        is_stream,
+    )
+
+
+def _array(model: str, called: str, tensor: Tensor) -> Array:
+    array = on_host(tensor).as_numpy()
+    if array.dtype.kind in "OSU":
+        return as_bytes(array)
+    if array.dtype not in BY_NUMPY:
+        raise TritonModelException(
+            f"model '{model}': input '{tensor.name()}' for model '{called}' has data type {array.dtype}, "
+            "which no model takes"
+        )
+    return array
+
+
+def _parameters(given: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """A response's parameters: a JSON object, or a dictionary, of strings, numbers and booleans."""
+    found = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(found, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, (str, int, float)) for key, value in found.items()
+    ):
+        text = "response parameters are a JSON object of strings, numbers and booleans"
+        raise TritonModelException(f"model '{active.model}': {text}, got {given!r}")
+    return dict(found)
+
+
+def _take(
+    answers: SimpleQueue[Answer], loop: asyncio.AbstractEventLoop | None, arrived: asyncio.Event, answer: Answer
+) -> None:
+    """Called on any thread; never waits. It holds no reference to the iterator, whose end withdraws the call."""
+    answers.put(answer)
+    if loop is not None:
+        try:
+            loop.call_soon_threadsafe(arrived.set)
+        except RuntimeError:  # the loop is closed: nothing awaits the response any more
+            return
+
+
+def _response(answer: Answer) -> InferenceResponse:
+    if isinstance(answer, FlowserveError):
+        code = next((code for code, kind in _KINDS.items() if isinstance(answer, kind)), TritonError.INTERNAL)
+        return InferenceResponse(error=TritonError(str(answer), code))
+    assert answer is not None
+    return InferenceResponse([Tensor(name, array) for name, array in answer.outputs.items()])
+
+
+def _not_sent() -> None:
+    """Withdraws nothing: the call was not sent yet, or could not be sent."""

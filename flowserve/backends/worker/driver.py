@@ -1,0 +1,405 @@
+"""One open instance in a worker process, driven by messages.
+
+Decides that batches run one after another until the server sends END, which errors the server gets, when a batch with
+a route is not run here, and which batches are handed on to the next process of their route: those whose wanted outputs
+are there for all members, each as one tensor, and whose model has not called another model meanwhile. All others return
+to the server. A batch is handed on through the server's end of the next process's socket: so it arrives after every
+earlier message of the server, and that process has no second socket to read.
+
+The one thread of an instance waits on the socket. A thread of the model's own may release an input at any time, and
+then reports it itself while the first one waits. Messages are decided in protocol.py, memory in inputs.py and
+outputs.py. It does not know the event loop, queues or graphs, nor which backend it runs. Called by main.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, overload
+
+from flowserve.backends.base import ClockNs, Instance, Work
+from flowserve.backends.worker.inputs import InputReader, Run
+from flowserve.backends.worker.outputs import OutputWriter, Placed, Together
+from flowserve.backends.worker.protocol import (
+    ANCILLARY_BYTES,
+    ATTACH,
+    CANCEL,
+    CANCELLED,
+    DONE,
+    END,
+    FAILED,
+    GONE,
+    LOST_GPU,
+    MESSAGE_BYTES_MAX,
+    PEER,
+    PLAIN_FACTS,
+    READY,
+    RETURNED,
+    ROUTE,
+    RUN,
+    SEGMENT,
+    SHOW,
+    SPILLED,
+    SPILLED_OUT,
+    Job,
+    descriptors,
+    encode_error,
+    pack,
+    unpack,
+)
+from flowserve.backends.worker.run_message import RUN_HEAD, ColumnPlace, RunMessage, Stage, write_passed
+from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.memory.cuda_context import why_lost
+from flowserve.memory.segment import Segment
+from flowserve.values import Request
+
+log = logging.getLogger("flowserve.child")
+
+# The least time between two checks whether the GPU is lost: a check takes 50 us where no driver is loaded, and a model
+# may refuse every other request. After a loss all requests fail, so the next check finds it.
+_LOOK_EVERY_NS: Final = 100_000_000
+_CANCELLED_MAX: Final = 1 << 12  # batches that were cancelled before they came, within milliseconds, are remembered
+
+
+class BatchRequests(Sequence[Request]):
+    """The requests of a batch, from the facts in its message; each is made when the backend reads it."""
+
+    __slots__ = ("_facts",)
+
+    def __init__(self, facts: Sequence[Sequence[Any]] | None, count: int) -> None:
+        self._facts = (PLAIN_FACTS,) * count if facts is None else facts
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> BatchRequests: ...
+    def __getitem__(self, index: int | slice) -> Request | BatchRequests:
+        if isinstance(index, slice):
+            return BatchRequests(self._facts[index], 0)
+        return Request({}, None, *self._facts[index])
+
+
+class Driver:
+    """Drives an open instance."""
+
+    def __init__(self, sock: socket.socket, job: Job, instance: Instance, guard: RouteGuard, clock: ClockNs) -> None:
+        self._socket = sock
+        self._job = job
+        self._instance = instance
+        self._guard = guard
+        self._inputs = InputReader(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
+        self._outputs = OutputWriter(job.outputs)
+        self._handoff = HandOff(self._inputs, self._outputs)
+        self._names = [spec.name for spec in job.outputs]
+        self._wanted_names: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._last: tuple[int, Stage | None] = (0, None)  # the last batch with a route that was run, and what it made
+        self._cancelled: dict[int, None] = {}  # batches that must not be run here any more
+        self._is_idle = False
+        self._has_failed = False  # a batch, or some of its members
+        self._look_ns = 0  # earliest time of the next check of the GPU
+        self._pid = os.getpid()
+        self._clock = clock
+
+    def run(self) -> None:
+        """Run batches until END, or until the server has ended."""
+        self._socket.send(pack(READY, ()))
+        while True:
+            self._is_idle = True
+            if self._inputs.gone:
+                self._let_go()
+            message = self._next_message()
+            self._is_idle = False
+            if message is None:
+                return
+            kind, words, text = message
+            if kind == RUN:
+                self._run(RunMessage.decode(text))
+            elif kind == END:
+                return
+            elif kind == CANCEL:
+                self._cancel(words[1])
+
+    def _next_message(self) -> tuple[int, tuple[int, ...], bytes] | None:
+        """The next message that is not about memory or routes, None if the server has ended."""
+        while True:
+            packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            if not packed:
+                return None
+            if packed.startswith(RUN_HEAD):
+                return RUN, (), packed[len(RUN_HEAD) :]
+            message = unpack(packed)
+            kind, words, _ = message
+            if kind == ATTACH:
+                self._inputs.attach(words[1], *descriptors(ancillary))
+            elif kind == SPILLED:
+                return unpack(self._inputs.message(*words[1:]))
+            elif kind == SHOW:
+                self._show(self._outputs.segment(words[1]))
+            elif kind == PEER:
+                self._handoff.add_peer(words, *descriptors(ancillary))
+            elif kind == ROUTE:
+                self._handoff.add_route(words)
+            else:
+                return message
+
+    def _run(self, message: RunMessage) -> None:
+        number, route = message.number, message.route
+        if message.news.homes:
+            self._outputs.come_home(message.news.homes)
+        if message.news.ended:
+            self._inputs.detach(message.news.ended)
+        if message.passed and (number in self._cancelled or not self._inputs.fit(message.columns)):
+            words = [number]
+            write_passed(words, message.passed)
+            self._send(pack(RETURNED, words))
+            return
+        run = Run(number)
+        self._guard.begin(number if route else 0)
+        kind, text, times, placed = FAILED, None, (0, 0), Placed(0, 0, 0, ())
+        try:
+            text, times, placed = self._execute(run, message)
+            kind = DONE
+        except FlowserveError as error:
+            text, self._has_failed = encode_error(error), True
+        except Exception as error:
+            # A backend's own fault: its traceback belongs in the log, never in a response.
+            log.exception("instance %s failed", self._job.instance)
+            what = f"model '{self._job.model}', instance '{self._job.instance}' failed: {error}"
+            text, self._has_failed = encode_error(ModelFailed(what)), True
+        kept = int(self._inputs.finish(run))
+        if self._has_failed:
+            self._look_for_loss()
+        if route:
+            may_hand_on = self._guard.end() and kind == DONE and text is None
+            stage = stage_of(message, kept, times, placed) if may_hand_on else None
+            self._last = number, stage
+            if stage is not None and message.later_news:
+                self._show_new()  # the server may have to read what the next process is given
+                if self._handoff.hand_on(message, stage):
+                    return
+        words = [number]
+        write_passed(words, message.passed)
+        words.append(kept)
+        if kind == DONE:
+            words += times
+            words += placed.words()
+        self._send(pack(kind, words, text))
+
+    def _cancel(self, number: int) -> None:
+        """Report whether a batch with a route was run here. If not, it must not be run any more."""
+        seen, stage = self._last
+        if seen != number:
+            stage = None
+            self._cancelled[number] = None
+            if len(self._cancelled) > _CANCELLED_MAX:
+                del self._cancelled[next(iter(self._cancelled))]
+        words = [number]
+        write_passed(words, () if stage is None else (stage,))
+        self._send(pack(CANCELLED, words))
+
+    def _look_for_loss(self) -> None:
+        """After a failure: end this process if it has lost its GPU, since only a new process can use it. The batch is
+        not answered, else the server would send the next one.
+        """
+        self._has_failed = False
+        now_ns = self._clock()
+        if now_ns < self._look_ns:
+            return
+        self._look_ns = now_ns + _LOOK_EVERY_NS
+        why = why_lost()
+        if why:
+            log.error("instance %s: its process cannot use the GPU any more (%s), and ends", self._job.instance, why)
+            raise SystemExit(LOST_GPU)
+
+    def _execute(self, run: Run, message: RunMessage) -> tuple[Any, tuple[int, int], Placed]:
+        """Run the batch. Returns the text about members that failed, run again or have parameters, None if there are
+        none; the times at which inputs were in place and outputs computed; and the places of the outputs. No tensor of
+        the batch is referenced afterwards, except by the model.
+        """
+        results = self._instance.run(self._work(run, message), self._clock)
+        if os.getpid() != self._pid:
+            os._exit(0)  # the model forked and both went on: only one answers, and the memory of outputs is shared
+        placed = self._outputs.place(results.outputs)  # before the times are read: if it raises, the batch fails
+        times = results.gathered_ns, results.computed_ns
+        if not (results.errors or results.parameters or results.rescheduled):
+            return None, times, placed
+        failed = {m: encode_error(error) for m, error in results.errors.items()}
+        self._has_failed = bool(failed)
+        return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed}, times, placed
+
+    def _work(self, run: Run, message: RunMessage) -> Work:
+        rows, count = message.rows, len(message.rows)
+        wanted = [*map(self._wanted_of, message.wanted)]
+        if len(wanted) < count:
+            wanted *= count
+        contexts = message.contexts[0] if message.contexts else None
+        # Everything may be written to: it is mapped privately.
+        may_write = [[True] * count] * len(message.columns)
+        given = self._inputs.take(run, message.columns, rows)
+        return Work(given, rows, BatchRequests(message.facts, count), wanted, may_write, contexts=contexts or None)
+
+    def _wanted_of(self, outputs: Sequence[int]) -> tuple[str, ...]:
+        key = tuple(outputs)
+        found = self._wanted_names.get(key)
+        if found is None:
+            if len(self._wanted_names) > 100:
+                self._wanted_names.clear()  # clients choose outputs in any order and number
+            found = self._wanted_names[key] = tuple([self._names[j] for j in key])
+        return found
+
+    def _send(self, message: bytes) -> None:
+        if len(message) > MESSAGE_BYTES_MAX:
+            message = pack(SPILLED_OUT, self._outputs.message(message))
+        self._show_new()
+        self._socket.send(message)
+
+    def _show_new(self) -> None:
+        for segment in self._outputs.new_segments():
+            self._show(segment)
+
+    def _show(self, segment: Segment) -> None:
+        socket.send_fds(self._socket, [pack(SEGMENT, (segment.number,))], [segment.fd])
+
+    def _let_go(self) -> None:
+        """Report the batches whose inputs the model has released. On any thread; never blocks."""
+        if not self._is_idle:
+            return  # reported after the run
+        gone = self._inputs.gone
+        while gone:
+            number = gone.popleft()
+            try:
+                self._socket.send(pack(GONE, (number,)), socket.MSG_DONTWAIT)
+            except OSError:
+                gone.append(number)  # the socket is full, or the server has ended
+                return
+
+
+class NextStage(NamedTuple):
+    """Where a route goes on: the process, the outputs it computes, and its inputs as (stage, output)."""
+
+    peer: int
+    wanted: Sequence[int]
+    inputs: Sequence[tuple[int, int]]
+
+
+class HandOff:
+    """The routes that lead on from this process. `inputs` and `outputs`: the memory it reads and writes."""
+
+    def __init__(self, inputs: InputReader, outputs: OutputWriter) -> None:
+        self._inputs = inputs
+        self._outputs = outputs
+        self._peers: dict[int, socket.socket] = {}  # by the server's numbers
+        self._shown: dict[int, set[int]] = {}  # the segments that each of them has attached
+        self._routes: dict[int, NextStage] = {}
+
+    def add_peer(self, words: Sequence[int], fd: int) -> None:
+        """Take a PEER message and its descriptor."""
+        for gone in words[2:]:
+            self._peers.pop(gone).close()
+            self._shown.pop(gone, None)
+        self._peers[words[1]] = socket.socket(fileno=fd)
+
+    def add_route(self, words: Sequence[int]) -> None:
+        """Take a ROUTE message."""
+        number, peer, wanted = words[1:4]
+        at = 4 + wanted
+        outputs = words[4:at]
+        count = words[at]
+        at += 1
+        inputs = [(words[k], words[k + 1]) for k in range(at, at + 2 * count, 2)]
+        for gone in words[at + 2 * count :]:
+            self._routes.pop(gone, None)
+        self._routes[number] = NextStage(peer, outputs, inputs)
+
+    def hand_on(self, message: RunMessage, made: Stage) -> bool:
+        """Hand on a batch that was run here, with what it made. False if it must return to the server instead."""
+        following = self._routes[message.route]
+        passed = [*message.passed, made]
+        columns: list[ColumnPlace] = []
+        for i, j in following.inputs:
+            stage = passed[i]
+            start, nbytes, shape = stage.outputs[j]
+            columns.append((stage.segment, stage.offset + start, nbytes, shape) if nbytes else (0, 0, 0, shape))
+        onward = RunMessage(
+            message.number,
+            message.rows,
+            columns,
+            [following.wanted],
+            message.later_news[0],
+            message.facts,
+            message.contexts[1:],
+            message.route,
+            message.later_news[1:],
+            passed,
+        ).encode()
+        if len(onward) > MESSAGE_BYTES_MAX:
+            return False
+        peer = self._peers[following.peer]
+        try:
+            self._show(following.peer, peer, passed)
+            peer.send(onward)  # without waiting: the server's sockets are non-blocking
+        except OSError:  # the process has ended, or its socket is full
+            return False
+        return True
+
+    def _show(self, number: int, peer: socket.socket, passed: Sequence[Stage]) -> None:
+        """Show a process the memory that it, or one after it, is about to read."""
+        shown = self._shown.setdefault(number, set())
+        for stage in passed:
+            segment = stage.segment
+            if not segment or segment in shown:
+                continue
+            fd = (self._inputs.segment(segment) or self._outputs.segment(segment)).open_for_reading()
+            try:
+                socket.send_fds(peer, [pack(ATTACH, (segment,))], [fd])
+            finally:
+                os.close(fd)
+            shown.add(segment)
+
+
+def stage_of(message: RunMessage, kept: int, times: tuple[int, int], placed: Placed) -> Stage | None:
+    """What this stage made, for the later stages. None if an output is not one tensor of all members."""
+    total = sum(message.rows)
+    outputs: list[tuple[int, int, tuple[int, ...]]] = []
+    for j, output in enumerate(placed.outputs):
+        if output is None and j not in message.wanted[0]:
+            outputs.append((0, 0, ()))
+        elif isinstance(output, Together) and not output.absent and output.shape[0] == total:
+            outputs.append((output.start, output.nbytes, output.shape))
+        else:
+            return None
+    return Stage(kept, *times, placed.segment, placed.offset, outputs)
+
+
+class RouteGuard:
+    """Whether the batch that is executed may still be handed on. A call of another model ends that: while the model
+    waits for its response, the server must be able to use the instances of all other stages.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+
+    def begin(self, number: int) -> None:
+        """A batch with a route is executed."""
+        self._number = number
+
+    def cut(self) -> int:
+        """The model calls another model. Returns the batch that returns to the server after this stage because of that,
+        0 for none. On any thread.
+        """
+        with self._lock:
+            number, self._number = self._number, 0
+            return number
+
+    def end(self) -> bool:
+        """The execution is over. Whether the batch may be handed on; from now on calls do not matter to it."""
+        with self._lock:
+            number, self._number = self._number, 0
+            return number != 0

@@ -1,0 +1,324 @@
+"""The forkserver: imports once what all worker processes need, then forks one for each instance.
+
+Decides what a worker finds at its start (a session, log, signals and random numbers of its own, nothing of other
+workers), and that no process is left behind: the end of the server ends the forkserver, and the forkserver ends its
+workers and all processes that they started. Only the forkserver can reap them, so it reports to the server how each of
+them ended.
+
+It has one thread: a fork copies only the thread that forks, and the locks of all others in their current state. What a
+worker does is decided by the function that it runs. Linux only.
+
+Callers: runtime/ starts it as a process and sends it orders.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
+from types import FrameType
+from typing import Any, Final, NoReturn, cast
+
+ORDER_BYTES_MAX: Final = 65536
+REPORT: Final = struct.Struct("=ii")  # process id, wait status
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
+_PIDFD_OPEN: Final = 434  # its number on every machine
+# Severities as in sd-daemon(3), which the server reads from the beginning of a line.
+_SEVERITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+# Out of memory, the kernel should kill a worker before the server.
+_OOM_SCORE_ADDED: Final = 200
+# Time between SIGTERM and SIGKILL. It starts again with each worker that ends.
+_TERM_MS: Final = 200
+
+# Modules that every worker imports.
+PRELOADED: Final = ("numpy", "flowserve.backends.worker.main", "flowserve.backends.python.backend")
+
+# The function that a worker runs: it takes the number of its socket, and its arguments.
+EntryPoint = Callable[[int, bytes], None]
+
+
+def main(*, orders: int, reports: int, parent: int, log_level: int, environment: Mapping[str, str | None]) -> None:
+    """Runs the forkserver, and every worker. Does not return in a worker.
+
+    `orders` and `reports` are sockets, `parent` is the server's process id. `environment` is restored once numpy is
+    loaded: until then it limits numpy to one thread. When all modules are loaded, facts about this Python are sent on
+    `orders`.
+    """
+    # SIGTERM means that the server's process has ended, or its thread that started the forkserver; or that a whole
+    # group of processes is stopped: then the server still needs its workers for the requests that it has accepted.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, _nothing)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    _restore(environment)
+    os.write(orders, json.dumps(_facts()).encode())
+    gc.collect()
+    gc.freeze()  # keeps memory shared: the garbage collector of a worker does not write to it
+    child = ForkLoop(socket.socket(fileno=orders), socket.socket(fileno=reports), parent).run()
+    if child is not None:
+        child(log_level)
+
+
+def _facts() -> dict[str, Any]:
+    """What the server needs to know about this Python."""
+    return {"python": "{}.{}.{}".format(*sys.version_info[:3]), "has_bf16": "ml_dtypes" in sys.modules}
+
+
+class ForkLoop:
+    """Takes orders, forks, reaps and reports. `run` returns when the server ends, and in every worker."""
+
+    def __init__(self, orders: socket.socket, reports: socket.socket, parent: int) -> None:
+        self._orders = orders
+        self._reports = reports
+        self._parent = parent
+        self._pid = os.getpid()
+        self._alive: set[int] = set()
+        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> WorkerStart | None:
+        """Returns None when the server and all workers have ended; in a worker, the start of that worker."""
+        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._orders, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        while os.getppid() == self._parent:
+            for number, _ in poll.poll():
+                if number == self._woken:
+                    self._reap()
+                    continue
+                order, fds = self._receive()
+                if not order:
+                    self._end_all()
+                    return None
+                child = self._fork(json.loads(order), fds)
+                if child is not None:
+                    return child
+        self._end_all()
+        return None
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        try:
+            order, fds, _, _ = socket.recv_fds(self._orders, ORDER_BYTES_MAX, 3, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError:
+            return b"", []
+        return order, fds
+
+    def _fork(self, order: Mapping[str, str], fds: list[int]) -> WorkerStart | None:
+        """Answers the order with the worker's process id and a pidfd, or with the error. Returns a value in the worker
+        only.
+        """
+        why = ""
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid, why = -1, f"it cannot be started: {error.strerror}"
+        if pid == 0:
+            self._leave()
+            return WorkerStart(order["name"], order["entry"], self._pid, *fds)
+        for fd in fds:
+            os.close(fd)
+        if why:
+            self._answer({"error": why}, [])
+            return None
+        self._alive.add(pid)
+        pidfd = _pidfd_open(pid)  # only this process can reap it, so the process id is still valid
+        self._answer({"pid": pid}, [pidfd])
+        os.close(pidfd)
+        return None
+
+    def _answer(self, answer: Mapping[str, Any], fds: list[int]) -> None:
+        with suppress(ConnectionError):  # the server is gone; the next poll reports it
+            socket.send_fds(self._orders, [json.dumps(answer).encode()], fds)
+
+    def _leave(self) -> None:
+        """In a worker: close what belongs to the forkserver."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._orders.close()
+        self._reports.close()
+        os.close(self._woken)
+        os.close(self._wakes)
+
+    def _reap(self) -> None:
+        """Report the workers that have ended, after killing the processes that they started, which would otherwise
+        accumulate with every restart.
+        """
+        with suppress(BlockingIOError):
+            while os.read(self._woken, 512):
+                pass
+        while self._alive:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            pid: int = ended.si_pid
+            _kill_group(pid)  # before it is reaped: until then its number is not reused
+            _, status = os.waitpid(pid, 0)
+            self._alive.discard(pid)
+            with suppress(ConnectionError):
+                self._reports.send(REPORT.pack(pid, status))
+
+    def _end_all(self) -> None:
+        """SIGTERM first: workers that handle it get _TERM_MS."""
+        for pid in self._alive:
+            os.kill(pid, signal.SIGTERM)
+        woken = select.poll()
+        woken.register(self._woken, select.POLLIN)
+        while self._alive and woken.poll(_TERM_MS):
+            self._reap()
+        for pid in self._alive:
+            _kill_group(pid)
+            os.kill(pid, signal.SIGKILL)  # it may not have a process group of its own yet
+        for pid in self._alive:
+            os.waitpid(pid, 0)
+
+
+class WorkerStart:
+    """Runs a worker, called when no frame of the forkserver is on the stack any more. Ends the process."""
+
+    def __init__(self, name: str, entry: str, parent: int, socket_fd: int, log_fd: int, arguments_fd: int) -> None:
+        self._name = name
+        self._entry = entry
+        self._parent = parent
+        self._socket_fd = socket_fd
+        self._log_fd = log_fd
+        self._arguments_fd = arguments_fd
+
+    def __call__(self, level: int) -> NoReturn:
+        """`level`: the log level of `flowserve`."""
+        status = 1
+        try:
+            self._settle(level)
+            with open(self._arguments_fd, "rb") as file:
+                file.seek(0)  # server and worker share the position, which is after what the server wrote
+                arguments = file.read()
+            module, _, function = self._entry.partition(":")
+            entry = cast("EntryPoint", getattr(importlib.import_module(module), function))
+            entry(self._socket_fd, arguments)
+            status = 0
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # As at the end of any interpreter, but without freeing its objects, which would only copy shared memory.
+            with suppress(BaseException):
+                atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(BaseException):
+                    stream.flush()
+            os._exit(status)
+
+    def _settle(self, level: int) -> None:
+        os.setsid()  # no signals from a terminal, and a process group of its own for the processes that it starts
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._parent:
+            os._exit(1)  # the forkserver ended before the signal was set up
+        prctl(_PR_SET_NAME, self._name.encode()[:15])
+        # A whole group of processes may get SIGTERM (systemd sends it): the server drains, and needs its workers.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _nothing)
+        os.register_at_fork(after_in_child=self._disown)
+        os.dup2(self._log_fd, 1)
+        os.dup2(self._log_fd, 2)
+        os.close(self._log_fd)
+        _write_lines(level)
+        faulthandler.enable()  # the log gets the stack of a crash
+        _be_killed_first()
+        random = sys.modules.get("numpy.random")
+        if random is not None:
+            random.seed()  # else all workers would draw the same numbers
+
+    def _disown(self) -> None:
+        """In a process that a model forks: signals have their default action, and the socket is replaced, so that it
+        cannot answer in the model's place.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is _nothing:
+                signal.signal(number, signal.SIG_DFL)
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            os.dup2(nowhere, self._socket_fd, inheritable=False)
+            os.close(nowhere)
+
+
+class WorkerLogFormatter(logging.Formatter):
+    """A record as one line that begins with its severity. The lines of a traceback follow; all lines but the last are
+    marked as continued.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        severity = next((number for level, number in _SEVERITIES if record.levelno >= level), 7)
+        *above, last = super().format(record).split("\n")
+        return "".join(f"<{severity}+>{line}\n" for line in above) + f"<{severity}>{last}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).replace("\n", "\\n")
+
+
+def _write_lines(level: int) -> None:
+    """Flush output line by line: a crash must not lose what was printed before."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        # The forkserver's streams were made for a file, not for a pipe.
+        raw = BufferedWriter(FileIO(number, "w", closefd=False))
+        stream = TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(WorkerLogFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
+    logging.getLogger("flowserve").setLevel(level)
+
+
+def _be_killed_first() -> None:
+    with suppress(OSError, ValueError), open("/proc/self/oom_score_adj", "r+") as file:
+        score = int(file.read())
+        file.seek(0)
+        file.write(str(min(score + _OOM_SCORE_ADDED, 1000)))
+
+
+def _restore(environment: Mapping[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Handler of signals that only interrupt."""
+
+
+def _pidfd_open(pid: int) -> int:
+    """`os.pidfd_open`, which Pythons lack that were built for an old C library, as conda's are. Raises OSError."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    fd: int = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")

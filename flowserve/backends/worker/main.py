@@ -1,0 +1,52 @@
+"""A worker process from its start to its end.
+
+Decides the order of its steps: make the instance, open it, run batches until the server sends END or has ended, close
+it. How batches are run is decided in driver.py. It does not know the event loop, queues or graphs, nor which backend it
+runs. Started by forkserver.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+from time import perf_counter_ns
+
+from flowserve.backends.base import CallsModels, Instance
+from flowserve.backends.worker.bls_client import WorkerBlsClient
+from flowserve.backends.worker.driver import Driver, RouteGuard
+from flowserve.backends.worker.protocol import BROKEN, Job, encode_error, pack
+from flowserve.backends.worker.streaming import StreamDriver
+from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.memory.pool import tune_malloc
+from flowserve.memory.segment import number_segments_from
+
+log = logging.getLogger("flowserve.child")
+
+
+def serve(socket_fd: int, arguments: bytes) -> None:
+    """Run one instance until the server sends END or has ended. `arguments` are a pickled `Job`."""
+    job: Job = pickle.loads(arguments)
+    tune_malloc()  # as in the server, and for the same large arrays
+    number_segments_from((job.number << 32) + 1)
+    guard = RouteGuard()
+    with socket.socket(fileno=socket_fd) as sock:
+        sock.setblocking(True)
+        try:
+            instance: Instance = job.remote.call()
+            if isinstance(instance, CallsModels):
+                instance.call_through(WorkerBlsClient(job.model, sock, perf_counter_ns, guard.cut))
+            instance.open()
+        except Exception as error:
+            if not isinstance(error, FlowserveError):
+                log.exception("instance %s: opening failed", job.instance)
+                what = f"model '{job.model}', instance '{job.instance}': {type(error).__name__}: {error}"
+                error = ModelFailed(what)
+            sock.send(pack(BROKEN, (), encode_error(error)))
+            return
+        try:
+            driver = StreamDriver if job.decoupled else Driver
+            driver(sock, job, instance, guard, perf_counter_ns).run()
+        except ConnectionError:
+            log.debug("instance %s: the server is gone", job.instance)
+        instance.close()

@@ -1,0 +1,186 @@
+"""A worker process of a decoupled model: responses are sent when the model sends them, on any thread.
+
+Decides that a thread of its own reads the socket, since the thread that runs the model may block in a send until a
+message arrives; a model with one response per request does not need that thread. Responses are placed and sent one at a
+time. Everything else about a worker is in main.py.
+
+Callers: main.py.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+from flowserve.backends.base import ClockNs, Instance, Sent
+from flowserve.backends.credit import CreditSender
+from flowserve.backends.worker.driver import Driver, RouteGuard
+from flowserve.backends.worker.inputs import Run
+from flowserve.backends.worker.outputs import Placed
+from flowserve.backends.worker.protocol import (
+    ANSWER,
+    END,
+    GOES_ON,
+    GRANT,
+    OVER,
+    WAITS,
+    WITHDRAW,
+    Job,
+    encode_error,
+    pack,
+)
+from flowserve.backends.worker.run_message import RunMessage
+from flowserve.errors import FlowserveError
+
+WorkerMessage = tuple[int, tuple[int, ...], bytes]
+_EARLY_MAX: Final = 4096  # grants that arrived before their batch; only the next batch can have some
+
+
+class StreamDriver(Driver):
+    """Drives an open instance of a decoupled model."""
+
+    def __init__(self, sock: socket.socket, job: Job, instance: Instance, guard: RouteGuard, clock: ClockNs) -> None:
+        super().__init__(sock, job, instance, guard, clock)
+        self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
+        # Weak: a sender that the model has freed needs no messages.
+        self._senders: WeakValueDictionary[tuple[int, int], WorkerSender] = WeakValueDictionary()
+        self._early: dict[tuple[int, int], int] = {}
+        self._unwanted: set[tuple[int, int]] = set()  # cancelled, perhaps before their batch arrived
+        self._goes_on: dict[tuple[int, int], tuple[int, int]] = {}  # members of the next batch
+        self._given_back: dict[tuple[int, int], WorkerSender] = {}  # of requests that run again
+        self._one_by_one = threading.Lock()
+        self._executor = threading.current_thread()
+
+    def run(self) -> None:
+        threading.Thread(target=self._listen, name="flowserve messages", daemon=True).start()
+        super().run()
+
+    def _next_message(self) -> WorkerMessage | None:
+        return self._messages.get()
+
+    def _listen(self) -> None:
+        try:
+            while (message := super()._next_message()) is not None:
+                kind, words, _ = message
+                if kind == GRANT:
+                    self._granted(words)
+                elif kind == WITHDRAW:
+                    self._withdrawn((words[1], words[2]))
+                elif kind == GOES_ON:
+                    for at in range(2, len(words), 3):
+                        self._goes_on[words[1], words[at]] = words[at + 1], words[at + 2]
+                else:
+                    self._messages.put(message)
+                    if kind == END:
+                        return
+        except (OSError, ValueError):
+            pass  # the socket is closed
+        for sender in [*self._senders.values()]:
+            sender.withdraw()
+        self._messages.put(None)
+
+    def _granted(self, words: Sequence[int]) -> None:
+        number, member, count = words[1:4]
+        if len(words) > 4:
+            with self._one_by_one:
+                self._outputs.come_home([(words[at], words[at + 1]) for at in range(4, len(words), 2)])
+        key = (number, member)
+        sender = self._senders.get(key)
+        if sender is not None:
+            sender.grant(count)
+        elif len(self._early) < _EARLY_MAX:
+            self._early[key] = self._early.get(key, 0) + count
+
+    def _withdrawn(self, key: tuple[int, int]) -> None:
+        if len(self._unwanted) < _EARLY_MAX:
+            self._unwanted.add(key)  # first: another thread may make the sender now
+        sender = self._senders.get(key)
+        if sender is not None:
+            sender.withdraw()
+            self._given_back.pop(key, None)
+
+    def _run(self, message: RunMessage) -> None:
+        if message.news.homes:
+            with self._one_by_one:
+                self._outputs.come_home(message.news.homes)
+            message.news = message.news._replace(homes=())
+        super()._run(message)
+
+    def _execute(self, run: Run, message: RunMessage) -> tuple[Any, tuple[int, int], Placed]:
+        senders = [self._sender(run.number, m) for m in range(len(message.rows))]
+        self._early.clear()
+        self._unwanted.clear()
+        self._goes_on.clear()
+        work = self._work(run, message)
+        work.senders = senders
+        results = self._instance.run(work, self._clock)
+        for m in results.rescheduled:
+            self._given_back[senders[m].key] = senders[m]
+            if senders[m].is_cancelled():  # meanwhile
+                self._given_back.pop(senders[m].key, None)
+        text = dict.fromkeys(results.rescheduled) or None
+        return text, (results.gathered_ns, results.computed_ns), Placed(0, 0, 0, [None] * len(self._job.outputs))
+
+    def _sender(self, number: int, m: int) -> WorkerSender:
+        earlier = self._goes_on.get((number, m))
+        sender = None if earlier is None else self._given_back.pop(earlier, None)
+        if sender is None:
+            sender = WorkerSender(self, number, m)
+            self._senders[sender.key] = sender
+            sender.grant(self._early.pop(sender.key, 0))
+            if sender.key in self._unwanted or earlier is not None:
+                sender.withdraw()
+        return sender
+
+    def _send(self, message: bytes) -> None:
+        with self._one_by_one:
+            super()._send(message)
+
+    # ------------------------------------------------------------------ for its senders, on any thread
+
+    def answer(self, number: int, member: int, sent: Sent) -> None:
+        first = next((tensor for tensor in sent.outputs if tensor is not None), None)
+        rows = first.stop - first.start if first is not None and self._job.batches else 1
+        with self._one_by_one:
+            placed = self._outputs.place([[one] for one in sent.outputs])
+            words = [number, member, sent.infer_ns, sent.output_ns, rows, *placed.words()]
+            super()._send(pack(ANSWER, words, dict(sent.parameters) or None))
+
+    def over(self, number: int, member: int, error: FlowserveError | None, *, is_empty: bool) -> None:
+        self._given_back.pop((number, member), None)
+        if error is not None:
+            self._has_failed = True  # the loss of a GPU is checked after the run, or after the next one
+        self._send(pack(OVER, [number, member, int(is_empty)], None if error is None else encode_error(error)))
+
+    def waits(self, number: int, member: int) -> None:
+        is_inside = threading.current_thread() is self._executor
+        self._send(pack(WAITS, [number, member, int(is_inside)]))
+
+
+class WorkerSender(CreditSender):
+    """The `Sender` of one request to the model of this process."""
+
+    def __init__(self, server: StreamDriver, number: int, member: int) -> None:
+        super().__init__()
+        self._server = server
+        self.key = (number, member)
+
+    def _tell_answer(self, sent: Sent) -> None:
+        self._quietly(partial(self._server.answer, *self.key, sent))
+
+    def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
+        self._quietly(partial(self._server.over, *self.key, error, is_empty=is_empty))
+
+    def _tell_waits(self) -> None:
+        self._quietly(partial(self._server.waits, *self.key))
+
+    def _quietly(self, send: Any) -> None:
+        try:
+            send()
+        except OSError:
+            self.withdraw()  # the server is gone

@@ -1,0 +1,279 @@
+"""Inference requests of grpcio's calls: from grpcio's event loop to the engine and back.
+
+Decides which part runs in which event loop; both are on one thread (`guest`). A request is decoded, submitted and
+encoded in grpcio's loop. The engine's callbacks run inside its step, so they only resolve a future or post a callback
+to grpcio's loop. A cancelled call withdraws its request. Callers: `service`, `stream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
+
+import trio
+
+from flowserve.errors import FlowserveError, Internal, Unavailable, Unsupported
+from flowserve.grpc.decode import DecodedRequest
+from flowserve.grpc.encode import MessageEncoder, Parts
+from flowserve.grpc.guest import GuestLoop
+from flowserve.memory import raw
+from flowserve.memory.client_memory import ClientMemory, RegionWindow
+from flowserve.runtime.engine.classification import rank
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.responses import ResponseIterator
+from flowserve.runtime.tracing.watch import Watch
+from flowserve.scheduling.flow import Flow
+from flowserve.values import Response
+
+T = TypeVar("T")
+STOPPING: Final = "Server is stopping"
+# The beginning is Triton's text.
+ONE_RESPONSE: Final = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+STREAMED: Final = object()  # the outcome of a request whose responses follow one by one
+UNSENT_MAX: Final = 8  # responses to one decoupled request that the client has not read yet
+
+# A Response, a FlowserveError, STREAMED, or None for the end of a decoupled request's responses.
+Outcome = Any
+OnOutcome = Callable[[Outcome], object]
+
+_log = logging.getLogger("flowserve.grpc")
+
+
+class EngineAccess:
+    """What the calls of a server share. Work that belongs into trio's loop runs as tasks of `nursery`."""
+
+    def __init__(self, engine: Engine, memory: ClientMemory, guest: GuestLoop, nursery: trio.Nursery) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.guest = guest
+        self.nursery = nursery
+        self.encoder = MessageEncoder()
+
+    async def infer(self, target: tuple[str, str], decoded: DecodedRequest, context: str = "") -> Parts:
+        """The single response to a request. `context`: the caller's trace context. Raises FlowserveError."""
+        call = InferCall(self, target, decoded, context)
+        try:
+            flow = call.submit()
+            if flow is None:
+                raise Unsupported(f"{ONE_RESPONSE}: '{target[0]}' answers in a stream")
+            if not flow.done:
+                await self._wait(flow)
+            return call.encode(self.engine.response(flow))
+        finally:
+            call.close()
+
+    async def _wait(self, flow: Flow) -> None:
+        """Wait until the request is done; withdraw it if the call is cancelled."""
+        done: asyncio.Future[None] = self.guest.loop.create_future()
+
+        def wake(flow: Flow) -> None:
+            if not done.done():
+                done.set_result(None)
+                self.guest.wake()
+
+        flow.waiter = wake
+        try:
+            await done
+        except asyncio.CancelledError:
+            if not flow.done:
+                self.engine.withdraw(flow)
+            raise
+
+    async def run_in_trio(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, run as a task in trio's loop, which is cancelled with the call."""
+        ended: asyncio.Future[Outcome] = self.guest.loop.create_future()
+        scope = trio.CancelScope()
+
+        def resolve(outcome: Outcome) -> None:
+            if not ended.done():
+                ended.set_result(outcome)
+
+        async def run() -> None:
+            outcome: Outcome = Unavailable(STOPPING)
+            try:
+                with scope:
+                    outcome = await work()
+            except FlowserveError as error:
+                outcome = error
+            except Exception as error:
+                outcome = internal_error(error)
+            finally:
+                self.guest.post(resolve, outcome)
+
+        self.nursery.start_soon(run)
+        try:
+            outcome: T | FlowserveError = await ended
+        except asyncio.CancelledError:
+            scope.cancel()
+            raise
+        if isinstance(outcome, FlowserveError):
+            raise outcome
+        return outcome
+
+
+class InferCall:
+    """One request. `submit` is for a single response; `begin` reports the outcome, or all responses of a decoupled
+    model, to callbacks.
+    """
+
+    __slots__ = (
+        "_access",
+        "_context",
+        "_delivered",
+        "_deployment",
+        "_flow",
+        "_room",
+        "_scope",
+        "_target",
+        "_watch",
+        "_windows",
+        "decoded",
+    )
+
+    def __init__(
+        self, access: EngineAccess, target: tuple[str, str], decoded: DecodedRequest, context: str = ""
+    ) -> None:
+        self._access = access
+        self._target = target
+        self.decoded = decoded
+        self._context = context
+        self._watch: Watch | None = None  # if it is traced
+        self._flow: Flow | None = None
+        self._scope: trio.CancelScope | None = None  # of the task that delivers the responses of a decoupled model
+        self._delivered: trio.Event | None = None  # set when that task has delivered the last one
+        self._windows: dict[str, RegionWindow] = {}
+
+    @property
+    def version(self) -> str:
+        """The version that runs the request."""
+        return str(self._deployment.version)
+
+    def submit(self) -> Flow | None:
+        """Submit the request. For a decoupled model returns None without submitting it. Raises FlowserveError."""
+        engine, decoded = self._access.engine, self.decoded
+        watch = engine.traces.sample(self._target[0], self._context) if engine.traces.is_on else None
+        if watch is not None:
+            watch.mark("GRPC_WAITREAD_START")
+            self._watch = watch
+        deployment = self._deployment = engine.deployments.find(*self._target)
+        if decoded.shared:
+            self._read_shared_inputs()
+        if decoded.portions:
+            self._windows = self._access.memory.windows(decoded.portions)
+        request = decoded.request
+        request.stamp = engine.next_stamp()
+        if watch is not None:
+            watch.mark("GRPC_WAITREAD_END")
+        if deployment.is_decoupled:
+            return None
+        make = None if watch is None else watch.make(deployment.make_flow)
+        self._flow = engine.submit(deployment, request, make)
+        return self._flow
+
+    def begin(self, on_outcome: OnOutcome, on_response: OnOutcome, before: InferCall | None = None) -> None:
+        """Submit the request and report to callbacks in the loop. `on_outcome` is called once. For a decoupled model
+        its argument is STREAMED, and `on_response` gets each response and then the end: None, or the error.
+        `before`: the preceding request of its sequence, whose responses are delivered first.
+        """
+        # One iteration of trio's loop runs tasks in random order, so the order must be enforced.
+        turn = self._delivered = None if before is None else before._delivered
+        try:
+            flow = self.submit()
+            if flow is None:
+                self._room = trio.Semaphore(UNSENT_MAX)
+                self._scope = trio.CancelScope()
+                responses = self._access.engine.stream(self._deployment, self.decoded.request, self._watch)
+                self._delivered = trio.Event()
+                self._access.nursery.start_soon(
+                    self._deliver, responses, self._scope, on_response, turn, self._delivered
+                )
+        except FlowserveError as error:
+            on_outcome(error)
+            return
+        except Exception as error:
+            on_outcome(internal_error(error))
+            return
+        if flow is None:
+            on_outcome(STREAMED)
+        elif flow.done:
+            on_outcome(self._outcome(flow))
+        else:
+            flow.waiter = lambda flow: self._access.guest.post(on_outcome, self._outcome(flow))
+
+    def cancel(self) -> None:
+        """Withdraw the request. No effect once it is done."""
+        if self._scope is not None:
+            self._scope.cancel()
+        if self._flow is not None and not self._flow.done:
+            self._access.engine.withdraw(self._flow)
+
+    def close(self) -> None:
+        """End its trace. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def sent(self) -> None:
+        """One of a decoupled model's responses was sent."""
+        self._room.release()
+
+    def encode(self, response: Response, *, is_final: bool | None = None) -> Parts:
+        """Raises FlowserveError if the response cannot be sent in the requested form."""
+        watch = self._watch
+        if watch is not None:
+            watch.mark("GRPC_SEND_START")
+        if self.decoded.classes:
+            rank(response, self.decoded.classes, self._deployment)
+        parts = self._access.encoder.encode(response, self._windows, is_final=is_final)
+        if watch is not None:
+            watch.mark("GRPC_SEND_END")
+        return parts
+
+    def _read_shared_inputs(self) -> None:
+        for one in self.decoded.shared:
+            data = self._access.memory.window(one.portion).read()
+            array = raw.decode(data, one.name, self._target[0], one.dtype, one.shape, one.count)
+            self.decoded.request.inputs[one.name] = array
+
+    def _outcome(self, flow: Flow) -> Outcome:
+        """The response or the error. Raises nothing, because it is called inside the engine's step."""
+        try:
+            return self._access.engine.response(flow)
+        except FlowserveError as error:
+            return error
+        except Exception as error:
+            return internal_error(error)
+
+    async def _deliver(
+        self,
+        responses: ResponseIterator,
+        scope: trio.CancelScope,
+        on_response: OnOutcome,
+        turn: trio.Event | None,
+        delivered: trio.Event,
+    ) -> None:
+        post = self._access.guest.post
+        end: FlowserveError | None = Unavailable(STOPPING)
+        try:
+            with scope:
+                async with responses:
+                    if turn is not None:
+                        await turn.wait()
+                    async for response in responses:
+                        await self._room.acquire()
+                        post(on_response, response)
+            end = None
+        except FlowserveError as error:
+            end = error.with_traceback(None)  # avoids a reference cycle with this frame
+        except Exception as error:
+            end = internal_error(error)
+        finally:
+            post(on_response, end)
+            delivered.set()
+
+
+def internal_error(error: Exception) -> Internal:
+    """The error for clients after an unexpected exception, which is logged."""
+    _log.error("a call could not be answered", exc_info=error)
+    return Internal("internal server error")

@@ -1,0 +1,225 @@
+"""An inference request's body becomes a `Request`.
+
+Decides where the binary tensors are in the body, and how JSON data becomes arrays. Binary tensors are views
+into the body; only one whose address does not suit its type is copied, once, and BYTES and BOOL, whose wire form is
+not their array form. infer_header.py decides the valid JSON; the engine checks whether the tensors fit the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from flowserve.errors import Invalid
+from flowserve.http.api.infer_header import ALL_BINARY, AnswerForm, InferHeader, InputHeader, parse_header
+from flowserve.memory import raw
+from flowserve.memory.client_memory import ClientMemory
+from flowserve.values import Array, DType, Request, TensorSpec
+
+Body = bytes | bytearray | memoryview
+
+_CACHED_HEADERS: Final = 256
+_CACHED_HEADER_BYTES: Final = 4096
+_INTS: Final = frozenset({int})
+_JSON_TYPES: Final[Mapping[DType, frozenset[type]]] = {
+    DType.BOOL: frozenset({bool}),
+    DType.BYTES: frozenset({str}),
+    DType.FP32: frozenset({int, float}),
+    DType.FP64: frozenset({int, float}),
+}
+
+
+class Decoder:
+    """Bodies to requests. Keeps the checked JSON of binary requests by its bytes: clients mostly send the same
+    header again."""
+
+    def __init__(self, client_memory: ClientMemory) -> None:
+        self._client_memory = client_memory
+        self._headers: dict[tuple[bytes, str], InferHeader] = {}
+
+    def decode(self, body: Body, header_length: int | None, model: str) -> tuple[Request, AnswerForm]:
+        """The request, and the form of its response. `header_length` is Inference-Header-Content-Length, None where
+        there is none.
+
+        Raises `Invalid`, naming the field, and what `ClientMemory` raises.
+        """
+        if header_length is None:
+            header_length = len(body)
+            header = parse_header(body, model)
+        else:
+            if not 0 <= header_length <= len(body):
+                raise Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
+            text = bytes(body[:header_length])
+            header = self._headers.get((text, model)) or self._header(text, model)  # the messages name the model
+        if header.extents and header.nbytes == len(body) - header_length:
+            inputs = raw.numbers_at(body, header_length, header.extents)
+        else:
+            inputs = _arrays(header, body, header_length, model, self._client_memory)
+        form = header.form
+        if header.portions:
+            form = replace(form, windows=self._client_memory.windows(header.portions))
+        request = Request(
+            inputs,
+            header.outputs,
+            header.id,
+            header.priority,
+            header.timeout_us,
+            header.sequence_id,
+            header.sequence_start,
+            header.sequence_end,
+            header.parameters,
+        )
+        return request, form
+
+    def _header(self, text: bytes, model: str) -> InferHeader:
+        header = parse_header(text, model)
+        if len(text) <= _CACHED_HEADER_BYTES and header.is_all_binary:
+            if len(self._headers) >= _CACHED_HEADERS:
+                self._headers.clear()
+            self._headers[text, model] = header
+        return header
+
+
+def decode_raw(
+    body: Body, model: str, inputs: Mapping[str, TensorSpec], max_batch_size: int
+) -> tuple[Request, AnswerForm]:
+    """The request whose whole body is the model's one input, of batch 1. Raises `Invalid` if its shape cannot be
+    told."""
+    if len(inputs) != 1:
+        raise Invalid(
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(inputs)} inputs "
+            f"in '{model}' model configuration"
+        )
+    (spec,) = inputs.values()
+    batch = (1,) if max_batch_size else ()
+    if spec.dtype is DType.BYTES:
+        if spec.dims != (1,):
+            raise Invalid(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        element = np.empty((*batch, 1), np.object_)
+        element[...] = bytes(body)
+        return Request({spec.name: element}), ALL_BINARY
+    shape = (*batch, *_deduced(spec, len(body)))
+    count = raw.element_count(spec.name, shape, spec.dtype)
+    raw.check_size(spec.name, model, spec.dtype, count, len(body))
+    return Request({spec.name: raw.numbers(body, 0, spec.name, spec.dtype, shape, count)}), ALL_BINARY
+
+
+def _deduced(spec: TensorSpec, nbytes: int) -> tuple[int, ...]:
+    if spec.dims.count(-1) > 1:
+        raise Invalid(
+            f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one "
+            "variable-sized dimension"
+        )
+    row = math.prod(dim for dim in spec.dims if dim != -1) * spec.dtype.itemsize
+    return tuple(nbytes // row if dim == -1 and row else dim for dim in spec.dims)
+
+
+# ---------------------------------------------------------------------------------------------- binary
+
+
+def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_memory: ClientMemory) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    end = len(body)
+    for one in header.inputs:
+        size = one.binary_size
+        if size is None:
+            arrays[one.name] = json_array(one) if one.portion is None else _shared_array(one, model, client_memory)
+            continue
+        if size > end - offset:
+            missing = size - (end - offset)
+            raise Invalid(
+                f"unexpected size for input '{one.name}', expecting {missing} additional bytes for model '{model}'"
+            )
+        if one.dtype is DType.BYTES:
+            block = memoryview(body)[offset : offset + size]
+            arrays[one.name] = raw.decode(block, one.name, model, one.dtype, one.shape, one.count)
+        else:
+            arrays[one.name] = raw.numbers(body, offset, one.name, one.dtype, one.shape, one.count)
+        offset += size
+    if offset != end:
+        raise Invalid(
+            f"unexpected additional input data for model '{model}': {end - offset} bytes after the last input"
+        )
+    return arrays
+
+
+def _shared_array(header: InputHeader, model: str, client_memory: ClientMemory) -> Array:
+    assert header.portion is not None  # InputHeader promises one of the three
+    data = client_memory.window(header.portion).read()
+    return raw.decode(data, header.name, model, header.dtype, header.shape, header.count)
+
+
+# ---------------------------------------------------------------------------------------------- JSON
+
+
+def json_array(header: InputHeader) -> Array:
+    """The array of an input whose data is JSON. Raises `Invalid`."""
+    assert header.data is not None  # InputHeader promises one of the three
+    flat = _flattened(header.data)
+    if len(flat) != header.count:
+        raise Invalid(
+            f"Unable to parse 'data': Shape does not match true shape of 'data' field (input '{header.name}': "
+            f"shape {list(header.shape)} holds {header.count} elements, 'data' has {len(flat)})"
+        )
+    allowed = _JSON_TYPES.get(header.dtype, _INTS)
+    found = set(map(type, flat)) - allowed
+    if found:
+        names = " and ".join(sorted(_JSON_NAMES.get(kind, kind.__name__) for kind in found))
+        raise Invalid(f"Unable to parse 'data': input '{header.name}' is {header.dtype}, its data holds {names}")
+    if header.dtype is DType.BYTES:
+        return raw.shaped(_string_array(flat, header.name), header.name, header.shape)
+    try:
+        with np.errstate(over="ignore"):  # a number too large for FP32 becomes infinity, as everywhere
+            return raw.shaped(np.array(flat, header.dtype.numpy), header.name, header.shape)
+    except OverflowError:
+        raise Invalid(f"Unable to parse 'data': input '{header.name}' holds a number outside {header.dtype}") from None
+
+
+def _flattened(data: list[Any]) -> list[Any]:
+    """`data` without its nesting; its depth was limited when it was parsed."""
+    while True:
+        kinds = set(map(type, data))
+        if list not in kinds:
+            return data
+        if kinds != {list}:
+            return _leaves(data)
+        data = list(chain.from_iterable(data))
+
+
+def _leaves(data: list[Any]) -> list[Any]:
+    """The same for a mix of lists and other values; those are not visited again for every level of the lists."""
+    flat: list[Any] = []
+    waiting = [iter(data)]
+    while waiting:
+        for one in waiting[-1]:
+            if type(one) is list:
+                waiting.append(iter(one))
+                break
+            flat.append(one)
+        else:
+            waiting.pop()
+    return flat
+
+
+def _string_array(flat: list[str], name: str) -> Array:
+    array = np.empty(len(flat), np.object_)
+    try:
+        array[:] = [text.encode() for text in flat]
+    except UnicodeEncodeError:
+        raise Invalid(f"Unable to parse 'data': input '{name}' holds a string that is not valid Unicode") from None
+    return array
+
+
+_JSON_NAMES: Final[Mapping[type, str]] = {
+    str: "strings",
+    bool: "booleans",
+    int: "integers",
+    float: "fractions",
+    dict: "objects",
+    type(None): "null",
+}

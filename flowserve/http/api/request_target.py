@@ -1,0 +1,111 @@
+"""The target of an inference request: its URL and headers, parsed.
+
+Decides the format of the route's URL and which headers are read. Clients repeat the same head, and the
+server caches it (server/request_head.py): the result of this file is stored in its scope. Called by the inference
+routes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.types import Scope
+
+from flowserve.errors import Invalid
+from flowserve.http.api.compression import Headers, UnknownEncoding, is_compressed, wanted
+from flowserve.http.api.encode import HEADER_LENGTH
+
+PREFIX: Final = "/v2/models/"
+SUFFIX: Final = "/infer"
+TIMING: Final = b"flowserve-timing"  # a request with this header asks for its Server-Timing
+TRACEPARENT: Final = b"traceparent"
+TARGET: Final = "flowserve.target"
+_LENGTH: Final = re.compile(rb"-?[0-9]{1,19}")
+
+
+@dataclass(frozen=True, slots=True)
+class BodyForm:
+    """`header_length`: the length in bytes of the JSON in the body, None if all of it is JSON. `is_compressed`: the
+    request's body is. `encoding`: the compression of the response's body, b"" for none.
+    """
+
+    header_length: int | None
+    is_compressed: bool
+    encoding: bytes
+    is_timed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTarget:
+    """An inference request without its body. `version` is "" for none. `form` is None if the headers are invalid;
+    `body_form` then raises the error.
+    """
+
+    name: str
+    version: str
+    headers: Headers
+    form: BodyForm | None
+
+
+def request_target(scope: Scope) -> RequestTarget | None:
+    """The target of an inference request; None for any other request."""
+    try:
+        found: RequestTarget | None = scope[TARGET]
+    except KeyError:
+        found = scope[TARGET] = _request_target(scope)
+    return found
+
+
+def _request_target(scope: Scope) -> RequestTarget | None:
+    model = _model(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+    if model is None:
+        return None
+    headers = scope["headers"]
+    try:
+        return RequestTarget(*model, headers, body_form(headers))
+    except (Invalid, UnknownEncoding):
+        return RequestTarget(*model, headers, None)
+
+
+def _model(path: str) -> tuple[str, str] | None:
+    """The model's name and version ("" for none) that an infer URL's path names, None for any other path."""
+    if not (path.endswith(SUFFIX) and path.startswith(PREFIX)):
+        return None
+    parts = path[len(PREFIX) : -len(SUFFIX)].split("/")
+    if len(parts) == 1:
+        return (parts[0], "") if parts[0] else None
+    if len(parts) == 3 and parts[0] and parts[1] == "versions" and is_version(parts[2]):
+        return parts[0], parts[2]
+    return None
+
+
+def body_form(headers: Headers) -> BodyForm:
+    """The form of both bodies, from the headers. Raises `Invalid`, `UnknownEncoding`."""
+    is_packed, encoding = is_compressed(headers), wanted(headers)
+    return BodyForm(_header_length(headers), is_packed, encoding, is_timed(headers))
+
+
+def is_timed(headers: Headers) -> bool:
+    """Whether the request has the header for its timing."""
+    return any(name == TIMING and value != b"0" for name, value in headers)
+
+
+def trace_context(headers: Headers) -> str:
+    """The trace context of a request, "" for none."""
+    return next((value.decode("latin-1") for name, value in headers if name == TRACEPARENT), "")
+
+
+def is_version(text: str) -> bool:
+    """Whether `text` is a valid version in a URL; any other text makes the path unknown."""
+    return text.isascii() and text.isdigit() and len(text) < 20
+
+
+def _header_length(headers: Headers) -> int | None:
+    value = next((value for name, value in reversed(headers) if name == HEADER_LENGTH), None)
+    if value is None:
+        return None
+    if _LENGTH.fullmatch(value):  # int() itself takes 1_0, too
+        return int(value)
+    raise Invalid(f"Unable to parse inference header size, got: {value[:40].decode('latin-1')}")

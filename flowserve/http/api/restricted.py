@@ -1,0 +1,110 @@
+"""Restricted APIs: groups of endpoints that require a header with the right value.
+
+Decides which group a path belongs to, and the response without the key. The group follows from all readings of a path,
+not from the route it matches: case, doubled and trailing slashes, percent-encoding and the method make no difference.
+runtime/protocol/restriction.py decides the format of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Final
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flowserve.errors import Forbidden
+from flowserve.http.api.json_bodies import error_response, status_of
+from flowserve.http.api.request_target import TIMING
+from flowserve.runtime.protocol.restriction import Restriction, by_group
+
+_DECODED_TIMES: Final = 3
+_TOP: Final[Mapping[str, str]] = {
+    "health": "health",
+    "repository": "model-repository",
+    "systemsharedmemory": "shared-memory",
+    "cudasharedmemory": "shared-memory",
+    "trace": "trace",
+    "logging": "logging",
+}
+_OF_A_MODEL: Final[Mapping[str, str]] = {
+    "ready": "health",
+    "infer": "inference",
+    "generate": "inference",
+    "generate_stream": "inference",
+    "config": "model-config",
+    "stats": "statistics",
+    "trace": "trace",
+}
+
+
+# The live page's data is that of the endpoints of these groups; the page itself contains none.
+_LIVE: Final = frozenset({"metadata", "model-config", "model-repository", "statistics"})
+
+
+@lru_cache(maxsize=1024)
+def groups_of(path: str) -> frozenset[str]:
+    """Every group that a path could belong to, in any spelling; none for a path without an endpoint."""
+    parts = [part for part in _decoded(path).lower().split("/") if part not in ("", ".")]
+    if not parts or parts[0] != "v2":
+        return _LIVE if parts[:1] == ["live"] else frozenset()
+    if len(parts) == 1:
+        return frozenset({"metadata"})
+    if parts[1] != "models":
+        group = _TOP.get(parts[1])
+        return frozenset({group} if group else ())
+    rest = parts[2:]
+    found = {_OF_A_MODEL[part] for part in rest[1:] if part in _OF_A_MODEL}
+    if rest == ["stats"]:
+        found.add("statistics")
+    if not found or (len(rest) == 3 and rest[1] == "versions"):
+        found.add("metadata")
+    return frozenset(found)
+
+
+def _decoded(path: str) -> str:
+    """`path` without percent-encoding, also if it was encoded several times. Routes decode once."""
+    for _ in range(_DECODED_TIMES):
+        path = unquote(path)
+    return path
+
+
+class Guard:
+    """Checks the keys of `restrictions`; each group is named in one of them."""
+
+    def __init__(self, restrictions: Sequence[Restriction]) -> None:
+        self._by_group = by_group(restrictions)
+
+    def check(self, scope: Scope) -> None:
+        """Raises `Forbidden` if the request lacks a key. The timing header also requires the key of `trace`."""
+        headers = scope["headers"]
+        groups = groups_of(scope["path"])
+        if any(name == TIMING for name, _ in headers):
+            groups |= {"trace"}
+        for group in groups:
+            restriction = self._by_group.get(group)
+            if restriction is not None and not _has_key(headers, restriction):
+                raise Forbidden(f"This API is restricted, expecting header '{restriction.name}'")
+
+
+def restricted(app: ASGIApp, restrictions: Sequence[Restriction]) -> ASGIApp:
+    """`app`, with keys required for the groups of `restrictions`."""
+    guard = Guard(restrictions)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                guard.check(scope)
+            except Forbidden as error:
+                await error_response(str(error), status_of(error))(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+def _has_key(headers: Sequence[tuple[bytes, bytes]], restriction: Restriction) -> bool:
+    name = restriction.name.encode("ascii")
+    given = next((value for key, value in headers if key == name), b"")
+    return restriction.is_opened_by(given)

@@ -1,0 +1,178 @@
+"""The HTTP server: connections are accepted, swept for deadlines, and drained.
+
+Decides which connections are accepted, which are closed, and how the server ends. Two tasks serve every
+connection: the sweeper, which compares deadlines a few times a second, and the poller (poller.py). The request/response
+cycle is decided in connection.py.
+
+Ending has three steps. From `part` on responses carry `Connection: close`, while new connections are still served:
+health probes detect that the server stops. `drain` stops accepting, closes connections without a request, and lets
+requests in flight finish; past its deadline the rest is cut. `serve` returns when the last connection is gone.
+
+Does not know Starlette or models. Called by the command line.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from starlette.types import ASGIApp
+from trio.lowlevel import wait_readable
+
+from flowserve.http.server.connection import Connection, DirectRoute, Phase, ServerContext
+from flowserve.http.server.limits import Limits
+from flowserve.http.server.listeners import close_listeners
+from flowserve.http.server.poller import Poller
+from flowserve.http.server.tls import Terminator
+from flowserve.memory.pool import Pool
+
+_OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_ACCEPT_PAUSE_S: Final = 0.1
+_SWEEP_S_MAX: Final = 0.5
+_SWEEP_S_MIN: Final = 0.01
+
+_log = logging.getLogger("flowserve.http")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatistics:
+    """A snapshot. `running` are connections whose request is being responded to."""
+
+    connections: int
+    idle: int
+    running: int
+
+
+class Server:
+    """Serves `app`, and in front of it the requests of the route `direct`, on any number of listeners. Large bodies are
+    received into buffers of `pool`. `tls`: the certificate shown to clients, None for plain HTTP.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits | None = None,
+        pool: Pool | None = None,
+        tls: ssl.SSLContext | None = None,
+        direct: DirectRoute | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self.pool = pool or Pool()
+        self._context = ServerContext(app, direct, limits, self.pool, _sweep_interval(limits))
+        self._tls = Terminator(tls, limits) if tls is not None else None
+        self._connections: dict[int, Connection] = {}  # by file descriptor
+        self._accepting = trio.CancelScope()
+        self._drain_deadline = math.inf
+        self._is_empty = trio.Event()  # set when the last connection goes, once none is accepted any more
+        self._poller = Poller(
+            self._connections,
+            direct.begin_events if direct is not None else _ignore,
+            direct.end_events if direct is not None else _ignore,
+        )
+        self._context.poller = self._poller
+
+    async def serve(
+        self, listeners: Sequence[socket.socket], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Serve until drained. Owns and closes `listeners` (from `open_listeners`). Cancelling it cuts every
+        connection."""
+        self._context.now = trio.current_time()
+        try:
+            async with trio.open_nursery() as housekeeping:
+                housekeeping.start_soon(self._sweep, name="http sweeper")
+                await housekeeping.start(self._poller.run, name="http poller")
+                # Connections' tasks live outside the accepting scope: ending that one must not end them.
+                async with trio.open_nursery() as tasks:
+                    self._context.nursery = tasks
+                    with self._accepting:
+                        async with trio.open_nursery() as accepting:
+                            for listener in listeners:
+                                accepting.start_soon(self._accept, listener, tasks, name="http listener")
+                            task_status.started()
+                    close_listeners(listeners)
+                    if self._connections:
+                        await self._is_empty.wait()
+                housekeeping.cancel_scope.cancel()
+        finally:
+            for connection in list(self._connections.values()):
+                connection.close()
+            close_listeners(listeners)
+            self._poller.close()
+
+    def part(self) -> None:
+        """From now on every connection ends with its next response; new ones are accepted until `drain`."""
+        self._context.is_ending = True
+
+    def drain(self, within_s: float = math.inf) -> None:
+        """Begin to end. Requests in flight have `within_s` seconds. Calling it again may only shorten that."""
+        self._drain_deadline = min(self._drain_deadline, trio.current_time() + within_s)
+        self._context.is_ending = self._context.is_draining = True
+        self._accepting.cancel()
+        for connection in list(self._connections.values()):
+            connection.close_if_idle()
+
+    def statistics(self) -> ServerStatistics:
+        """The current state of the connections."""
+        phases = [connection.phase for connection in self._connections.values()]
+        return ServerStatistics(len(phases), phases.count(Phase.IDLE), phases.count(Phase.RUNNING))
+
+    async def _accept(self, listener: socket.socket, tasks: trio.Nursery) -> None:
+        while True:
+            try:
+                sock, address = listener.accept()
+                plain = sock if self._tls is None else self._tls.plain(sock, tasks)
+            except BlockingIOError:
+                await wait_readable(listener)
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    # The listener stays readable: without a pause this would spin until a descriptor is free.
+                    _log.warning("cannot accept connections for the moment: %s", error.strerror)
+                    await trio.sleep(_ACCEPT_PAUSE_S)
+                elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR):
+                    raise
+            else:
+                sock.setblocking(False)
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                client = address[:2] if isinstance(address, tuple) else None
+                self._open(Connection(self._context, plain, client, self._forget))
+
+    def _open(self, connection: Connection) -> None:
+        self._connections[connection.sock.fileno()] = connection
+        try:
+            self._poller.watch(connection)
+        except OSError as error:
+            _log.warning("cannot serve a connection for the moment: %s", error.strerror)
+            connection.close()
+
+    def _forget(self, connection: Connection) -> None:
+        """A connection is about to close its socket."""
+        del self._connections[connection.sock.fileno()]
+        self._poller.forget(connection)
+        if not self._connections and self._context.is_draining:
+            self._is_empty.set()
+
+    async def _sweep(self) -> None:
+        while True:
+            await trio.sleep(self._context.sweep_s)
+            self._context.now = now = trio.current_time()
+            is_over = now >= self._drain_deadline
+            for connection in list(self._connections.values()):
+                if is_over or (now >= connection.deadline and connection.phase is not Phase.RUNNING):
+                    connection.expire()
+
+
+def _ignore() -> None:
+    """No request is started directly."""
+
+
+def _sweep_interval(limits: Limits) -> float:
+    shortest = min(limits.header_timeout_s, limits.body_timeout_s, limits.write_timeout_s, limits.idle_timeout_s)
+    return min(max(shortest / 4, _SWEEP_S_MIN), _SWEEP_S_MAX)

@@ -1,0 +1,148 @@
+"""A column: one input or one output of a whole batch.
+
+Decides how a batch's tensors are held as long as they are handled together: as the one array that all rows lie in, as
+one array for each member, or as one tensor for each member, whichever is known; the others are derived when they are
+asked for. So a batch that stays together costs no object per member. Does not know models, processes or devices.
+Callers: workers, backends, and the IPC with worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, repeat
+from typing import overload
+
+import numpy as np
+
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Array
+
+
+class Column(Sequence[Tensor | None]):
+    """The members' tensors in order; None for a member without one. `rows[m]` is the row count of member m.
+
+    Made by `whole`, `apart` or `of`. Reads like a list of tensors.
+    """
+
+    __slots__ = ("_arrays", "_block", "_is_examined", "_tensors", "rows")
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        block: Array | None = None,
+        arrays: list[Array] | None = None,
+        tensors: list[Tensor | None] | None = None,
+    ) -> None:
+        self.rows = rows
+        self._block = block
+        self._is_examined = tensors is None  # whether `_block` tells if there is one array
+        self._arrays = arrays
+        self._tensors = tensors
+
+    @classmethod
+    def whole(cls, block: Array, rows: Sequence[int]) -> Column:
+        """All rows in one array, those of member m after those of the members before it."""
+        return cls(rows, block)
+
+    @classmethod
+    def apart(cls, arrays: list[Array], rows: Sequence[int]) -> Column:
+        """An array for each member, of one dtype and one shape but for the rows."""
+        return cls(rows, None, arrays)
+
+    @classmethod
+    def of(cls, tensors: list[Tensor | None], rows: Sequence[int]) -> Column:
+        """A tensor for each member, or None."""
+        return cls(rows, None, None, tensors)
+
+    @property
+    def block(self) -> Array | None:
+        """All rows in order as one array on the host, where they lie so; nothing is copied."""
+        if not self._is_examined:
+            self._is_examined = True
+            tensors = self._tensors
+            if tensors and None not in tensors and isinstance(tensors[0].block, np.ndarray):  # type: ignore[union-attr]
+                one = tensors[0]
+                if len(tensors) == 1 and one.start == 0 and one.stop == len(one.block):  # type: ignore[union-attr]
+                    self._block = one.block  # type: ignore[union-attr]
+                else:
+                    self._block = in_one_piece(tensors)  # type: ignore[arg-type]  # none of them is None
+        return self._block
+
+    @property
+    def lacks_some(self) -> bool:
+        """Whether a member has no tensor."""
+        return self._tensors is not None and None in self._tensors
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Each member's rows as an array of its own: views. Every member has a tensor."""
+        found = self._arrays
+        if found is None:
+            block, rows = self._block, self.rows
+            if block is None:
+                found = [tensor.array for tensor in self.tensors if tensor is not None]
+            elif len(rows) == 1:
+                found = [block]
+            elif rows.count(1) == len(rows):  # divided by numpy itself, at half the cost of slices
+                found = [*block[:, None]]
+            else:
+                found = [block[stop - n : stop] for n, stop in zip(rows, accumulate(rows), strict=True)]
+            self._arrays = found
+        return found
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """The members' tensors."""
+        found = self._tensors
+        if found is None:
+            if self._block is not None:
+                rows = self.rows
+                found = [Tensor(self._block, 0, rows[0])] if len(rows) == 1 else [*scatter(self._block, rows)]
+            else:
+                found = [Tensor(array, 0, n) for array, n in zip(self._arrays or (), self.rows, strict=True)]
+            self._tensors = found
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all members' tensors."""
+        block = self.block
+        return sum([tensor.nbytes for tensor in self.tensors if tensor is not None]) if block is None else block.nbytes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter(self.tensors)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor | None]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor | None] | None:
+        return self.tensors[index]
+
+    def __repr__(self) -> str:
+        return f"Column({len(self.rows)} members)"
+
+
+def in_one_piece(tensors: Sequence[Tensor]) -> Array | None:
+    """The tensors' rows in order as one array, without a copy; None if they are not contiguous."""
+    if type(tensors) is Column:
+        return tensors.block
+    first = tensors[0]
+    block = first.block
+    stop = first.start
+    for tensor in tensors:
+        if tensor.block is not block or tensor.start != stop:
+            return None
+        stop = tensor.stop
+    return block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]
+
+
+def scatter(array: Array, rows: Sequence[int]) -> list[Tensor]:
+    """The members' tensors of a batch's `array`: `rows[m]` rows each, in order. The array is not sliced yet."""
+    if len(rows) == 1:
+        return [Tensor(array, 0, rows[0])]
+    stops = list(accumulate(rows))
+    return list(map(Tensor, repeat(array), [0, *stops], stops))

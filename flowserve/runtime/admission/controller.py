@@ -1,0 +1,326 @@
+"""Admission control for one deployment: response cache, concurrency limit, deadline.
+
+Decides which requests enter a deployment's graph. A request whose response is cached does not enter. A request equal
+to one in flight waits for that response. Other requests enter within the limits; beyond them they wait or are
+refused. All requests end at their deadline. Most deployments have neither limits nor a cache, and then no controller. A
+call from another model never waits here, since it might wait for its own caller: it counts, and enters at once.
+
+Does not know batches or workers. Waiting requests are held by the scheduler like all others in flight, so that
+cancellation, shutdown and deadlines need no second implementation. Called by the engine.
+
+Invariants: (1) `inside` and `nbytes` are the number and bytes of the requests that entered and are not over, calls of
+models included; (2) no request waits while the limits allow the first waiting one; (3) if the order of responses is
+kept, the first request in that order has no response yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from flowserve.config.parameters import AdmissionOptions
+from flowserve.errors import FlowserveError, TooLarge, Unavailable
+from flowserve.graph.types import ModelKey
+from flowserve.observe.statistics import REJECTED, Statistics
+from flowserve.runtime.admission.response_cache import (
+    CachedResponse,
+    ResponseCache,
+    array_bytes,
+    cache_key,
+    cached_copy,
+)
+from flowserve.scheduling.call_graph import Called
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.scheduler import Scheduler
+
+log = logging.getLogger("flowserve.runtime")
+
+_loads = count(1)
+
+
+class _Leader:
+    """The state of a request in flight whose response other requests wait for."""
+
+    __slots__ = ("followers", "key", "lookup_ns")
+
+    def __init__(self, key: bytes, lookup_ns: int) -> None:
+        self.key = key
+        self.lookup_ns = lookup_ns
+        self.followers: list[Flow] = []
+
+
+class AdmissionController:
+    """Admission control of one loaded deployment. `output_slot`: the slots of its outputs in a flow, by name.
+
+    `keeps_order`: responses leave in the order of their requests. Then a cached response waits for earlier ones, and
+    no request waits for the response of an equal one, since it would run out of order if that one failed. The scheduler
+    keeps the order of requests that run.
+    """
+
+    def __init__(
+        self,
+        options: AdmissionOptions,
+        cache: ResponseCache | None,
+        key: ModelKey,
+        output_slot: dict[str, int],
+        statistics: Statistics,
+        scheduler: Scheduler,
+        clock: Callable[[], int],
+        *,
+        keeps_order: bool = False,
+    ) -> None:
+        self._options = options
+        self._cache = cache
+        self._served = (key.name, key.version, next(_loads))  # a reloaded model may give other responses
+        self._output_slot = output_slot
+        self._statistics = statistics
+        self._scheduler = scheduler
+        self._clock = clock
+        self.inside = 0
+        self.nbytes = 0
+        self._sizes: dict[Flow, int] = {}  # of the requests inside
+        self._waiting: deque[tuple[Flow, int]] = deque()
+        self._leaders: dict[bytes, Flow] = {}
+        self._leading: dict[Flow, _Leader] = {}
+        self._following: set[Flow] = set()
+        self._keeps_order = keeps_order and cache is not None
+        self._arrived: deque[Flow] = deque()  # if the order is kept: the unanswered requests in order of arrival
+        self._known: dict[Flow, CachedResponse] = {}  # the cached responses of those among them that need not run
+        self._is_answering = False
+
+    def enter(self, flow: Flow) -> None:
+        """Admit a valid request; a cached response completes it at once. Raises Unavailable if the limits are reached
+        and requests may not wait, TooLarge for a request that could never enter.
+        """
+        if self._keeps_order:
+            self._arrived.append(flow)
+        try:
+            if self._cache is None or not self._find(self._cache, flow, may_follow=not self._keeps_order):
+                self._admit(flow)
+        except FlowserveError:
+            if self._keeps_order:
+                self._arrived.remove(flow)
+            self._statistics.failed(1, 0, REJECTED)
+            self._stop_leading(flow, passing_on=True)
+            raise
+        finally:
+            self._answer_known()
+
+    def would_wait(self, flow: Flow) -> bool:
+        """Whether the request would have to wait for the limits if it entered now."""
+        return bool(self._waiting) or not self._has_room(self._request_bytes(flow))
+
+    def call(self, flow: Called, take: Callable[[Called], None]) -> None:
+        """As `enter`, for a call from a model: a cached response completes it, else it enters by `take`. It is not part
+        of the order of responses, since an earlier request may be its caller.
+        """
+        if self._cache is not None and self._find(self._cache, flow, may_follow=False):
+            return
+        try:
+            size = self._checked_bytes(flow)
+            take(flow)
+        except FlowserveError:
+            self._stop_leading(flow, passing_on=True)
+            raise
+        self._count(flow, size)
+        self._limit_time(flow)
+
+    def leave(self, flow: Flow, *, is_answered: bool = True) -> bool:
+        """A request is over; not `is_answered`: its caller left. Returns whether it is counted already."""
+        is_counted = False
+        self._make_room(flow)
+        if flow in self._following:
+            self._following.discard(flow)
+            is_counted = flow.error is None
+        else:
+            leader = self._leading.get(flow)
+            if leader is not None and is_answered and flow.error is None:
+                self._answer_followers(flow, leader)
+            elif leader is not None:
+                self._stop_leading(flow, passing_on=True)
+        self._known.pop(flow, None)
+        self._answer_known()
+        return is_counted
+
+    # ------------------------------------------------------------------ room
+
+    def _admit(self, flow: Flow) -> None:
+        size = self._checked_bytes(flow)
+        if not self._waiting and self._has_room(size):
+            self._count(flow, size)
+            self._scheduler.submit(flow)
+        elif self._options.waits:
+            self._waiting.append((flow, size))
+            self._scheduler.hold(flow)
+        else:
+            raise Unavailable(self._full(size))
+        self._limit_time(flow)
+
+    def _limit_time(self, flow: Flow) -> None:
+        """Set the deadline of the request: the graph's, or the request's own timeout if that is earlier."""
+        if self._options.deadline_ms:
+            allowed_ns = self._options.deadline_ms * 1_000_000
+            if flow.timeout_ns:
+                allowed_ns = min(allowed_ns, flow.timeout_ns)
+            self._scheduler.due_by(flow, flow.arrived_ns + allowed_ns)
+
+    def _checked_bytes(self, flow: Flow) -> int:
+        size, most = self._request_bytes(flow), self._options.max_request_bytes
+        if size > most > 0:
+            limit = f"max_request_bytes of '{self._served[0]}' is {most}"
+            raise TooLarge(f"a request of {size} bytes can never be let in: {limit}")
+        return size
+
+    def _request_bytes(self, flow: Flow) -> int:
+        """The bytes of its inputs, 0 if they are not limited."""
+        if not self._options.max_request_bytes:
+            return 0
+        return sum([array_bytes(array) for array in flow.request.inputs.values()])
+
+    def _has_room(self, size: int) -> bool:
+        options = self._options
+        if options.max_requests and self.inside >= options.max_requests:
+            return False
+        return not options.max_request_bytes or self.nbytes + size <= options.max_request_bytes
+
+    def _full(self, size: int) -> str:
+        options = self._options
+        what = f"{self.inside} requests are under way (max_requests {options.max_requests})"
+        if options.max_request_bytes and self.nbytes + size > options.max_request_bytes:
+            what = f"{self.nbytes} bytes of requests are under way (max_request_bytes {options.max_request_bytes})"
+        return f"'{self._served[0]}' is full: {what}; ask again later"
+
+    def _count(self, flow: Flow, size: int) -> None:
+        self._sizes[flow] = size
+        self.inside += 1
+        self.nbytes += size
+
+    def _make_room(self, flow: Flow) -> None:
+        size = self._sizes.pop(flow, None)
+        if size is not None:
+            self.inside -= 1
+            self.nbytes -= size
+        elif self._waiting:
+            self._waiting = deque(entry for entry in self._waiting if entry[0] is not flow)
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0][1]):
+            flow, size = self._waiting.popleft()
+            self._count(flow, size)
+            self._scheduler.release(flow)
+
+    # ------------------------------------------------------------------ the response cache
+
+    def _find(self, cache: ResponseCache, flow: Flow, *, may_follow: bool) -> bool:
+        """Whether the request need not run: its response is cached, or it `may_follow` an equal request in flight."""
+        began_ns = self._clock()
+        key = cache_key(self._served, flow.request, flow.wanted)
+        response = cache.get(key)
+        if response is not None:
+            self._hit(flow, response, began_ns)
+            return True
+        leader = self._leaders.get(key)
+        if leader is not None and not may_follow:
+            self._statistics.missed(self._clock() - began_ns)
+            return False
+        if leader is not None:
+            self._leading[leader].followers.append(flow)
+            self._following.add(flow)
+            self._scheduler.hold(flow)
+            self._limit_time(flow)
+            return True
+        self._leaders[key] = flow
+        self._leading[flow] = _Leader(key, self._clock() - began_ns)
+        return False
+
+    def _hit(self, flow: Flow, response: CachedResponse, began_ns: int) -> None:
+        """Complete a request with a cached response."""
+        if len(self._arrived) > 1 and self._arrived[-1] is flow:  # earlier requests are not answered yet
+            self._following.add(flow)
+            self._known[flow] = response
+            self._scheduler.hold(flow)
+            self._limit_time(flow)
+            return
+        self._fill(flow, response)
+        flow.done = True
+        now_ns = self._clock()
+        self._statistics.hit(now_ns - flow.arrived_ns, now_ns - began_ns)
+
+    def _share(self, follower: Flow, response: CachedResponse) -> None:
+        """Complete a held request with this response."""
+        self._fill(follower, response)
+        total_ns = self._clock() - follower.arrived_ns
+        self._statistics.hit(total_ns, total_ns)
+        self._scheduler.answer(follower)
+
+    def _fill(self, flow: Flow, response: CachedResponse) -> None:
+        tensors: list[Any] = [None] * len(flow.tensors)
+        for name, tensor in response.tensors.items():
+            tensors[self._output_slot[name]] = tensor
+        flow.tensors = tensors
+        flow.parameters = response.parameters
+
+    def _answer_followers(self, flow: Flow, leader: _Leader) -> None:
+        """Cache a response, and complete the requests that wait for it."""
+        cache = self._cache
+        assert cache is not None
+        began_ns = self._clock()
+        slots = {name: self._output_slot[name] for name in flow.wanted}
+        made = {name: flow.tensors[slot] for name, slot in slots.items() if flow.tensors[slot] is not None}
+        try:
+            response, nbytes = cached_copy(made, flow.parameters)
+            cache.put(leader.key, response, nbytes)
+        except Exception:  # no memory for a copy: nothing is cached, and another request leads
+            log.exception("a response of '%s' cannot be cached", flow.plan.graph.name)
+            self._stop_leading(flow, passing_on=True)
+            return
+        self._statistics.missed(leader.lookup_ns + self._clock() - began_ns)
+        self._stop_leading(flow, passing_on=False)
+        for follower in leader.followers:
+            if not follower.done:
+                self._share(follower, response)
+
+    def _stop_leading(self, flow: Flow, *, passing_on: bool) -> None:
+        """Remove a leader. An error is neither cached nor shared: each follower then runs by itself. If only the
+        leader's caller left, the next follower leads.
+        """
+        leader = self._leading.pop(flow, None)
+        if leader is None:
+            return
+        self._leaders.pop(leader.key, None)
+        if passing_on:
+            followers = [follower for follower in leader.followers if not follower.done]
+            is_failure = flow.error is not None
+            for follower in followers:
+                self._following.discard(follower)
+                self._run_follower(follower, leader.key, may_lead=not is_failure)
+
+    def _run_follower(self, follower: Flow, key: bytes, *, may_lead: bool) -> None:
+        if may_lead:
+            first = self._leaders.get(key)
+            if first is not None:
+                self._leading[first].followers.append(follower)
+                self._following.add(follower)
+                return
+            self._leaders[key] = follower
+            self._leading[follower] = _Leader(key, 0)
+        # It was admitted already, so it waits and is not refused.
+        self._waiting.append((follower, self._request_bytes(follower)))
+        self._admit_waiting()
+
+    def _answer_known(self) -> None:
+        """Complete the first requests in order whose responses are known. Not reentrant: each `leave` calls it."""
+        if self._is_answering or not self._arrived:
+            return
+        self._is_answering = True
+        try:
+            while self._arrived and (self._arrived[0].done or self._arrived[0] in self._known):
+                flow = self._arrived.popleft()
+                if not flow.done:
+                    self._share(flow, self._known.pop(flow))
+        finally:
+            self._is_answering = False

@@ -1,0 +1,7 @@
+"""The engine embedded in a program: under trio (`embedded`) and for blocking code (`blocking`).
+
+Decides how arrays become a request, how responses become arrays, and on which thread the engine runs. Does not know
+graphs in Python (`authoring/`), nor how requests run.
+
+Callers: `authoring` (`flowserve.Engine`), `cli` and `testing`. Read `embedded` first.
+"""

@@ -1,0 +1,262 @@
+"""The engine embedded in a program under trio: names and arrays in, arrays out.
+
+Decides the ownership of arrays between program and models (inputs are lent for the time of a request and never written
+to; outputs own their memory), and that opening loads all models or fails with every reason. The caller decides where
+models come from; engine.py decides how requests run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+import numpy as np
+import trio
+
+from flowserve.backends.base import NO_FILES
+from flowserve.errors import FlowserveError, Invalid, Unsupported
+from flowserve.repository.override import Override
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.engine.responses import ResponseIterator
+from flowserve.runtime.loading.control import ALL, Control, ControlOptions, open_control
+from flowserve.runtime.loading.registry import LoadEvent
+from flowserve.values import Array, Parameter, Request
+
+log = logging.getLogger("flowserve.runtime")
+
+Found = Callable[
+    [], tuple[Sequence[Path], object]
+]  # the repositories, and an object that keeps them on disk; may block
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of a request. `outputs`: the requested names, by default all. `timeout_us`: the maximum time in a
+    queue, if the model's queue policy allows a timeout per request.
+    """
+
+    outputs: tuple[str, ...] | None
+    id: str
+    priority: int
+    timeout_us: int
+    sequence_id: int | str
+    sequence_start: bool
+    sequence_end: bool
+    parameters: Mapping[str, Parameter]
+
+
+class AsyncEngine:
+    """The result of `async with flowserve.Engine(...)`. Its methods are called on the trio loop that opened it."""
+
+    def __init__(self, engine: Engine, control: Control) -> None:
+        self._engine = engine
+        self._control = control
+
+    async def infer(
+        self, name: str, inputs: Mapping[str, Array], *, version: int = 0, **options: Unpack[RequestOptions]
+    ) -> dict[str, Array]:
+        """Run one request; its outputs by name. Arrays have the batch dimension in front where the deployment batches.
+
+        The inputs are lent: the caller must not change them before the response has arrived, and the engine never does.
+        BYTES are arrays of `bytes` or `str`. The outputs belong to the caller, also after the engine is closed; they
+        are read-only if another request may read the same memory.
+
+        `version` 0: the latest. Raises NotFound, Unavailable or Invalid for a request that cannot run, ModelFailed if a
+        step fails. Cancelling the caller withdraws the request.
+        """
+        engine = self._engine
+        deployment = engine.deployments.find(name, str(version) if version else "")
+        given = _lend_all(inputs)
+        response = await engine.infer(deployment, _request(engine, given, options))
+        return keep(response.outputs, given)
+
+    def stream(
+        self, name: str, inputs: Mapping[str, Array], *, version: int = 0, **options: Unpack[RequestOptions]
+    ) -> Stream:
+        """Begin a request with any number of responses, each like the result of `infer`:
+
+            async with engine.stream("count", {"TO": to}) as answers:
+                async for answer in answers:
+                    print(answer["NUMBER"])
+
+        Leaving the block withdraws the request. A model that sends faster than responses are taken is paused.
+        """
+        engine = self._engine
+        deployment = engine.deployments.find(name, str(version) if version else "")
+        given = _lend_all(inputs)
+        return Stream(engine.stream(deployment, _request(engine, given, options)), given)
+
+    async def load(
+        self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES
+    ) -> None:
+        """Load a deployment of the repository, or reload it if its files changed. The previous deployment serves until
+        then, and stays if the load fails. Raises Invalid.
+
+        `config`, JSON text or its value, replaces its configuration until it is loaded without one. `files`, with a
+        `config`, replace its files: contents by path in its folder ("1/model.onnx").
+        """
+        text = config if isinstance(config, str) else json.dumps(config)
+        await self._control.load(name, Override(text, files) if text or files else None)
+
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
+        """Unload a name; returns when the last request that ran on it has finished. `dependents`: its steps too, except
+        those loaded by name or used by another ensemble.
+        """
+        await self._control.unload(name, dependents=dependents)
+
+    async def index(self) -> list[dict[str, str]]:
+        """Rows of the repository index: the models and their states."""
+        return await self._control.index()
+
+    def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
+        """Rows of the statistics extension: of one name, one version, or of all deployments. Raises Invalid."""
+        return self._engine.deployments.statistics(name, str(version) if version else "")
+
+
+class Stream:
+    """The responses to one request: an async iterator, and a context manager that withdraws the request at its end."""
+
+    def __init__(self, answers: ResponseIterator, given: Mapping[str, Array]) -> None:
+        self._answers = answers
+        self._given = given
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Withdraw the request. No effect on a finished one."""
+        self._answers.leave()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> dict[str, Array]:
+        """Raises StopAsyncIteration after the last response; the error of a failed request after its responses."""
+        return keep((await anext(self._answers)).outputs, self._given)
+
+
+class Embedding:
+    """Opens an engine, loads models, and closes it: the async context manager behind `flowserve.Engine`."""
+
+    def __init__(
+        self, found: Found, options: EngineOptions, load: tuple[str, ...] | None, exit_timeout_s: float
+    ) -> None:
+        """`load`: the names of deployments, None for all."""
+        self._found = found
+        self._options = options
+        self._control = ControlOptions("explicit", (ALL,) if load is None else load)
+        self._exit_timeout_s = exit_timeout_s
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> AsyncEngine:
+        if not trio.lowlevel.in_trio_task():
+            raise Unsupported(
+                "`async with flowserve.Engine(...)` is for trio; under asyncio open it by `with`, and ask on a thread:"
+                " await asyncio.to_thread(engine.infer, ...)"
+            )
+        repositories, kept = await trio.to_thread.run_sync(self._found)
+        self._stack.callback(_hold, kept)
+        try:
+            opened = open_engine(self._options, exit_timeout_s=self._exit_timeout_s, on_close=_log_hanging)
+            engine = await self._stack.enter_async_context(opened)
+            control = await self._stack.enter_async_context(open_control(engine, repositories, self._control))
+            failures = await control.start(_ignore)
+            if failures:
+                raise _load_failure(failures, len(engine.deployments.entries))
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return AsyncEngine(engine, control)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The block's exception is not passed to the nurseries inside, which would wrap it in nested groups.
+        await self._stack.aclose()
+
+
+def _request(engine: Engine, given: dict[str, Array], options: RequestOptions) -> Request:
+    request = Request(given, stamp=engine.next_stamp(), **options)
+    if options:
+        _check_numbers(request)
+    return request
+
+
+def _check_numbers(request: Request) -> None:
+    """Refuse values that a queue cannot look up or compare, which would end the engine. Raises Invalid."""
+    if isinstance(request.sequence_id, np.integer):  # messages to processes hold Python's integers only
+        request.sequence_id = int(request.sequence_id)
+    if not isinstance(request.sequence_id, Hashable):
+        raise Invalid(f"sequence_id {request.sequence_id!r} is neither a text nor a whole number")
+    for name, number in (("priority", request.priority), ("timeout_us", request.timeout_us)):
+        if not isinstance(number, Integral):
+            raise Invalid(f"{name} {number!r} is no whole number")
+
+
+def _lend_all(inputs: Mapping[str, Array]) -> dict[str, Array]:
+    if not isinstance(inputs, Mapping):
+        raise Invalid(f"inputs are arrays by name, {{'INPUT': array}}, and not {type(inputs).__name__}")
+    return {port: lend(port, array) for port, array in inputs.items()}
+
+
+def lend(name: str, array: Array) -> Array:
+    """A caller's array in the form for models: read-only, in C order, BYTES as `bytes`. Copied only if necessary.
+    Raises Invalid.
+    """
+    if not isinstance(array, np.ndarray):
+        raise Invalid(f"input '{name}' is a {type(array).__name__}; give a numpy array")
+    if array.dtype.kind in "OUS":
+        return _as_bytes(name, array)
+    # A view: the flags of the caller's array must not change.
+    view = array.view(np.ndarray) if array.flags.c_contiguous else np.ascontiguousarray(array)
+    view.setflags(write=False)
+    return view
+
+
+def keep(outputs: dict[str, Array], given: Mapping[str, Array]) -> dict[str, Array]:
+    """Copy the outputs that share memory with the inputs, which the caller may change from now on."""
+    for name, array in outputs.items():
+        # A view of an input is read-only like the input.
+        if not array.flags.writeable and any(np.may_share_memory(array, one) for one in given.values()):
+            outputs[name] = array.copy()
+    return outputs
+
+
+def _as_bytes(name: str, array: Array) -> Array:
+    elements = [one.encode() if isinstance(one, str) else one for one in array.ravel().tolist()]
+    strange = next((one for one in elements if not isinstance(one, bytes)), None)
+    if strange is not None:
+        raise Invalid(f"input '{name}' has a {type(strange).__name__} in it; BYTES are arrays of bytes or str")
+    made = np.empty(array.shape, np.object_)
+    made.ravel()[:] = elements
+    return made
+
+
+def _load_failure(failures: Mapping[str, str], total: int) -> FlowserveError:
+    reasons = "\n".join(f"{name}: {reason}" for name, reason in failures.items())
+    return Invalid(f"{len(failures)} of {total} models failed to load:\n{reasons}")
+
+
+def _log_hanging(hung: Sequence[str]) -> None:
+    if hung:
+        log.warning("not closed within the exit timeout: %s", ", ".join(hung))
+
+
+def _ignore(event: LoadEvent) -> None:
+    """Failures are reported together, after all loads."""
+
+
+def _hold(kept: object) -> None:
+    """Called when the engine is closed: until then the folder it was loaded from exists."""

@@ -1,0 +1,296 @@
+"""What the statistics record of a batch that ran and of a request that is over.
+
+Decides which durations and failures belong to which model. A batch is recorded in its model's statistics and in the
+traffic of the nodes its tickets belong to; a finished request of an ensemble in the ensemble's, with the sums over its
+steps. This runs for every batch on the event loop, so facts about the batch as a whole are not computed per ticket.
+Called by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from flowserve.backends.base import Results
+from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
+from flowserve.memory.tensor import Tensor
+from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
+from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
+from flowserve.runtime.clock import wall_clock_ms
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.flow import TOOK_NOTHING, Flow, Ticket, longer
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.streaming.iterations import StreamFlow
+
+# Why a queue gave a ticket up: no room or no time, the instance that had its sequence died, a request before it in its
+# sequence left. Anything else: the request did not fit, such as one that begins no sequence.
+_REASONS: Final = ((InstanceDied, BACKEND), (Unavailable, REJECTED), (Cancelled, CANCELED))
+
+
+def record_batch(
+    statistics: Statistics,
+    batch: Batch,
+    outcome: Results | FlowserveError,
+    now_ns: int,
+    input_bytes: Sequence[int] | None = None,
+) -> None:
+    """Record one batch that ran, and its durations in the flows of ensembles. `input_bytes`: of each input, where the
+    tensors are not in the flows.
+    """
+    tickets = batch.tickets
+    present = who_stayed(statistics, tickets) if statistics.left else tickets
+    if not isinstance(outcome, Results):
+        statistics.failed(len(present), _waited(present, now_ns), BACKEND)
+        statistics.note_error(str(outcome), wall_clock_ms())
+        return
+    started_ns = batch.started_ns
+    input_ns = outcome.gathered_ns - started_ns
+    infer_ns = outcome.computed_ns - outcome.gathered_ns
+    output_ns = now_ns - outcome.computed_ns
+    count = len(tickets)
+    first = tickets[0]
+    queued_ns = first.queued_ns
+    if (
+        outcome.errors
+        or present is not tickets
+        or (count > 1 and [ticket.queued_ns for ticket in tickets].count(queued_ns) != count)
+    ):
+        _record_each(statistics, batch, present, outcome, now_ns)
+    else:  # they became ready in one moment, as most batches do
+        statistics.ran(
+            batch.rows or 1,
+            count,
+            now_ns - queued_ns,
+            started_ns - queued_ns,
+            input_ns,
+            infer_ns,
+            output_ns,
+            now_ns,
+        )
+    members: Sequence[Ticket] = tickets
+    if count == 1 or [ticket.node for ticket in tickets].count(first.node) == count:
+        flow = first.flow
+        node: NodeTraffic = flow.owner.traffic[first.node.index]
+        node.ran(batch.rows, outcome.placed)
+        if input_bytes is not None or (node.is_fixed and not any(outcome.copied)):
+            node.took_in(batch.rows, input_bytes, outcome.copied)
+        else:
+            _carry(node, tickets, batch.rows, outcome.copied, outcome.taken, is_mixed=False)
+        if not flow.plan.graph.is_ensemble:
+            return
+    else:
+        _share_out(batch, outcome)
+        members = [ticket for ticket in tickets if ticket.flow.plan.graph.is_ensemble]
+    before = after = None
+    for ticket in members:
+        flow = ticket.flow
+        if flow.took is not before or ticket.queued_ns != queued_ns or after is None:
+            before, queued_ns = flow.took, ticket.queued_ns
+            after = longer(before, started_ns - queued_ns, input_ns, infer_ns, output_ns)
+        flow.took = after
+
+
+def record_stages(batch: Batch, made: Sequence[Results], error: FlowserveError | None, now_ns: int) -> int:
+    """Record what the stages of a batch's route made, one after the other. Returns when the last of them was over."""
+    route = batch.route
+    assert route is not None
+    since_ns = batch.started_ns
+    last = len(made) - 1
+    for i, results in enumerate(made):
+        is_over_ns = now_ns if i == last and error is None else results.computed_ns
+        statistics: Statistics = route.queues[i].observer
+        if not i:
+            record_batch(statistics, batch, results, is_over_ns)
+        else:
+            sizes = []
+            for of, j in route.reads[i - 1]:
+                source = made[of]
+                sizes.append(source.placed[j] if source.placed and not source.outputs else _output_bytes(source, j))
+            if statistics.left or results.errors:
+                stage = batch.stage(i)
+                stage.begin_at(since_ns)
+                record_batch(statistics, stage, results, is_over_ns, sizes)
+            else:
+                _record_stage(statistics, batch, route.nodes[i].index, results, since_ns, is_over_ns, sizes)
+        since_ns = results.computed_ns
+    return since_ns
+
+
+def _record_stage(
+    statistics: Statistics,
+    batch: Batch,
+    node: int,
+    results: Results,
+    since_ns: int,
+    now_ns: int,
+    sizes: Sequence[int],
+) -> None:
+    """As `record_batch`, for a later stage of a route without failures: it is queued and started at `since_ns`."""
+    tickets = batch.tickets
+    rows, count = batch.rows, len(tickets)
+    input_ns, infer_ns = results.gathered_ns - since_ns, results.computed_ns - results.gathered_ns
+    output_ns = now_ns - results.computed_ns
+    statistics.ran(rows or 1, count, now_ns - since_ns, 0, input_ns, infer_ns, output_ns, now_ns)
+    traffic: NodeTraffic = tickets[0].flow.owner.traffic[node]
+    traffic.ran(rows, results.placed)
+    traffic.took_in(rows, sizes, results.copied)
+    before = after = None
+    for ticket in tickets:
+        flow = ticket.flow
+        if flow.took is not before or after is None:
+            before = flow.took
+            after = longer(before, 0, input_ns, infer_ns, output_ns)
+        flow.took = after
+
+
+def _output_bytes(results: Results, j: int) -> int:
+    if results.outputs:
+        return sum([tensor.nbytes for tensor in results.outputs[j] if tensor is not None])
+    return results.placed[j] if results.placed else 0
+
+
+def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
+    """Record requests of ensembles that are over. What requests that stayed together have in common is recorded
+    once.
+    """
+    owner: Any = None
+    took = TOOK_NOTHING
+    rows = 0
+    totals: list[int] = []
+    for flow in flows:
+        total_ns = now_ns - flow.arrived_ns
+        statistics: Statistics = flow.owner.statistics
+        if isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # its first are its last
+            statistics.first_answered(total_ns)
+        if flow.error is not None:
+            statistics.failed(1, total_ns, OTHER)  # the model whose step it was has counted the reason
+            continue
+        here = _rows_of(flow)
+        if flow.owner is not owner or flow.took is not took or here != rows:
+            _record_totals(owner, rows, totals, took, now_ns)
+            owner, took, rows, totals = flow.owner, flow.took, here, []
+        totals.append(total_ns)
+    _record_totals(owner, rows, totals, took, now_ns)
+
+
+def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[int], now_ns: int) -> None:
+    if len(totals) == 1:
+        owner.statistics.ran(rows, 1, totals[0], *took, now_ns)
+    elif totals:
+        owner.statistics.ran_apart(rows, totals, *took, now_ns)
+
+
+def record_late(flow: Flow, *, is_running: bool, scheduler: Scheduler, now_ns: int) -> None:
+    """Record a request of a plain model whose deadline passed; its batch leaves it out if it `is_running`."""
+    statistics: Statistics = flow.owner.statistics
+    if not (is_running and leave_batch(flow, statistics, scheduler)):
+        statistics.failed(1, now_ns - flow.arrived_ns, REJECTED)
+
+
+def _rows_of(flow: Flow) -> int:
+    """How many inferences a request counts for."""
+    return len(next(iter(flow.request.inputs.values()), ())) or 1 if flow.plan.graph.max_batch_size else 1
+
+
+def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError, now_ns: int) -> None:
+    """Record one request that its model's queue did not take or keep."""
+    reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), OTHER)
+    statistics.failed(1, now_ns - ticket.queued_ns, reason)
+
+
+def leave_batch(flow: Flow, statistics: Statistics, scheduler: Scheduler) -> bool:
+    """The caller of a request to a model, with these statistics, left after the request had left its queue. Returns
+    whether it is counted already; where it runs, its batch leaves it out.
+    """
+    queue = flow.queues[0]
+    if queue.order is not None and queue.order.holds(flow):
+        return True
+    if not scheduler.is_retried(flow):
+        statistics.left.add(flow)
+    return False
+
+
+def who_stayed(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+    """The tickets of a batch that is over whose callers are still there. The others are counted already."""
+    left = statistics.left
+    gone = left.intersection([ticket.flow for ticket in tickets])
+    left -= gone
+    return [ticket for ticket in tickets if ticket.flow not in gone] if gone else tickets
+
+
+def _record_each(
+    statistics: Statistics, batch: Batch, present: Sequence[Ticket], outcome: Results, now_ns: int
+) -> None:
+    """Record a batch whose members failed in part, or left, or waited for different times."""
+    durations = (
+        outcome.gathered_ns - batch.started_ns,
+        outcome.computed_ns - outcome.gathered_ns,
+        now_ns - outcome.computed_ns,
+    )
+    statistics.executed(batch.rows or 1, *durations, now_ns)
+    if outcome.errors:
+        tickets = batch.tickets
+        failed = [tickets[m] for m in outcome.errors if tickets[m] in present]
+        statistics.failed(len(failed), _waited(failed, now_ns), BACKEND)
+        statistics.note_error(str(next(iter(outcome.errors.values()))), wall_clock_ms())
+        present = [ticket for m, ticket in enumerate(tickets) if m not in outcome.errors and ticket in present]
+    if present:
+        statistics.succeeded([ticket.queued_ns for ticket in present], batch.started_ns, *durations)
+
+
+def _waited(tickets: Sequence[Ticket], now_ns: int) -> int:
+    """The sum of the times since they were queued."""
+    return sum([now_ns - ticket.queued_ns for ticket in tickets])
+
+
+def _share_out(batch: Batch, results: Results) -> None:
+    """Record a batch of several nodes, or of several graphs, in the traffic of each by its rows."""
+    groups: dict[tuple[int, int], list[Ticket]] = {}
+    for ticket in batch.tickets:
+        groups.setdefault((id(ticket.flow.owner), ticket.node.index), []).append(ticket)
+    for tickets in groups.values():
+        rows = sum([ticket.rows for ticket in tickets])
+        node: NodeTraffic = tickets[0].flow.owner.traffic[tickets[0].node.index]
+        node.ran(batch.rows, share(results.placed, rows, batch.rows))
+        _carry(node, tickets, rows, share(results.copied, rows, batch.rows), (), is_mixed=True)
+
+
+def _carry(
+    node: NodeTraffic,
+    tickets: Sequence[Ticket],
+    rows: int,
+    copied: Sequence[int],
+    taken: Sequence[int],
+    *,
+    is_mixed: bool,
+) -> None:
+    """Record the bytes that these `tickets`, with so many rows, took over each edge into their node. `taken` are those
+    of each input, () where only the tensors tell.
+    """
+    for edge in node.edges:
+        nbytes = rows * edge.row_bytes
+        if not nbytes:
+            nbytes = taken[edge.input] if taken else sum([tensor.nbytes for tensor in _tensors(tickets, edge.input)])
+        more = copied[edge.input] if copied else 0
+        may_be_one = more > 0 and not is_mixed and edge.producer != REQUEST
+        edge.carried(nbytes, more, out_of_one=may_be_one and _came_out_of_one_batch(edge, tickets))
+
+
+def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool:
+    """Members of a batch that is back are queued again in one moment. Where they waited for another producer too, only
+    that their rows are in one block can tell.
+    """
+    if any(ticket.queued_ns != tickets[0].queued_ns for ticket in tickets):
+        return False
+    if not edge.is_joined:
+        return True
+    return len({id(tensor.block) for tensor in _tensors(tickets, edge.input)}) == 1
+
+
+def _tensors(tickets: Sequence[Ticket], i: int) -> list[Tensor]:
+    """The model's i-th input of these tickets. A request whose caller left has no tensors any more."""
+    return [
+        tensor
+        for ticket in tickets
+        if not ticket.flow.done and (tensor := ticket.flow.tensors[ticket.node.inputs[i]]) is not None
+    ]

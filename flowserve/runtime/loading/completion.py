@@ -1,0 +1,130 @@
+"""Completes a configuration from the model's own files, by its backend: connects `repository/` and `backends/`.
+
+Decides that a model that will run in a process of its own is also completed in one, so that failing model code cannot
+end the server. `repository/` and `backends/` do not import each other: the reader of a repository is passed one of
+these functions.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from flowserve.backends import registry
+from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus, Verifies
+from flowserve.backends.worker import task
+from flowserve.config.suggest import did_you_mean
+from flowserve.config.types import Completion, ModelConfig
+from flowserve.errors import FlowserveError, Problem, Problems, Unsupported
+from flowserve.repository.environment import environment_of
+from flowserve.repository.layout import ModelFolder
+from flowserve.repository.read import refusals
+from flowserve.runtime.processes.children import Child, SpawnChild
+from flowserve.runtime.processes.environments import Environment
+from flowserve.runtime.processes.task_results import task_result
+from flowserve.runtime.workers.factory import PROCESS, execution_of
+from flowserve.runtime.workers.process_pool import ProcessPool
+
+NO_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {}
+DEFAULT_BATCH: Final = "default-max-batch-size"
+UNKNOWN_BACKEND: Final = "M91"
+
+
+def complete(config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
+    """Blocks while files are read. Raises Invalid or Unsupported if the backend cannot read them."""
+    backend = _backend_of(config)
+    return _with_counts(backend, backend.complete(config, _files(folder, version)))
+
+
+class Completer:
+    """`complete` for a server: runs the code of process models in a process."""
+
+    def __init__(
+        self,
+        python_execution: str,
+        processes: ProcessPool | None,
+        settings: Mapping[str, Mapping[str, str]] = NO_SETTINGS,
+        keep: Callable[[str, Environment], object] = lambda name, environment: None,
+    ) -> None:
+        """`keep` receives the environment in which a model was completed; otherwise the environment is released."""
+        self._python_execution = python_execution
+        self._processes = processes
+        self._settings = settings
+        self._keep = keep
+        self._running: dict[Child, str] = {}  # processes that complete a configuration, with the name of its model
+
+    def __call__(self, config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
+        """As `complete`. If this requires the model's code, the code runs where the model will run."""
+        backend = _backend_of(config)
+        processes = self._processes
+        if (
+            processes is None
+            or execution_of(config, self._python_execution) != PROCESS
+            or not isinstance(backend, CompletesInProcess)
+        ):
+            return self._with_default_batch(config, complete(config, folder, version))
+        files = _files(folder, version)
+        try:
+            environment_of(config, folder.path)  # report its problems even if it is not needed yet
+        except Problems as wrong:
+            raise Problems([*wrong.problems, *_other_problems(backend, config, folder, files)]) from None
+
+        def complete_remotely(remote: Remote) -> Any:
+            environment = processes.environments.enter(config, folder.path)
+            if environment is None:
+                return self._run(processes.children.spawn, config.name, remote)
+            self._keep(folder.name, environment)
+            return self._run(environment.spawn, config.name, remote)
+
+        return _with_counts(backend, backend.complete_by(config, files, complete_remotely))
+
+    def give_up(self, name: str, why: str) -> None:
+        """Kill the processes that complete this model's configuration, for the reason `why`. On any thread."""
+        for child, model in self._running.copy().items():
+            if model == name:
+                child.kill(why=f"its process was killed: {why}")
+
+    def _run(self, spawn: SpawnChild, model: str, remote: Remote) -> Any:
+        """Run `remote` in a new process. Blocks. Raises its error, or ModelFailed with how the process ended."""
+        child = spawn("auto_complete_config", task.ENTRY, pickle.dumps(remote), log_name=model)
+        self._running[child] = model
+        try:
+            return task_result(child)
+        finally:
+            del self._running[child]
+
+    def _with_default_batch(self, config: ModelConfig, completion: Completion) -> Completion:
+        """Replaces the default batch size of onnxruntime's backend with the operator's."""
+        chosen = self._settings.get(config.backend, {}).get(DEFAULT_BATCH)
+        if chosen is None or config.backend != "onnxruntime" or completion.max_batch_size is None:
+            return completion
+        return replace(completion, max_batch_size=int(chosen))
+
+
+def _backend_of(config: ModelConfig) -> Backend:
+    try:
+        return registry.find(config.backend)
+    except Unsupported as error:
+        hint = did_you_mean(config.backend, registry.default_files())
+        raise Problems([Problem(str(error), config.source.place("backend"), UNKNOWN_BACKEND, hint)]) from error
+
+
+def _other_problems(backend: Backend, config: ModelConfig, folder: ModelFolder, files: ModelFiles) -> Sequence[Problem]:
+    """Further problems of a model whose environment is invalid."""
+    try:
+        if isinstance(backend, Verifies):
+            backend.verify(config, files)
+    except FlowserveError as error:
+        return refusals(error, folder, files.version, config, registry.default_files())
+    return ()
+
+
+def _with_counts(backend: Backend, completion: Completion) -> Completion:
+    on_gpus = backend.gpu_instance_count if isinstance(backend, UsesGpus) else 0
+    return replace(completion, instance_count=backend.default_instance_count, gpu_instance_count=on_gpus)
+
+
+def _files(folder: ModelFolder, version: int) -> ModelFiles:
+    return ModelFiles(folder.repository, folder.path, version)

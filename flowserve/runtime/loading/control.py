@@ -1,0 +1,300 @@
+"""Loading and unloading, at the start and while the server runs: which mode permits which operation.
+
+Decides the three control modes, that an operation continues after its caller has left, and when a polled repository is
+read. `operations.py` decides how an operation is carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Generic, Literal, TypeVar
+
+import trio
+
+from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Problems, Unavailable
+from flowserve.repository.layout import FoundModels
+from flowserve.repository.override import Override, check_name
+from flowserve.repository.snapshot import FolderWatch, Settled
+from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.generations import Generation
+from flowserve.runtime.loading.load_threads import HANG_AFTER_S
+from flowserve.runtime.loading.loader import Loader
+from flowserve.runtime.loading.operations import Operations, not_polled
+from flowserve.runtime.loading.registry import LoadEvent, Registry, Report
+from flowserve.runtime.model_calls.repository_calls import NOT_ALLOWED
+
+log = logging.getLogger("flowserve.load")
+
+ALL: Final = "*"  # in ControlOptions.load: all models of the repositories
+RESTLESS_S: Final = 0.25  # poll interval after a change, until the folder is stable
+LOADS_STOPPED: Final = "Server is stopping, models are neither loaded nor unloaded any more"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlOptions:
+    """`load`: the names to load at the start in mode explicit, or ("*",). `poll_s`: the poll interval in seconds."""
+
+    mode: Literal["none", "poll", "explicit"] = "none"
+    load: tuple[str, ...] = ()
+    poll_s: float = 15.0
+
+
+@asynccontextmanager
+async def open_control(engine: Engine, repositories: Sequence[Path], options: ControlOptions) -> AsyncIterator[Control]:
+    """Loads into `engine` from `repositories`. Leaving the block cancels all loads in progress."""
+
+    async def work(task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        # A separate nursery: stopping cancels the operations, but not the block's own tasks.
+        async with trio.open_nursery() as operations:
+            task_status.started(operations)
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        control = engine.server_requests.control = Control(engine, repositories, options, await nursery.start(work))
+        try:
+            yield control
+        finally:
+            control.stop()
+
+
+class Control:
+    """Created by `open_control`. Used on the engine's thread only."""
+
+    def __init__(
+        self, engine: Engine, repositories: Sequence[Path], options: ControlOptions, nursery: trio.Nursery
+    ) -> None:
+        self._engine = engine
+        self._options = options
+        self._nursery = nursery
+        loader = Loader(engine)
+        repositories = [path.absolute() for path in repositories]  # models may change the working directory
+        self._registry = Registry(engine, loader, _log_event)
+        self._operations = Operations(
+            engine,
+            self._registry,
+            loader,
+            repositories,
+            is_lasting=options.mode != "none",
+            takes_steps=options.mode == "explicit",
+        )
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether clients may load and unload models."""
+        return self._options.mode == "explicit"
+
+    async def start(self, report: Report) -> dict[str, str]:
+        """Load the models that the mode selects; `report` receives each event. Returns the failures: reasons by name.
+
+        Raises NotFound or Problems if a repository itself cannot be read. Failed names stay in the index.
+        """
+        found = await self._find()
+        for warning in found.warnings:
+            log.warning("%s", warning)
+        names = [*found.duplicates, *(folder.name for folder in found.folders)]
+        if self._options.mode == "explicit" and self._options.load != (ALL,):
+            names = list(self._options.load)
+        elif not names:
+            log.warning("there is no model here: a repository is a folder of models' folders")
+        watch = FolderWatch()
+        if self._options.mode == "poll":
+            watch.mark_seen(await self._operations.stamps())
+        for name in names:
+            self._registry.loading(name, is_wanted=True)
+        if self._options.mode == "poll":  # started before the load, so that a model that hangs does not stop polling
+            self._nursery.start_soon(self._poll, watch, name="poll the repository")
+        self._registry.report = report
+        try:
+            errors = await self._operations.bring_up(dict.fromkeys(names))
+        finally:
+            self._registry.report = _log_event
+        self._engine.deployments.loaded()
+        return {name: str(error) for name, error in sorted(errors.items())}
+
+    async def load(self, name: str, override: Override | None = None, *, loads: str = "") -> None:
+        """Load a name with its steps, or reload it if its files changed. `override` replaces its files. Returns when it
+        is ready; the previous deployment serves until then. `loads`: the model whose own load makes this call.
+
+        Raises Unavailable if the mode does not allow it or the two loads would wait for each other; Invalid if the load
+        fails: the previous deployment then stays in force.
+        """
+        self._must_be_explicit()
+        check_name(name)
+        if override is not None and override.files and not override.config:
+            raise Invalid(f"{not_polled(name)}: 'file:' parameters need the parameter 'config' beside them")
+        try:
+            errors = await self._to_the_end(lambda: self._operations.bring_up({name: override}, within=loads))
+        except (NotFound, Problems) as error:  # contains the path, which clients must not see
+            log.warning("%s", error)
+            raise Invalid(f"{not_polled(name)}: it cannot be read any more; what is loaded serves on") from None
+        if name in errors:
+            text = str(errors[name])
+            raise Invalid(text if text.startswith(not_polled(name)) else f"load failed for model '{name}': {text}")
+
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
+        """Unload a name. `dependents`: its steps too, except those loaded by name or used by another ensemble. Returns
+        when the last request that ran on it has finished. An unknown name is no error, as on Triton. Raises Unavailable
+        if the mode does not allow it.
+        """
+        for generation in await self.retire(name, dependents=dependents):
+            await generation.closed.wait()
+
+    async def retire(self, name: str, *, dependents: bool = False, loads: str = "") -> list[Generation]:
+        """As `unload`, without waiting for requests in flight, which may depend on the caller: returns the generations
+        that are not closed yet. `loads` as for `load`.
+        """
+        self._must_be_explicit()
+        return await self._to_the_end(lambda: self._take_out(name, dependents=dependents, loads=loads))
+
+    def post(
+        self, operation: Callable[[], Awaitable[object]], answered: Callable[[FlowserveError | None], None]
+    ) -> None:
+        """Run a method of this class as a task. `answered` receives None, or the error."""
+
+        async def carry_out() -> None:
+            try:
+                await operation()
+            except FlowserveError as error:
+                answered(error.with_traceback(None))
+            except trio.Cancelled:
+                answered(Unavailable(LOADS_STOPPED))
+                raise
+            else:
+                answered(None)
+
+        if self._nursery.cancel_scope.cancel_called:
+            answered(Unavailable(LOADS_STOPPED))
+        else:
+            self._nursery.start_soon(carry_out)
+
+    async def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
+        """Rows of the repository index; in mode explicit, a model that was never loaded has only a name."""
+        if not self.is_explicit or ready_only:
+            return self._engine.deployments.index(ready_only=ready_only)
+        try:
+            found = await self._find()
+        except FlowserveError as error:
+            log.warning("%s", error)
+            return self._engine.deployments.index()
+        rows = self._engine.deployments.index()  # read last: a load that starts in between must be in one of the two
+        names = {
+            *found.duplicates,
+            *(folder.name for folder in found.folders),
+        } - self._engine.deployments.entries.keys()
+        return sorted([*rows, *({"name": name} for name in names)], key=lambda row: row["name"])
+
+    def stop(self) -> None:
+        """The server ends: all loads in progress fail, and later ones are refused."""
+        self._nursery.cancel_scope.cancel()
+
+    async def _find(self) -> FoundModels:
+        found = await self._operations.find()
+        if self.is_explicit:  # cached, so that refusing a request needs no file access
+            self._engine.deployments.not_loaded = frozenset(folder.name for folder in found.folders)
+        return found
+
+    def _must_be_explicit(self) -> None:
+        if not self.is_explicit:
+            what = "loads its models once, at start" if self._options.mode == "none" else "follows its repository"
+            raise Unavailable(f"{NOT_ALLOWED}; this server {what}; --model-control-mode=explicit allows it")
+
+    async def _to_the_end(self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Run an operation to its end even if the caller is cancelled: a partial load would have no owner."""
+        outcome: _OperationResult[T] = _OperationResult()
+
+        async def carry_out() -> None:
+            try:
+                outcome.values = [await operation()]
+            except FlowserveError as error:
+                outcome.error = error
+            except Exception as error:
+                log.exception("loading or unloading failed")
+                outcome.error = Internal(f"{type(error).__name__}: {error}")
+            finally:
+                outcome.done.set()
+
+        if not self._nursery.cancel_scope.cancel_called:
+            self._nursery.start_soon(carry_out)
+            await outcome.done.wait()
+        for value in outcome.values:
+            return value
+        raise outcome.error
+
+    async def _take_out(
+        self, name: str, *, dependents: bool, loads: str = "", is_gone: bool = False
+    ) -> list[Generation]:
+        retired = await self._operations.take_out(name, dependents=dependents, within=loads)
+        for one, generations in retired.items():
+            self._nursery.start_soon(partial(self._registry.unloaded, one, generations, is_gone=is_gone))
+        return [generation for generations in retired.values() for generation in generations]
+
+    async def _poll(self, watch: FolderWatch) -> None:
+        """Follow changes of the repository until cancelled. If it cannot be read, loaded models stay in force."""
+        is_lost = False
+        while True:
+            await trio.sleep(min(RESTLESS_S, self._options.poll_s) if watch.has_unsettled else self._options.poll_s)
+            try:
+                stamps = await self._operations.stamps()
+            except FlowserveError as error:
+                if not is_lost:
+                    log.error("%s; nothing is unloaded, what is loaded serves on", error)
+                is_lost = True
+                continue
+            if is_lost:
+                log.info("the model repository can be read again")
+            is_lost = False
+            settled = watch.update(stamps, self._engine.clock())
+            if settled.gone and not stamps:
+                text = "no model is left in the model repository, so that all are unloaded: %d; is it mounted?"
+                log.warning(text, len(settled.gone))
+            if settled.changed or settled.gone:
+                # Not awaited: a model that hangs during its load must not stop polling.
+                self._nursery.start_soon(self._follow, settled, watch, name="follow the repository")
+
+    async def _follow(self, settled: Settled, watch: FolderWatch) -> None:
+        """Load changed models before removed ones are unloaded, so that an ensemble whose step was renamed stays
+        served; unless a load hangs.
+        """
+        is_up = trio.Event()
+        self._operations.give_up(settled.changed)
+        bring_up = partial(self._operations.bring_up, dict.fromkeys(sorted(settled.changed)))
+        self._nursery.start_soon(self._carry_on, bring_up, is_up)
+        with trio.move_on_after(HANG_AFTER_S):
+            await is_up.wait()
+        for name in sorted(settled.gone):
+            if not watch.was_seen(name):  # it may exist again
+                self._nursery.start_soon(self._carry_on, partial(self._take_out, name, dependents=False, is_gone=True))
+
+    async def _carry_on(self, operation: Callable[[], Awaitable[object]], over: trio.Event | None = None) -> None:
+        """Run an operation without a caller: its errors are logged."""
+        try:
+            await operation()
+        except FlowserveError as error:
+            log.error("%s; what is loaded serves on", error)
+        except Exception:
+            log.exception("following the repository failed")
+        finally:
+            if over is not None:
+                over.set()
+
+
+class _OperationResult(Generic[T]):
+    """The result of an operation. `values` has one element, or none if the operation failed."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.values: list[T] = []
+        self.error: FlowserveError = Unavailable(LOADS_STOPPED)
+
+
+def _log_event(event: LoadEvent) -> None:
+    if event.state == "failed":
+        log.warning("failed to load %s: %s", event.name, event.reason)
+    elif event.state != "loading":
+        log.info("%s %s", event.state, event.name)

@@ -1,0 +1,75 @@
+"""When the engine's step runs: once per event-loop iteration in which something happened.
+
+Decides when `step` is called: at the end of a batch of events that were taken in together (`begin_events` to
+`end_events`), else in the loop iteration after `wake`, so that everything that happened in one iteration is scheduled
+together; and at the moment that the last step asked for. Does not know what a step does. Called by the engine, by its
+workers and by front ends, on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+from trio.lowlevel import Abort, RaiseCancelT, Task, checkpoint, current_task, reschedule, wait_task_rescheduled
+
+from flowserve.runtime.clock import ClockNs, trio_deadline
+
+
+class StepLoop:
+    """`step` returns when it wants to be called again, in nanoseconds of `clock`; None: when something happens."""
+
+    def __init__(self, step: Callable[[], int | None], clock: ClockNs) -> None:
+        self._step = step
+        self._clock = clock
+        self._task: Task | None = None  # the loop's own task, while it is parked and not woken yet
+        self._at_ns: int | None = None  # until when it is parked
+        self._depth = 0  # of batches of events that are being taken in
+        self._parked: Task | None = None  # what `_task` was when the outermost of them began
+
+    def wake(self) -> None:
+        """Something happened: run a step in the next loop iteration. Any number of times; cheap where it is awake."""
+        task = self._task
+        if task is not None:
+            self._task = None
+            reschedule(task)
+
+    def begin_events(self) -> None:
+        """Several things happened and are taken in now, without waiting. None of them wakes the loop's task."""
+        if not self._depth:
+            self._parked, self._task = self._task, None
+        self._depth += 1
+
+    def end_events(self) -> None:
+        """All of them are taken in: run a step now."""
+        self._depth -= 1
+        if self._depth:
+            return
+        try:
+            at_ns = self._step()
+        finally:  # an exception is the caller's; the task goes on with the next event
+            self._task, self._parked = self._parked, None
+        if at_ns is not None and (self._at_ns is None or at_ns < self._at_ns):
+            self.wake()
+
+    async def run(self) -> None:
+        """Run steps for ever. Ends only by cancellation."""
+        while True:
+            at_ns = self._at_ns = self._step()
+            if at_ns is None:
+                await self._park()
+                continue
+            now_ns = self._clock()
+            if at_ns <= now_ns:
+                await checkpoint()  # other tasks run first
+                continue
+            with trio.move_on_at(trio_deadline(at_ns, now_ns)):
+                await self._park()
+
+    async def _park(self) -> None:
+        self._task = current_task()
+        await wait_task_rescheduled(self._abort)
+
+    def _abort(self, _: RaiseCancelT) -> Abort:
+        self._task = None
+        return Abort.SUCCEEDED

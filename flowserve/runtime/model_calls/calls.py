@@ -1,0 +1,287 @@
+"""BLS calls on the event loop: how a model's call of another model becomes a request, and what ends it early.
+
+Decides that a call is a request like any other. It is accepted while the server drains. It does not wait for admission,
+since it might wait for its own caller, but has the deployment's deadline and response cache. It is withdrawn when all
+requests of its caller's batch are over, or its caller has ended. `scheduling/call_graph.py` decides which calls could
+never finish. Calls of models on threads arrive through `ThreadCaller`, calls of processes through process_calls.py;
+other requests of models are in server_requests.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from array import array as number_array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final, Protocol
+
+import numpy as np
+import trio
+
+from flowserve.backends.base import (
+    IS_READY,
+    LOAD,
+    NO_FILES,
+    OPEN_FAMILY,
+    UNLOAD,
+    Answer,
+    BlsCall,
+    Cells,
+    answer_or_raise,
+)
+from flowserve.errors import Cancelled, FlowserveError, Internal, Unsupported
+from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
+from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.model_calls.server_requests import ServerRequests
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.call_graph import Called
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.streaming.iterations import StreamFlow
+from flowserve.values import Array, Request, Response
+
+log = logging.getLogger("flowserve.runtime")
+
+# Triton's text, which models may parse.
+_MANY_ANSWERS: Final = (
+    "is using the decoupled. The current BLS request call doesn't support models using the decoupled transaction "
+    "policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models."
+)
+
+
+class FindsDeployments(Protocol):
+    """The deployments of an engine, by name (engine/deployments.py)."""
+
+    def find(self, name: str, version: str = "") -> Any: ...
+
+
+class CallableEngine(Protocol):
+    """The part of the engine that this module uses."""
+
+    clock: ClockNs
+    scheduler: Scheduler
+
+    @property
+    def deployments(self) -> FindsDeployments: ...
+    def call(self, batch: Batch | None, deployment: Any, request: Request, *, is_stream: bool) -> Called: ...
+    def withdraw(self, flow: Flow) -> None: ...
+    def response(self, flow: Flow) -> Response: ...
+    def response_from(self, flow: Flow) -> Response: ...
+    def taken(self) -> None: ...
+    def post(self, what: Callable[[], None]) -> None:
+        """Do this on the event loop, after what was posted before. On any thread."""
+
+
+class PendingCall:
+    """A call in progress: the batch that makes it, and the function that receives its responses."""
+
+    __slots__ = ("answered", "batch", "call", "flow")
+
+    def __init__(self, batch: Batch | None, call: BlsCall, answered: Callable[[Answer], None]) -> None:
+        self.batch = batch
+        self.call = call
+        self.answered = answered
+        self.flow: Called | None = None
+
+
+class Calls:
+    """The calls in progress of an engine, on the event loop except `post`."""
+
+    def __init__(self, engine: CallableEngine, server_requests: ServerRequests) -> None:
+        self.clock = engine.clock
+        self.server_requests = server_requests
+        self._engine = engine
+        self._pending: dict[Flow, PendingCall] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Do this on the event loop, after what was posted before. On any thread."""
+        self._engine.post(what)
+
+    def begin(self, pending: PendingCall) -> None:
+        """Start a call. Its `batch` is the one that its instance runs, None if it runs none."""
+        engine = self._engine
+        for batch in [*engine.scheduler.calls]:
+            if batch.instance.running is not batch:  # the model returned before all its calls did
+                engine.scheduler.calls.batch_over(batch)
+        if pending.batch is not None and pending.batch.instance.running is not pending.batch:
+            pending.batch = None
+        call = pending.call
+        deployment = None
+        try:
+            deployment = engine.deployments.find(call.model, call.version)
+            flow = pending.flow = engine.call(pending.batch, deployment, call.request, is_stream=call.is_stream)
+        except FlowserveError as error:
+            is_one_of_many = deployment is not None and deployment.graph.is_decoupled and not call.is_stream
+            if is_one_of_many and isinstance(error, Unsupported):
+                error = Unsupported(f"Model {call.model} {_MANY_ANSWERS}")
+            pending.answered(error)
+            return
+        except Exception as error:
+            self._broke(pending, error)
+            return
+        self._pending[flow] = pending
+        self._notify(flow)
+
+    def leave(self, pending: PendingCall) -> None:
+        """Withdraw a call: its caller does not wait for it, or has ended. No effect on a finished call."""
+        if pending.flow is not None and self._pending.pop(pending.flow, None) is not None:
+            self._over(pending)
+            if not pending.flow.done:
+                self._engine.withdraw(pending.flow)
+
+    def sweep(self) -> None:
+        """Withdraw the calls of batches whose requests are all over."""
+        for pending in [*self._pending.values()]:
+            batch = pending.batch
+            if batch is None or batch.instance.running is not batch:
+                continue  # the model returned before the call did
+            if all(ticket.flow.whole.done for ticket in batch.tickets):
+                self.leave(pending)
+                pending.answered(
+                    Cancelled(f"the call of model '{pending.call.model}' was withdrawn: nobody waits for it")
+                )
+
+    def _notify(self, flow: Flow) -> None:
+        """Called within the engine's step: must not raise."""
+        pending = self._pending.get(flow)
+        if pending is not None:
+            try:
+                self._notify_call(flow, pending)
+            except Exception as error:
+                self._broke(pending, error)
+
+    def _broke(self, pending: PendingCall, error: Exception) -> None:
+        """A call failed by a fault of the server, or for lack of memory for its response."""
+        log.error("a call of model '%s' failed", pending.call.model, exc_info=error)
+        self.leave(pending)
+        what = f"{type(error).__name__}: {error}"
+        pending.answered(Internal(f"the call of model '{pending.call.model}' failed: {what}"))
+
+    def _notify_call(self, flow: Flow, pending: PendingCall) -> None:
+        if isinstance(flow, StreamFlow):
+            self._notify_responses(flow, pending)
+            if flow not in self._pending:
+                return  # its caller has ended
+        if not flow.done:
+            # Responses are taken outside of the step: this frees slots, which the next step fills.
+            flow.waiter = self._notify_soon if isinstance(flow, StreamFlow) else self._notify
+            return
+        del self._pending[flow]
+        self._over(pending)
+        try:
+            last = None if isinstance(flow, StreamFlow) and flow.error is None else self._engine.response(flow)
+        except FlowserveError as error:
+            pending.answered(error)
+            return
+        if last is not None:
+            pending.answered(last)
+        if pending.call.is_stream:
+            pending.answered(None)
+
+    def _notify_soon(self, flow: Flow) -> None:
+        self.post(partial(self._notify, flow))
+
+    def _notify_responses(self, flow: StreamFlow, pending: PendingCall) -> None:
+        """Take responses immediately, so that a model never waits for the model that called it."""
+        while (answer := flow.take()) is not None:
+            pending.answered(self._engine.response_from(answer))
+        self._engine.taken()
+
+    def _over(self, pending: PendingCall) -> None:
+        if pending.batch is not None and pending.flow is not None:
+            self._engine.scheduler.calls.over(pending.batch, pending.flow)
+
+
+class ThreadCaller:
+    """The `BlsClient` of a model on a thread of the server. `running` returns the batch that its instance executes."""
+
+    def __init__(self, model: str, calls: Calls, running: Callable[[], Batch | None]) -> None:
+        """On any thread, before the instance is opened."""
+        self.clock = calls.clock
+        self._model = model
+        self._calls = calls
+        self._running = running
+        self._thread: threading.Thread | None = None
+        self._families: list[int] = []  # the metric families that it has opened
+
+    def serve_here(self) -> None:
+        """The current thread is the instance's, the only one that may call."""
+        self._thread = threading.current_thread()
+
+    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[], None]:
+        if threading.current_thread() is not self._thread:
+            raise Unsupported(
+                f"model '{self._model}' cannot call model '{call.model}' while it runs on the event loop: nobody would "
+                'answer; use execution "thread" or "process"'
+            )
+        call.request.inputs = {name: _copy(array) for name, array in call.request.inputs.items()}
+        pending = PendingCall(self._running(), call, lambda answer: answered(_own(answer)))
+        self._calls.post(partial(self._calls.begin, pending))
+        return lambda: self._calls.post(partial(self._calls.leave, pending))
+
+    def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
+        server_requests = self._calls.server_requests
+        if what not in (LOAD, UNLOAD, IS_READY):
+            answer = server_requests.answer(what, arguments)
+            if what == OPEN_FAMILY:
+                self._families.append(answer)
+            return answer
+        if trio.lowlevel.in_trio_run():
+            if what == IS_READY:
+                return server_requests.is_ready(*arguments)
+            raise Unsupported(
+                f"model '{self._model}' cannot wait until model '{arguments[0]}' is loaded or unloaded while it runs "
+                "on the event loop, which does that; use --python-execution process or thread"
+            )
+        answers: SimpleQueue[Any] = SimpleQueue()
+        loads = self._model if self._running() is None else ""
+        self._calls.post(partial(server_requests.begin, what, arguments, files, loads, answers.put))
+        return answer_or_raise(answers.get())
+
+    def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
+        cells = number_array("d", bytes(8 * count))
+        self._calls.server_requests.show((family, labels, buckets), cells)
+        return cells
+
+    def drop(self, family: int) -> None:
+        self._calls.server_requests.metrics.drop(family)
+
+    def is_withdrawn(self, member: int) -> bool:
+        return is_withdrawn(self._running(), member)
+
+    def close(self) -> None:
+        for family in self._families:
+            self.drop(family)
+
+    def wait(self, is_there: Callable[[], bool]) -> None:
+        """Nothing to do: the caller waits at its queue."""
+
+    def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def is_withdrawn(batch: Batch | None, member: int) -> bool:
+    """Whether a member of a running batch is over: its client left, or it has its response. On any thread."""
+    return batch is not None and 0 <= member < len(batch.tickets) and batch.tickets[member].flow.whole.done
+
+
+def _own(answer: Answer) -> Answer:
+    """Copy a response's arrays, since other requests may read the same memory."""
+    if isinstance(answer, Response):
+        answer.outputs = {name: _copy(array) for name, array in answer.outputs.items()}
+    return answer
+
+
+def _copy(array: Array) -> Array:
+    if array.dtype.hasobject or array.nbytes < POOLED_BYTES_MIN:
+        return np.array(array, order="C")
+    copy = HOST.take(array.nbytes).view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy

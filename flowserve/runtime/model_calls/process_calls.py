@@ -1,0 +1,331 @@
+"""BLS calls of a model in a worker process, received on the socket that the process created for them.
+
+Decides that everything the process sends is checked before use; where the tensors of both directions are (the called
+model reads them where the caller wrote them; responses are copied to memory that only the caller's process reads); and
+that the calls and metrics of a process end with it. Its other requests (server_requests.py) use the same socket.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import operator
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from flowserve.backends.base import IS_WITHDRAWN, METRIC, METRIC_VALUE, OPEN_FAMILY, Answer, BlsCall
+from flowserve.backends.worker.protocol import (
+    ANCILLARY_BYTES,
+    ATTACH,
+    CALL,
+    DROP,
+    LEAVE,
+    MESSAGE_BYTES_MAX,
+    READ,
+    RESULT,
+    SEGMENT,
+    SERVER_REPLY,
+    SERVER_REQUEST,
+    descriptors,
+    encode_error,
+    unpack,
+)
+from flowserve.errors import FlowserveError, Internal
+from flowserve.memory import bytes_codec
+from flowserve.memory.arena import Arena, BlockAddress, aligned
+from flowserve.memory.segment import PAGE, Lease, Segment
+from flowserve.runtime.ipc.decoder import NO_DESCRIPTOR, Garbled, OutputReader
+from flowserve.runtime.ipc.outbox import Outbox
+from flowserve.runtime.ipc.poller import Readiness
+from flowserve.runtime.model_calls.calls import Calls, PendingCall, is_withdrawn
+from flowserve.scheduling.batch import Batch
+from flowserve.values import BY_NUMBER, BY_NUMPY, Array, Request, TensorSpec
+
+# Responses up to this size are sent in the message.
+INLINE_BYTES_MAX: Final = 8 * 1024
+_FACTS: Final[tuple[Any, ...]] = (str, str, list, (list, type(None)), str, int, int, (int, str), bool, bool, dict)
+
+
+class CallingWorker(Protocol):
+    """The worker whose model makes the calls. `running`: the batch it executes; `loads`: the model's name while it is
+    opened, else "".
+    """
+
+    @property
+    def running(self) -> Batch | None: ...
+    @property
+    def loads(self) -> str: ...
+    def cut(self, number: int) -> None:
+        """A call was made during this batch, which therefore leaves its route."""
+
+    def wrong(self, what: str) -> None:
+        """The process sent an invalid message, and is killed."""
+
+
+class ProcessCalls:
+    """The calls of one process. On the event loop."""
+
+    def __init__(
+        self, fd: int, model: str, arena: Arena, calls: Calls, readiness: Readiness, worker: CallingWorker
+    ) -> None:
+        """Owns `fd`. `arena`: memory that the model's process may read. Raises Garbled if `fd` is no socket of the
+        expected type.
+        """
+        self._socket = _socket(fd)
+        self._outbox = Outbox(self._socket, readiness)
+        self._arena = arena
+        self._calls = calls
+        self._readiness = readiness
+        self._worker = worker
+        self._reader = OutputReader(model, (), batches=False)
+        self._segments: dict[int, Segment] = {}
+        self._come_home: deque[BlockAddress] = deque()
+        self._pending: dict[int, PendingCall] = {}
+        self._families: set[int] = set()  # the metric families of its model
+        self._shown: set[int] = set()  # segments that the process has attached
+        self._lent: dict[int, Lease] = {}  # responses that are not read yet, by token
+        self._token = 0
+        self._is_closed = False
+        readiness.watch(self._socket.fileno(), self._read, self._broke)
+
+    def close(self) -> None:
+        """Withdraw its calls: the process has ended or its socket is closed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._readiness.forget(self._socket.fileno())
+        self._outbox.clear()
+        self._socket.close()
+        pending, self._pending = self._pending, {}
+        for one in pending.values():
+            self._calls.leave(one)
+        for family in self._families:
+            self._calls.server_requests.metrics.drop(family)
+        self._lent.clear()
+        self._segments.clear()
+
+    # ------------------------------------------------------------------ from the process
+
+    def _read(self) -> None:
+        try:
+            while not self._is_closed and self._read_one():
+                pass
+        except EOFError:
+            self.close()
+        except Garbled as error:
+            self.close()
+            self._worker.wrong(str(error))
+
+    def _broke(self, error: Exception) -> None:
+        """A fault of the server while reading: its calls would never be answered, so the process is killed."""
+        self.close()
+        self._worker.wrong(f"{type(error).__name__}: {error}")
+
+    def _read_one(self) -> bool:
+        try:
+            message, ancillary, flags, _ = self._socket.recvmsg(
+                MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            raise EOFError from None
+        if not message:
+            raise EOFError
+        fds = descriptors(ancillary) if ancillary else []
+        try:
+            if flags & socket.MSG_CTRUNC and not fds:
+                raise Garbled(NO_DESCRIPTOR)
+            self._take(message, fds)
+        except (struct.error, ValueError, LookupError, TypeError, RecursionError, FlowserveError) as error:
+            raise Garbled(f"{type(error).__name__}: {error}") from None
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _take(self, message: bytes, fds: list[int]) -> None:
+        kind, words, text = unpack(message)
+        if kind == CALL:
+            self._begin_call(words, json.loads(text))
+        elif kind == SERVER_REQUEST:
+            self._begin_server_request(words, *json.loads(text))
+        elif kind == READ:
+            del self._lent[words[1]]
+        elif kind == DROP:
+            self._families.remove(words[1])
+            self._calls.server_requests.metrics.drop(words[1])
+        elif kind == LEAVE:
+            pending = self._pending.pop(words[1], None)  # None: its response was sent already
+            if pending is not None:
+                self._calls.leave(pending)
+        elif kind == SEGMENT:
+            self._segments[words[1]] = Segment.read_shared(fds.pop(), words[1])
+        else:
+            raise Garbled(f"a message of kind {kind} about calls")
+
+    def _begin_call(self, words: Sequence[int], facts: list[Any]) -> None:
+        number, is_stream, batch, segment, offset, nbytes, count = words[1:8]
+        if number in self._pending:
+            raise Garbled(f"two calls with number {number}")
+        if len(facts) != len(_FACTS) or not all(isinstance(*pair) for pair in zip(facts, _FACTS, strict=True)):
+            raise Garbled("a call whose facts are none")
+        model, version, names, outputs, *rest = facts
+        if len(names) != count or not all(isinstance(name, str) for name in (*names, *(outputs or ()))):
+            raise Garbled("a call whose tensors have no names")
+        if not all(isinstance(value, (str, int, float)) for value in facts[-1].values()):
+            raise Garbled("a call whose parameters are none")
+        inputs = self._inputs(words, names, self._block(segment, offset, nbytes))
+        request = Request(inputs, None if outputs is None else tuple(outputs), *rest)
+        pending = PendingCall(
+            self._worker.running, BlsCall(model, version, request, bool(is_stream)), partial(self._respond, number)
+        )
+        if batch:
+            self._worker.cut(batch)
+        self._pending[number] = pending
+        self._calls.begin(pending)
+
+    def _block(self, number: int, offset: int, nbytes: int) -> Array:
+        segment = self._segments[number]
+        if offset % PAGE or offset + nbytes > segment.size:
+            raise Garbled(f"a block at {offset} of {nbytes} bytes in a segment of {segment.size}")
+        return Lease(segment, offset, nbytes, self._come_home.append, (number, offset)).view()
+
+    def _inputs(self, words: Sequence[int], names: Sequence[str], memory: Array) -> dict[str, Array]:
+        inputs = {}
+        at = 8
+        for name in names:
+            number, offset, nbytes, dimensions = words[at : at + 4]
+            shape = tuple(words[at + 4 : at + 4 + dimensions])
+            at += 4 + dimensions
+            spec = TensorSpec(name, BY_NUMBER[number], (-1,) * len(shape))
+            inputs[name] = self._reader.array(spec, offset, nbytes, shape, memory)
+        return inputs
+
+    def _begin_server_request(self, words: Sequence[int], what: str, arguments: list[Any], names: list[str]) -> None:
+        number, _, _, segment, offset, nbytes, count = words[1:8]
+        if len(names) != count or not all(isinstance(name, str) for name in (what, *names)):
+            raise Garbled("what is asked has no name")
+        if what in (METRIC, METRIC_VALUE) and arguments[0] not in self._families:
+            raise Garbled("a metric of a family that is not its own")
+        arrays = self._inputs(words, names, self._block(segment, offset, nbytes))
+        if what == IS_WITHDRAWN:
+            self._reply(number, what, is_withdrawn(self._worker.running, operator.index(arguments[0])))
+            return
+        if what == METRIC:
+            (cells,) = arrays.values()
+            if cells.ndim != 1 or cells.dtype != np.float64:
+                raise Garbled("a metric that is not counted in numbers")
+            answer: FlowserveError | None = None
+            try:
+                self._calls.server_requests.show(arguments, cells)
+            except FlowserveError as error:
+                answer = error.with_traceback(None)
+            self._reply(number, what, answer)
+            return
+        files = {name: array.tobytes() for name, array in arrays.items()}
+        self._calls.server_requests.begin(
+            what, arguments, files, self._worker.loads, partial(self._reply, number, what)
+        )
+
+    # ------------------------------------------------------------------ to the process
+
+    def _reply(self, number: int, what: str, answer: Any) -> None:
+        if what == OPEN_FAMILY and isinstance(answer, int):
+            self._families.add(answer)
+        error = encode_error(answer) if isinstance(answer, FlowserveError) else None
+        home = [*self._come_home]
+        self._come_home.clear()
+        self._send(marshal.dumps((SERVER_REPLY, number, home, error, None if error else answer)))
+
+    def _respond(self, number: int, answer: Answer) -> None:
+        pending = self._pending.get(number)
+        if pending is None:
+            return
+        is_last = answer is None or isinstance(answer, FlowserveError) or not pending.call.is_stream
+        home = [*self._come_home]
+        self._come_home.clear()
+        token, columns, error = 0, None, None
+        if isinstance(answer, FlowserveError):
+            error = encode_error(answer)
+        elif answer is not None:
+            try:
+                token, columns = self._columns(answer.outputs)
+            except MemoryError as none:  # within the engine's step, which must go on for other requests
+                error = encode_error(
+                    Internal(f"the answer of model '{pending.call.model}' cannot be handed on: {none}")
+                )
+        message = marshal.dumps((RESULT, number, is_last, home, token, error, columns))
+        if len(message) > MESSAGE_BYTES_MAX:
+            self._lent.pop(token, None)
+            error = encode_error(
+                Internal(f"the answer of model '{pending.call.model}' has too many outputs for a call")
+            )
+            message = marshal.dumps((RESULT, number, is_last, home, 0, error, None))
+        if is_last:
+            del self._pending[number]
+        self._send(message)
+
+    def _columns(self, outputs: Mapping[str, Array]) -> tuple[int, list[Any]]:
+        """The outputs in the form of a message, and its token. Large outputs are in shared memory until the process
+        acknowledges the token; 0: none are.
+        """
+        flat = [bytes_codec.flat_bytes(array) for array in outputs.values()]
+        starts, size = [], 0
+        for one in flat:
+            starts.append(aligned(size))
+            size = starts[-1] + one.nbytes
+        token = 0
+        where: list[Any] = [one.tobytes() for one in flat] if size <= INLINE_BYTES_MAX else []
+        if not where:
+            lease = self._arena.lease(size)
+            segment = lease.segment
+            if segment.number not in self._shown:
+                self._send(marshal.dumps((ATTACH, segment.number)), segment)
+                self._shown.add(segment.number)
+            for one, start in zip(flat, starts, strict=True):
+                segment.memory[lease.offset + start : lease.offset + start + one.nbytes] = one
+                where.append((segment.number, lease.offset + start, one.nbytes))
+            self._token = token = self._token + 1
+            self._lent[token] = lease
+        numbers = [BY_NUMPY[array.dtype].number for array in outputs.values()]
+        shapes = [array.shape for array in outputs.values()]
+        return token, [*zip(outputs, numbers, shapes, where, strict=True)]
+
+    def _send(self, message: bytes, segment: Segment | None = None) -> None:
+        """Send a message, or queue it until the process reads its socket. Raises MemoryError if no descriptor is free
+        for `segment`.
+        """
+        if self._is_closed:
+            return
+        fd = -1
+        if segment is not None:
+            try:
+                fd = segment.open_for_reading()
+            except OSError as error:  # not an error of the socket
+                raise MemoryError(f"shared memory cannot be shown: {error.strerror}") from error
+        try:
+            self._outbox.send(message, fd)
+        except OSError:
+            self.close()
+
+
+def _socket(fd: int) -> socket.socket:
+    """The socket that the process sent for its calls. Raises Garbled."""
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as error:
+        os.close(fd)
+        raise Garbled(f"a socket for calls that is none: {error.strerror}") from None
+    if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
+        sock.close()
+        raise Garbled("a socket for calls of another kind")
+    sock.setblocking(False)
+    return sock

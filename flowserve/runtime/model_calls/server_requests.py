@@ -1,0 +1,103 @@
+"""Requests of models to the server other than calls: load and unload models, readiness of a model, metrics.
+
+Decides which of these exist, that they follow the rules of the repository API, and that a load that would wait for the
+load of its own caller is refused. The caller may be third-party code in a process of its own, so all arguments are
+checked. `calls.py` and `process_calls.py` decide how the requests arrive.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from flowserve.backends.base import IS_READY, LOAD, METRIC, METRIC_VALUE, OPEN_FAMILY, UNLOAD
+from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Unavailable
+from flowserve.observe.model_metrics import Cells, ModelMetrics, cells_of, check_buckets, check_labels
+from flowserve.runtime.model_calls.repository_calls import CONFIG, RepositoryControl, allowed, override
+
+log = logging.getLogger("flowserve.runtime")
+
+_TYPES: Final[Mapping[str, tuple[Any, ...]]] = {
+    LOAD: (str, str),
+    UNLOAD: (str, bool),
+    IS_READY: (str, str),
+    OPEN_FAMILY: (str, str, str),
+    METRIC: (int, dict, (list, tuple, type(None))),
+    METRIC_VALUE: (int, dict),
+}
+Answered = Callable[[Any], None]
+
+
+class ServerRequests:
+    """The requests of an engine's models. Used on its event loop, unless stated otherwise. `is_ready`: whether a model
+    is ready, by name and version.
+    """
+
+    def __init__(self, is_ready: Callable[[str, str], bool]) -> None:
+        self.metrics = ModelMetrics()
+        self.control: RepositoryControl | None = None  # None for an engine without a repository
+        self._is_ready = is_ready
+
+    def begin(
+        self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes], loads: str, answered: Answered
+    ) -> None:
+        """Execute a request; `answered` receives the reply or the FlowserveError. `loads`: the name of the caller if it
+        is being loaded, else "".
+        """
+        try:
+            if what in (LOAD, UNLOAD):
+                self._operate(what, *_checked(what, arguments), files=files, loads=loads, answered=answered)
+                return
+            answer = self.is_ready(*_checked(what, arguments)) if what == IS_READY else self.answer(what, arguments)
+        except FlowserveError as error:
+            answered(error.with_traceback(None))  # its frames keep objects alive
+        except Exception as error:  # if it propagated, the server would end
+            log.exception("what a model asked for (%s) failed", what)
+            answered(Internal(f"what was asked ({what}) failed: {type(error).__name__}: {error}"))
+        else:
+            answered(answer)
+
+    def answer(self, what: str, arguments: Sequence[Any]) -> Any:
+        """Execute a request about metrics. On any thread. Raises FlowserveError."""
+        given = _checked(what, arguments)
+        if what == OPEN_FAMILY:
+            return self.metrics.open(*given)
+        if what == METRIC_VALUE:
+            return self.metrics.value(given[0], check_labels(given[1]))
+        raise Invalid(f"unknown question {what[:100]!r}")
+
+    def show(self, arguments: Sequence[Any], cells: Cells) -> None:
+        """Add a metric whose values are in `cells`. On any thread. Raises FlowserveError."""
+        family, labels, buckets = _checked(METRIC, arguments)
+        kind = self.metrics.kind_of(family)
+        edges = check_buckets(kind, buckets)
+        if len(cells) != cells_of(kind, edges):
+            raise Invalid(f"a {kind} is not counted in {len(cells)} cells")
+        self.metrics.add(family, check_labels(labels), edges, cells)
+
+    def is_ready(self, name: str, version: str) -> bool:
+        """Whether the model is ready. False for an unknown one. Raises Invalid for an invalid version."""
+        try:
+            return self._is_ready(name, version)
+        except (NotFound, Unavailable):
+            return False
+
+    def _operate(
+        self, what: str, name: str, detail: Any, *, files: Mapping[str, bytes], loads: str, answered: Answered
+    ) -> None:
+        control = allowed(self.control)
+        if what == LOAD:
+            brought = override({**({CONFIG: detail} if detail else {}), **files})
+            control.post(lambda: control.load(name, brought, loads=loads), answered)
+        else:
+            control.post(lambda: control.retire(name, dependents=detail, loads=loads), answered)
+
+
+def _checked(what: str, arguments: Sequence[Any]) -> Sequence[Any]:
+    types = _TYPES.get(what)
+    if types is None:
+        raise Invalid(f"unknown question {what[:100]!r}")
+    if len(arguments) != len(types) or not all(isinstance(*pair) for pair in zip(arguments, types, strict=True)):
+        raise Invalid(f"what was asked ({what}) has arguments of other types")
+    return arguments

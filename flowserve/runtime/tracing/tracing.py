@@ -1,0 +1,397 @@
+"""Records the steps of traced requests.
+
+Decides what a trace contains of each step. While a flow made through a `Watch` (watch.py) is in flight, this is one
+of the engine's observers and sees every batch begin and end; otherwise requests cost nothing here. observe/trace.py
+defines a trace. Changes nothing that runs, except the trace contexts of batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any, Final
+
+from flowserve.backends.base import Results
+from flowserve.errors import FlowserveError, InstanceDied
+from flowserve.observe.trace import (
+    BACKEND_OUTPUT,
+    QUEUE_INPUT,
+    Execution,
+    Trace,
+    TracedStep,
+    new_span_id,
+    traceparent_of,
+)
+from flowserve.observe.waits import (
+    ADMISSION,
+    AGAIN,
+    HANDOVER,
+    INFLIGHT,
+    SAME_REQUEST,
+    SEND,
+    TURN,
+    BusyPeriods,
+    Wait,
+    add,
+)
+from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.tracing.reasons import is_held, passed_on_ns, ready_ns, shares_slots, waits_in_queue
+from flowserve.runtime.tracing.tensors import traced_inputs, traced_tensors
+from flowserve.runtime.tracing.watch import TraceSink, Watch
+from flowserve.runtime.workers.outcome import Outcome, Passed
+from flowserve.runtime.workers.streaming import ResponseStreams
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.streaming.iterations import Iteration, Source, StreamFlow
+
+log = logging.getLogger("flowserve.runtime")
+
+TRACED_STEPS_MAX: Final = 10_000  # of one request; later steps are only counted
+_KEPT_MAX: Final = 1024
+
+
+class _Live:
+    """A trace in progress. `attempts`: the last step of each ticket. For decoupled steps, `over`: the end times of the
+    nodes of each iteration, `begun`: the start time of each iteration, `paused`: since when models wait in a send.
+    """
+
+    __slots__ = ("attempts", "begun", "has_tensors", "held", "over", "paused", "trace", "would_wait")
+
+    def __init__(self, trace: Trace, *, would_wait: bool, has_tensors: bool) -> None:
+        self.trace = trace
+        self.would_wait = would_wait  # for admission
+        self.has_tensors = has_tensors
+        self.attempts: dict[Ticket, TracedStep] = {}
+        self.held: list[TracedStep] = []  # steps whose responses waited for earlier requests
+        self.over: dict[tuple[Flow, int], int] = {}
+        self.begun: dict[Flow, int] = {}
+        self.paused: dict[Ticket, int] = {}
+
+    def forget(self, stream: StreamFlow) -> None:
+        """Drop finished iterations once there are many, since their number is unbounded."""
+        if len(self.over) + len(self.begun) > _KEPT_MAX:
+            here = {stream, *stream.live}
+            self.over = {key: ns for key, ns in self.over.items() if key[0] in here}
+            self.begun = {one: ns for one, ns in self.begun.items() if one in here}
+            self.attempts = {one: step for one, step in self.attempts.items() if one.flow in here}
+
+
+class _Running:
+    """A traced batch that was started: the members that are traced, the execution of each stage, and the span ids of
+    the members there.
+    """
+
+    __slots__ = ("executions", "members", "spans", "steps")
+
+    def __init__(self, members: Sequence[tuple[int, _Live]], executions: Sequence[Execution]) -> None:
+        self.members = members
+        self.executions = executions
+        self.spans: list[dict[int, int]] = [{} for _ in executions]
+        self.steps: list[tuple[int, _Live, Ticket, TracedStep]] = []  # of the first stage
+
+
+class Tracing:
+    """Records the traces of an engine, on its event loop's thread. `observers`: the engine's list."""
+
+    def __init__(self, scheduler: Scheduler, streams: ResponseStreams, observers: list[Any], clock: ClockNs) -> None:
+        self.clock = clock
+        self._scheduler = scheduler
+        self._streams = streams
+        self._observers = observers
+        self._live: dict[Flow, _Live] = {}
+        self._running: dict[Batch, _Running] = {}
+        self._busy: dict[ModelQueue, BusyPeriods] = {}
+        self._ended_ns = 0  # when the last batch completed
+        self._numbers = count(1)
+        self._execution_numbers = count(1)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a traced request is in flight."""
+        return bool(self._live)
+
+    def watch(self, *sinks: TraceSink, parent: str = "", has_tensors: bool = False, trace_id: int = 0) -> Watch:
+        """Trace a request that is about to be submitted; `sinks` receive its trace. `parent`: its `traceparent`.
+        `trace_id`: that of its spans, which models may join; 0: they may not.
+        """
+        return Watch(self, sinks, parent, has_tensors=has_tensors, trace_id=trace_id)
+
+    def begin(self, flow: Flow, parent: str = "", *, has_tensors: bool = False, trace_id: int = 0) -> Trace:
+        """Start the trace of a flow that will be submitted next."""
+        graph, request, admission = flow.plan.graph, flow.request, flow.owner.admission
+        rows = len(next(iter(request.inputs.values()), ())) if graph.max_batch_size else 1
+        trace = Trace(next(self._numbers), graph, request.id, rows, flow.arrived_ns, parent, trace_id)
+        if not self._live:
+            self._observers.append(self)
+            self._streams.observer = self
+        would_wait = admission is not None and admission.would_wait(flow)
+        self._live[flow] = _Live(trace, would_wait=would_wait, has_tensors=has_tensors)
+        if has_tensors:
+            trace.tensors += traced_inputs(request)
+        for queue in flow.queues:
+            if queue not in self._busy:
+                periods = self._busy[queue] = BusyPeriods()
+                if not queue.free:
+                    periods.begin(flow.arrived_ns)
+        return trace
+
+    def begin_call(self, batch: Batch, flow: Flow) -> None:
+        """Start the trace of a call that a model makes during `batch`; `flow` is the call's."""
+        for one, running in self._running.items():
+            for i, execution in enumerate(running.executions):
+                if one.stage(i) is batch:
+                    has_tensors = any(live.has_tensors for _, live in running.members)
+                    trace_id = next((found for _, live in running.members if (found := live.trace.trace_id)), 0)
+                    execution.calls.append(self.begin(flow, has_tensors=has_tensors, trace_id=trace_id))
+                    return
+
+    def end(self, flow: Flow, *, has_left: bool = False) -> None:
+        """Complete the trace of a flow that is over or was never submitted. No effect if called again."""
+        live = self._live.pop(flow, None)
+        if live is None:
+            return
+        trace = live.trace
+        trace.ended_ns = self.clock()
+        if live.has_tensors and flow.done and flow.error is None and not has_left and not flow.owner.is_decoupled:
+            specs, slots = flow.owner.outputs, flow.owner.output_slot
+            made = [flow.tensors[slots[name]] for name in flow.wanted]
+            trace.tensors += traced_tensors(BACKEND_OUTPUT, [specs[name] for name in flow.wanted], made)
+        if flow.error is not None:
+            trace.error = str(flow.error)
+        elif has_left:
+            trace.error = "its caller left"
+        elif flow.done and not trace.steps:
+            trace.is_cached = True
+            add(trace.waits, SAME_REQUEST, trace.arrived_ns, trace.ended_ns)
+        elif not flow.done:
+            trace.error = "it was refused"
+        for step in trace.steps:
+            step.ended_ns = step.ended_ns or trace.ended_ns
+        for step in live.held:
+            step.held_back(passed_on_ns(trace, step.node.index))
+        if not self._live:
+            self._observers.remove(self)
+            self._streams.observer = None
+            self._running.clear()
+            self._busy.clear()
+
+    # ------------------------------------------------------------------ as an observer of the engine
+
+    def queued(self, flow: Flow) -> None:
+        """Nothing to do: `begin` has recorded it."""
+
+    def batched(self, batch: Batch, now_ns: int) -> None:
+        stages = [batch] if batch.route is None else [batch.stage(i) for i in range(len(batch.route))]
+        for stage in stages:
+            if (periods := self._busy.get(stage.queue)) is not None:
+                periods.end(now_ns)
+        if batch.queue in self._busy:
+            members = [
+                (m, live)
+                for m, ticket in enumerate(batch.tickets)
+                if (live := self._live.get(ticket.flow.whole)) is not None
+            ]
+            if members:
+                try:
+                    self._start(batch, stages, members, now_ns)
+                except Exception:
+                    log.exception("a batch of model '%s' cannot be traced", batch.queue.key.name)
+        for stage in stages:
+            if (periods := self._busy.get(stage.queue)) is not None and not stage.queue.free:
+                periods.begin(now_ns)
+
+    def started(self, batch: Batch) -> None:
+        """Nothing to do: a batch has its start time."""
+
+    def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
+        self._ended_ns = now_ns
+        for i in range(1 if batch.route is None else len(batch.route)):
+            periods = self._busy.get(batch.stage(i).queue)
+            if periods is not None and not isinstance(outcome, InstanceDied):
+                periods.end(now_ns)
+        running = self._running.pop(batch, None)
+        if running is None:
+            return
+        try:
+            if isinstance(outcome, Passed):
+                self._note_stages(batch, running, outcome, now_ns)
+            else:
+                self._note(batch, running.executions[0], running.steps, outcome, now_ns)
+        except Exception:
+            log.exception("a batch of model '%s' cannot be traced", batch.queue.key.name)
+
+    def finished(self, flow: Flow) -> None:
+        try:
+            self.end(flow)
+        except Exception:  # the trace is lost, not the response
+            log.exception("a request to '%s' cannot be traced", flow.plan.graph.name)
+
+    failed = finished
+
+    # ------------------------------------------------------------------ steps
+
+    def _start(self, batch: Batch, stages: Sequence[Batch], members: Sequence[tuple[int, _Live]], now_ns: int) -> None:
+        """Record that a batch left its queue."""
+        executions = [
+            Execution(
+                next(self._execution_numbers),
+                stage.queue.key,
+                stage.instance.name,
+                len(batch.tickets),
+                batch.rows,
+                now_ns,
+            )
+            for stage in stages
+        ]
+        running = self._running[batch] = _Running(members, executions)
+        joined = [(m, live) for m, live in members if live.trace.trace_id]
+        if joined:
+            running.spans = [{m: new_span_id() for m, _ in joined} for _ in stages]
+        running.steps = self._take(batch, running, 0, now_ns)
+        if joined:
+            batch.contexts = [self._contexts(batch, joined, spans) for spans in running.spans]
+        batch.wants_outputs = any(live.has_tensors for _, live in members)
+
+    def _contexts(self, batch: Batch, joined: Sequence[tuple[int, _Live]], spans: Mapping[int, int]) -> Sequence[str]:
+        """The trace context of each member in one stage, "" for a member whose trace models may not join."""
+        contexts = [""] * len(batch.tickets)
+        for m, live in joined:
+            contexts[m] = traceparent_of(live.trace.trace_id, spans[m])
+        return contexts
+
+    def _take(
+        self, stage: Batch, running: _Running, i: int, now_ns: int
+    ) -> list[tuple[int, _Live, Ticket, TracedStep]]:
+        """The steps of the traced members that are in stage i of a batch."""
+        execution, spans = running.executions[i], running.spans[i]
+        taken: list[tuple[int, _Live, Ticket, TracedStep]] = []
+        for m, live in running.members:
+            ticket = stage.tickets[m]
+            if len(live.trace.steps) >= TRACED_STEPS_MAX:
+                live.trace.omitted += 1
+                continue
+            execution.members.append(live.trace.number)
+            node = ticket.flow.plan.graph.nodes[ticket.node.index]
+            waits: list[Wait] = []
+            before = live.attempts.get(ticket)
+            if before is not None and before.error:
+                became_ready = queued_ns = before.ended_ns
+                add(waits, AGAIN, queued_ns, now_ns)
+            else:
+                became_ready, queued_ns = self._moments(live, ticket, before)
+                add(waits, INFLIGHT, became_ready, queued_ns)
+                if not i:
+                    waits += waits_in_queue(self._scheduler, stage, queued_ns, now_ns, self._busy[stage.queue])
+            if not live.trace.steps:
+                add(live.trace.waits, ADMISSION if live.would_wait else TURN, live.trace.arrived_ns, became_ready)
+            step = live.attempts[ticket] = TracedStep(node, ticket.rows, became_ready, queued_ns, execution, waits)
+            step.span_id = spans.get(m, 0)
+            live.trace.steps.append(step)
+            if live.has_tensors and not i:
+                given = [ticket.flow.tensors[slot] if slot >= 0 else None for slot in ticket.node.inputs]
+                step.tensors += traced_tensors(QUEUE_INPUT, node.inputs, given)
+            taken.append((m, live, ticket, step))
+        return taken
+
+    def _moments(self, live: _Live, ticket: Ticket, before: TracedStep | None) -> tuple[int, int]:
+        """The times at which a ticket was ready and queued."""
+        if before is not None:  # it was rescheduled
+            queued_ns = max(ticket.queued_ns, before.execution.ended_ns)
+            return queued_ns, queued_ns
+        flow, n = ticket.flow, ticket.node.index
+        if not live.trace.steps and shares_slots(flow, n) and self._ended_ns > flow.arrived_ns:
+            live.begun[flow] = flow.arrived_ns  # it was admitted when another request's step ended
+        return ready_ns(live.begun, live.over, flow, n, ticket.queued_ns), ticket.queued_ns
+
+    def _note_stages(self, batch: Batch, running: _Running, passed: Passed, now_ns: int) -> None:
+        """Record the stages of a batch that completed a route."""
+        route, made = batch.route, passed.made
+        assert route is not None
+        outcomes: list[Results | FlowserveError] = [*made, *([] if passed.error is None else [passed.error])]
+        since_ns = batch.started_ns
+        for i, outcome in enumerate(outcomes):
+            stage, steps = batch.stage(i), running.steps
+            if i:
+                stage.begin_at(since_ns)
+                running.executions[i].taken_ns = since_ns
+                steps = self._take(stage, running, i, since_ns)
+                given = [made[of].outputs[j] for of, j in route.reads[i - 1] if made[of].outputs]
+                for m, live, _, step in steps:
+                    if live.has_tensors and given:
+                        step.tensors += traced_tensors(QUEUE_INPUT, step.node.inputs, [column[m] for column in given])
+            is_last = i == len(outcomes) - 1
+            over_ns = now_ns if is_last or not isinstance(outcome, Results) else outcome.computed_ns
+            self._note(stage, running.executions[i], steps, outcome, over_ns)
+            if isinstance(outcome, Results):
+                since_ns = outcome.computed_ns
+
+    def _note(
+        self,
+        stage: Batch,
+        execution: Execution,
+        steps: Sequence[tuple[int, _Live, Ticket, TracedStep]],
+        outcome: Outcome,
+        now_ns: int,
+    ) -> None:
+        """Record a batch, or one stage of it, that was executed; the scheduler is notified afterwards."""
+        if isinstance(outcome, FlowserveError):
+            execution.error = str(outcome)
+            execution.ran(stage.started_ns, stage.started_ns, now_ns, now_ns)
+        elif not isinstance(outcome, Passed):
+            execution.ran(stage.started_ns, outcome.gathered_ns, outcome.computed_ns, now_ns)
+        # The padding rows of sequences were removed from the tickets.
+        places = {ticket: m for m, ticket in enumerate(stage.tickets)}
+        for _, live, ticket, step in steps:
+            m = places.get(ticket, -1)
+            add(step.waits, HANDOVER, execution.taken_ns, execution.started_ns)
+            step.ended_ns = now_ns
+            step.error = execution.error
+            if isinstance(outcome, Results) and m in outcome.errors:
+                step.error = str(outcome.errors[m])
+            elif live.has_tensors and isinstance(outcome, Results) and m >= 0 and outcome.outputs:
+                step.tensors += traced_tensors(
+                    BACKEND_OUTPUT, step.node.outputs, [column[m] for column in outcome.outputs]
+                )
+            if is_held(stage, ticket):
+                live.held.append(step)
+            if isinstance(ticket.flow, Iteration):
+                live.over[ticket.flow, ticket.node.index] = now_ns
+                live.forget(ticket.flow.stream)
+
+    # ------------------------------------------------------------------ as an observer of decoupled steps
+
+    def answered(self, source: Source, now_ns: int) -> None:
+        """As `StreamObserver.answered`."""
+        live = self._live.get(source.flow.whole)
+        if live is None or source not in live.attempts:
+            return
+        live.attempts[source].answers = source.count
+        self._resumed(live, source, now_ns)
+        assert isinstance(source.flow, Iteration)
+        if source.flow.children:  # its iteration may have finished already
+            live.begun.setdefault(source.flow.children[-1], now_ns)
+            live.forget(source.flow.stream)
+
+    def waits(self, source: Source) -> None:
+        live = self._live.get(source.flow.whole)
+        if live is not None and source.is_waiting:
+            live.paused.setdefault(source, self.clock())
+
+    def over(self, source: Source, error: FlowserveError | None, now_ns: int) -> None:
+        live = self._live.get(source.flow.whole)
+        if live is None or source not in live.attempts:
+            return
+        step = live.attempts[source]
+        step.ended_ns = now_ns
+        step.answers = source.count
+        self._resumed(live, source, now_ns)
+        live.over[source.flow, source.node.index] = now_ns
+        if error is not None:
+            step.error = str(error)
+
+    def _resumed(self, live: _Live, source: Source, now_ns: int) -> None:
+        since_ns = live.paused.pop(source, None)
+        if since_ns is not None:
+            add(live.attempts[source].pauses, SEND, since_ns, now_ns)

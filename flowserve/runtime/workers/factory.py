@@ -1,0 +1,130 @@
+"""Which kind of worker an instance gets.
+
+Decides what the `execution` parameter of a model, or the server's default for its backend, comes to. Knows every kind
+of worker, and not how they run batches. Called by loading/.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from flowserve.backends.base import LoadedModel, OnDevice, RunsInProcess
+from flowserve.config.types import InstanceGroup, ModelConfig
+from flowserve.errors import Unsupported
+from flowserve.runtime.clock import SECOND_NS, ClockNs
+from flowserve.runtime.ipc.encoder import InputPacker
+from flowserve.runtime.processes.children import SUPPORTED
+from flowserve.runtime.workers.base import Worker
+from flowserve.runtime.workers.gpu import GpuWorker
+from flowserve.runtime.workers.local import LocalWorker
+from flowserve.runtime.workers.placement import Placement
+from flowserve.runtime.workers.process import ProcessWorker
+from flowserve.runtime.workers.process_pool import ProcessPool
+from flowserve.runtime.workers.sink import ThreadSink
+from flowserve.runtime.workers.state import StateAdapter
+from flowserve.runtime.workers.streaming import ResponseStreams
+
+log = logging.getLogger("flowserve.load")
+
+MakeWorker = Callable[[str, InstanceGroup], Worker]
+
+PROCESS: Final = "process"
+# Python models are third-party code: they run in processes where the system has what that needs.
+PYTHON_EXECUTION: Final = PROCESS if SUPPORTED else "thread"
+# Where instances of a backend run, unless the model or the operator says otherwise: by measurement.
+DEFAULT: Final = "auto"
+
+
+def execution_of(config: ModelConfig, python_execution: str) -> str:
+    """Where the model's instances run: "process", "thread", "inline", or "auto" (by measurement)."""
+    return config.parameters.get("execution", python_execution if config.backend == "python" else DEFAULT)
+
+
+def worker_maker(
+    config: ModelConfig,
+    model: LoadedModel,
+    execution: str,
+    pool: ProcessPool | None,
+    streams: ResponseStreams,
+    clock: ClockNs,
+    state: StateAdapter | None = None,
+) -> MakeWorker:
+    """How each instance of one model version gets its worker, not yet open; called with its name and its group.
+
+    `state`: of a model of sequences; then `config` and `model` are those with its controls and states (`inner`). Raises
+    Unsupported where the model cannot run in that place.
+    """
+    if execution == PROCESS:
+        return _in_processes(config, model, pool, streams, state)
+    placement = Placement() if execution == DEFAULT and model.may_run_inline else None
+
+    def make(name: str, group: InstanceGroup) -> Worker:
+        instance = model.instance(name, group)
+        is_plain = state is None and not config.decoupled
+        if is_plain and isinstance(instance, OnDevice):
+            if execution == "inline":
+                raise Unsupported(
+                    f"model '{config.name}': an instance on a GPU cannot run inline, where nobody may wait for it; "
+                    'use execution "thread", or kind: KIND_CPU'
+                )
+            gpu = GpuWorker(name, config.name, instance, len(config.outputs), clock, may_write=not model.is_pure)
+            gpu.is_on_gpu = group.kind == "KIND_GPU"
+            return gpu
+        worker = LocalWorker(
+            name,
+            config.name,
+            instance,
+            None if config.decoupled else len(config.outputs),
+            clock,
+            state=state,
+            # A decoupled model always runs on its thread: on the event loop, nothing could read what it sends.
+            sink=ThreadSink(streams) if config.decoupled else None,
+            placement=None if config.decoupled else placement,
+            always_inline=execution == "inline" and not config.decoupled,
+            may_write=config.decoupled or not model.is_pure,
+        )
+        worker.is_on_gpu = group.kind == "KIND_GPU"
+        return worker
+
+    return make
+
+
+def _in_processes(
+    config: ModelConfig,
+    model: LoadedModel,
+    pool: ProcessPool | None,
+    streams: ResponseStreams,
+    state: StateAdapter | None,
+) -> MakeWorker:
+    if pool is None:
+        raise Unsupported(f'model \'{config.name}\': execution "process" is for Linux; use "thread"')
+    if not isinstance(model, RunsInProcess):
+        raise Unsupported(
+            f"model '{config.name}': its backend '{config.backend}' does not run in processes; "
+            'use execution "thread", "inline" or "auto"'
+        )
+    packer = InputPacker(config.inputs, [spec.name for spec in config.outputs])
+    spawn = pool.spawn
+    return lambda name, group: ProcessWorker(
+        name,
+        config,
+        model.remote(name, group),
+        packer,
+        spawn,
+        pool,
+        state=state,
+        streams=streams if config.decoupled else None,
+    )
+
+
+def execution_timeout_ns(config: ModelConfig, workers: Sequence[Worker]) -> int:
+    """After how long a batch's process is killed, 0 for never: the parameter `execution_timeout`, in seconds."""
+    seconds = float(config.parameters.get("execution_timeout", 0))
+    if seconds and not all(isinstance(worker, ProcessWorker) for worker in workers):
+        log.warning(
+            "model '%s': execution_timeout has no effect, since it does not run in processes of its own", config.name
+        )
+        return 0
+    return round(seconds * SECOND_NS)

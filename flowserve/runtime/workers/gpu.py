@@ -1,0 +1,160 @@
+"""A worker whose instance computes on a GPU of the server's process.
+
+Decides on which memory the tensors of such a batch are: outputs stay on the GPU where the next instance reads them
+there
+(decision 0024), and inputs that several GPU instances read get a place for copies. It always runs on a thread, since it
+may wait for the device. A batch with a route passes its stages on the first instance's thread, each on the stream of
+its own instance, so that between two stages there are a few calls instead of two hand-offs between threads. Where any
+of a reader's instances is on the host, the output is copied to the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from flowserve.backends.base import DeviceWork, Instance, OnDevice, Results, Work
+from flowserve.errors import FlowserveError
+from flowserve.graph.plan import PlanNode
+from flowserve.memory.device_tensor import SHARED, DeviceMirror, DeviceTensor, Mirror
+from flowserve.memory.stream import ON_DEVICE, ON_HOST
+from flowserve.runtime.workers.local import LocalWorker, pass_stages
+from flowserve.runtime.workers.outcome import Outcome, Passed
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.flow import Flow, Ticket
+
+
+class GpuWorker(LocalWorker):
+    """One instance on a GPU; `place` is its memory."""
+
+    def __init__(
+        self, name: str, model: str, instance: Instance, output_count: int | None, *facts: Any, **options: Any
+    ) -> None:
+        super().__init__(name, model, instance, output_count, *facts, **options)
+        assert isinstance(instance, OnDevice)
+        self.place = instance.place
+        self.route_group = ("gpu", instance.place) if instance.is_of_any_thread else None
+        self._outputs = output_count or 0
+        self.has_state = True  # after a route, the workers of its further stages run nothing any more
+        self._borrowed: threading.Lock | None = None  # held while another worker's thread runs a batch of this one
+
+    def close(self) -> None:
+        """As that of any worker. All callers may have left a batch that still runs."""
+        if self._borrowed is not None:
+            with self._borrowed:
+                pass
+        super().close()
+
+    def run(self, batch: Batch) -> Outcome | None:
+        if batch.route is None:
+            return super().run(batch)
+        work = self._work_of(batch.tickets)
+        if batch.contexts:
+            work.contexts = batch.contexts[0]
+        read_at = self._readers_on_route(batch)
+        passing = threading.Lock()
+        passing.acquire()
+        for i, worker in enumerate(batch.instances[1:], 1):
+            worker.running = batch.stage(i)
+            worker._borrowed = passing
+        self.run_on_thread(batch, lambda: self._pass(batch, work, read_at, passing))
+        return None
+
+    def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
+        if batch.route is not None:
+            for worker in batch.instances[1:]:
+                worker.running = None
+        return super().finish(batch, outcome)
+
+    def _readers_on_route(self, batch: Batch) -> list[list[int]]:
+        """Where each output of each stage is read; the same for all batches of a route."""
+        route = batch.route
+        assert route is not None
+        if route.worker_data is None:
+            flow = batch.tickets[0].flow  # all members have the same plan and the same queues
+            route.worker_data = [_readers(flow, node) for node in route.nodes]
+        found: list[list[int]] = route.worker_data
+        return found
+
+    def _pass(self, batch: Batch, work: Work, read_at: list[list[int]], passing: threading.Lock) -> Outcome:
+        """Pass the stages of a route, on this thread, which lets go of `passing` in the end."""
+        count = len(work.rows)
+
+        def run_stage(batch: Batch, i: int, work: Work) -> Results | FlowserveError | None:
+            if batch.is_recalled:
+                return None
+            following = _on_device(work, [[where] * count for where in read_at[i]])
+            worker: GpuWorker = batch.instances[i]
+            return worker.compute(following, batch.rows, self._clock(), inline=False)
+
+        try:
+            batch.started_ns = self._clock()
+            outcome = self.compute(work, batch.rows, batch.started_ns, inline=False)
+            if not isinstance(outcome, Results):
+                return Passed([], outcome)
+            return pass_stages(batch, work, outcome, run_stage)
+        finally:
+            passing.release()
+
+    def _work_of(self, tickets: Sequence[Ticket]) -> DeviceWork:
+        crossings: dict[tuple[int, int], _Crossings] = {}  # most tickets of a batch are the same step of one graph
+        outputs: list[list[int]] = [[] for _ in range(self._outputs)]
+        for ticket in tickets:
+            key = (id(ticket.flow.plan), ticket.node.index)
+            found = crossings.get(key)
+            if found is None:
+                found = crossings[key] = _Crossings(ticket)
+            found.share_inputs(ticket.flow)
+            for column, where in zip(outputs, found.readers, strict=True):
+                column.append(where)
+        return _on_device(super()._work_of(tickets), outputs)
+
+
+def _on_device(work: Work, read_at: Sequence[Sequence[int]]) -> DeviceWork:
+    """The same batch for an instance on a device; `read_at[j][m]` says where output j of member m is read."""
+    return DeviceWork(
+        work.inputs, work.rows, work.requests, work.wanted, work.may_write, work.senders, work.contexts, read_at=read_at
+    )
+
+
+def _readers(flow: Flow, node: PlanNode) -> list[int]:
+    """Where each output of a step is read."""
+    plan, queues = flow.plan, flow.queues
+    found = [0] * len(node.outputs)
+    for j, slot, consumers in node.writes:
+        found[j] = ON_HOST if slot in plan.output_slots else 0
+        for consumer in consumers:
+            found[j] |= _reads(queues[consumer])
+    return found
+
+
+class _Crossings:
+    """What of one step changes its memory. `readers[j]` says where output j is read."""
+
+    __slots__ = ("_shared", "readers")
+
+    def __init__(self, ticket: Ticket) -> None:
+        plan, node, queues = ticket.flow.plan, ticket.node, ticket.flow.queues
+        self.readers = _readers(ticket.flow, node)
+        self._shared = [
+            slot
+            for slot in set(node.inputs)
+            if 0 <= slot < plan.converted
+            and any(other != node.index and _reads(queues[other]) & ON_DEVICE for other in plan.consumers[slot])
+        ]
+
+    def share_inputs(self, flow: Flow) -> None:
+        """Inputs that other instances on devices also read get a place for copies."""
+        for slot in self._shared:
+            tensor = flow.tensors[slot]
+            if tensor is not None and not isinstance(tensor, SHARED):
+                flow.tensors[slot] = (DeviceMirror if isinstance(tensor, DeviceTensor) else Mirror)(tensor)
+
+
+def _reads(queue: ModelQueue) -> int:
+    """Where the instances of a queue read their inputs."""
+    readers = 0
+    for worker in queue.instances:
+        readers |= ON_DEVICE if isinstance(worker, GpuWorker) else ON_HOST
+    return readers

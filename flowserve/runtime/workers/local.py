@@ -1,0 +1,288 @@
+"""A worker in the server's own process: on a thread of its own, or on the event loop.
+
+Decides how a batch is run there: inline where the operator said so or measurements allow it (placement.py), else on the
+worker's thread, which is fed by a queue and reports through `Completions`. A batch with a route passes its stages one
+after the other in this process, as far as each of them would run inline. Does not know queues or callers, nor how a
+model computes (backends/). Made by factory.py, driven by the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
+from flowserve.errors import FlowserveError, ModelFailed, ModelRaised, Unavailable
+from flowserve.memory.column import Column
+from flowserve.memory.devices import check_for_loss, lost
+from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.model_calls.calls import ThreadCaller
+from flowserve.runtime.workers.base import WorkerContext, cannot_start
+from flowserve.runtime.workers.outcome import Outcome, Passed
+from flowserve.runtime.workers.placement import Placement
+from flowserve.runtime.workers.sink import ThreadSink
+from flowserve.runtime.workers.state import StateAdapter
+from flowserve.scheduling.batch import Batch, Route
+from flowserve.scheduling.flow import Ticket
+
+log = logging.getLogger("flowserve.runtime")
+
+
+class LocalWorker:
+    """One instance in the server's own process.
+
+    `output_count`: how many outputs each run must have; None for a decoupled model, whose `sink` sends its responses.
+    `placement`: where measurements choose between the event loop and the thread. `always_inline`: on the event loop.
+    `may_write`: the model may write into inputs that nothing else reads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        instance: Instance,
+        output_count: int | None,
+        clock: ClockNs,
+        *,
+        state: StateAdapter | None = None,
+        sink: ThreadSink | None = None,
+        placement: Placement | None = None,
+        always_inline: bool = False,
+        may_write: bool = False,
+    ) -> None:
+        self.name = name
+        self.state = state or StateAdapter()
+        self.has_state = sink is not None or type(self.state) is not StateAdapter
+        self.always_inline = always_inline
+        self.running: Batch | None = None  # what its thread runs
+        self.is_on_gpu = False  # whether it computes on a GPU, wherever its tensors are
+        may_be_inline = always_inline or placement is not None
+        self.route_group: object = "local" if may_be_inline and sink is None and not self.has_state else None
+        self._model = model
+        self._instance = instance
+        self._output_count = output_count
+        self._clock = clock
+        self._sink = sink
+        self._placement = placement
+        self._may_write = may_write
+        self._caller: ThreadCaller | None = None  # where its model may call others
+        self._thread: threading.Thread | None = None
+        self._work: queue.SimpleQueue[tuple[Batch, Callable[[], Outcome]] | None] = queue.SimpleQueue()
+        self._context: WorkerContext | None = None
+
+    # ------------------------------------------------------------------ opening and closing
+
+    def open(self, context: WorkerContext) -> None:
+        """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""
+        if isinstance(self._instance, CallsModels) and context.calls is not None:
+            self._caller = ThreadCaller(self._model, context.calls, lambda: self.running)
+            self._instance.call_through(self._caller)
+        if self.always_inline:
+            self._instance.open()
+            return
+        self._context = context
+        opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        # Daemon: a model that never returns must not keep the process alive past its exit timeout.
+        self._thread = threading.Thread(target=self._serve, args=(opened,), name=f"flowserve {self.name}", daemon=True)
+        self._thread.start()
+        error = opened.get()
+        if error is not None:
+            self._thread = None
+            raise error
+
+    def share(self, output: int) -> None:
+        """From now on other processes read this output."""
+        if isinstance(self._instance, SharesOutputs):
+            self._instance.share(output)
+
+    def close(self) -> None:
+        """End the thread after what it runs now, and close the instance there. Blocks; called on another thread."""
+        if self._thread is None:
+            if self.always_inline:
+                self._instance.close()
+            return
+        self._work.put(None)
+        self._thread.join()
+
+    # ------------------------------------------------------------------ running, on the event loop
+
+    def run(self, batch: Batch) -> Outcome | None:
+        """Run a batch now and return its outcome, or hand it to the thread and return None."""
+        work = self._work_of(batch.tickets)
+        if batch.contexts:
+            work.contexts = batch.contexts[0]
+        if self._sink is not None:
+            work.senders = self._sink.senders(self, batch.tickets)
+        if self.is_inline(batch.rows):
+            return self._execute(batch, work, inline=True)
+        if batch.route is not None:
+            # A batch returns from its thread after the first stage. The model may call a model of a later stage.
+            assert self._context is not None
+            self._context.release(batch, range(1, len(batch.route)))
+        self.run_on_thread(batch, lambda: self._execute(batch, work, inline=False))
+        return None
+
+    def run_on_thread(self, batch: Batch, execute: Callable[[], Outcome]) -> None:
+        """Have its thread call `execute`, which does not raise, and report the outcome."""
+        self.running = batch
+        self._work.put((batch, execute))
+
+    def is_inline(self, rows: int) -> bool:
+        """Whether a batch of so many rows would run on the event loop now."""
+        return self.always_inline or (self._placement is not None and self._placement.is_inline(rows))
+
+    def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
+        """As `Worker.finish`."""
+        if self._sink is not None:
+            self._sink.finish(batch, outcome)
+        return self.state.finish(batch, outcome)
+
+    def executed_here(self) -> Batch | None:
+        """The batch that the calling thread executes; None on any thread but the worker's own."""
+        return self.running if threading.current_thread() is self._thread else None
+
+    def recall(self, batch: Batch) -> None:
+        """Nothing to do: what passes its route on the event loop is back before anything else happens."""
+
+    def _work_of(self, tickets: Sequence[Ticket]) -> Work:
+        return self.state.work(tickets, may_write=self._may_write)
+
+    # ------------------------------------------------------------------ on its thread, or on the event loop
+
+    def _execute(self, batch: Batch, work: Work, *, inline: bool) -> Outcome:
+        batch.started_ns = self._clock()
+        outcome = self.compute(work, batch.rows, batch.started_ns, inline=inline)
+        if self._sink is not None:
+            return self._sink.outcome(self._model, self.name, work, outcome)
+        if batch.route is None:
+            return outcome
+        if not isinstance(outcome, Results):
+            return Passed([], outcome)
+        if not inline:
+            return Passed([outcome])
+        return pass_stages(batch, work, outcome, self._next_stage)
+
+    def _next_stage(self, batch: Batch, i: int, work: Work) -> Results | FlowserveError | None:
+        worker = batch.instances[i]
+        assert isinstance(worker, LocalWorker)
+        if not worker.is_inline(batch.rows):
+            return None
+        return worker.compute(work, batch.rows, self._clock(), inline=True)
+
+    def compute(self, work: Work, rows: int, begun_ns: int, *, inline: bool) -> Results | FlowserveError:
+        """Run a batch of so many rows in place, on whatever thread this is."""
+        if self.is_on_gpu and (why := lost()):
+            return Unavailable(why)
+        try:
+            results = self._instance.run(work, self._clock)
+        except FlowserveError as error:
+            check_for_loss()
+            return _without_frames(error)
+        except BaseException as error:  # any kind: behind a dead thread requests would wait for ever
+            check_for_loss()
+            return _raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
+        results.taken = [column.nbytes for column in work.inputs]
+        if results.errors:
+            check_for_loss()
+            for failed in results.errors.values():
+                _without_frames(failed)
+        count = self._output_count
+        if count is not None and [*map(len, results.outputs)] != [len(work.rows)] * count:
+            return ModelFailed(f"model '{self._model}', instance '{self.name}': its backend lost a member")
+        if self._placement is not None:
+            self._placement.measured(rows, self._clock() - begun_ns, inline=inline)
+        return results
+
+    def _serve(self, opened: queue.SimpleQueue[BaseException | None]) -> None:
+        if self._caller is not None:
+            self._caller.serve_here()
+        try:
+            self._instance.open()
+        except BaseException as error:
+            opened.put(error)
+            return
+        opened.put(None)
+        assert self._context is not None
+        while (item := self._work.get()) is not None:
+            batch, execute = item
+            try:
+                outcome = execute()
+            except Exception as error:  # the server's own fault: behind a dead thread requests would wait for ever
+                outcome = cannot_start(self, batch, error)
+            del item, execute  # its inputs are held no longer once the engine hears of the outcome
+            self.running = None
+            self._context.completions.add(batch, outcome)
+            del batch, outcome
+        try:
+            self._instance.close()
+        except Exception:
+            log.exception("closing instance %s failed", self.name)
+
+
+def pass_stages(
+    batch: Batch,
+    work: Work,
+    first: Results,
+    run_stage: Callable[[Batch, int, Work], Results | FlowserveError | None],
+) -> Passed:
+    """Pass the stages of a batch's route after the first, which made `first` of `work`, until the batch must return: a
+    member failed, or what was made cannot be handed on as it is. `run_stage` returns None for a stage that does not
+    run.
+    """
+    route = batch.route
+    assert route is not None
+    passed = Passed([first])
+    made = passed.made
+    for i in range(1, len(route)):
+        if made[-1].errors or made[-1].parameters:
+            break  # the scheduler and the callers come first
+        following = _following(route, i, work, made)
+        if following is None:
+            break
+        if batch.contexts:
+            following.contexts = batch.contexts[i]
+        results = run_stage(batch, i, following)
+        if results is None:
+            break
+        if not isinstance(results, Results):
+            passed.error = results
+            del results  # its frames hold this one, and with it the batch
+            break
+        made.append(results)
+    return passed
+
+
+def _following(route: Route, i: int, before: Work, made: Sequence[Results]) -> Work | None:
+    """What stage i is given. None where a member lacks an input, or tensors do not fit as one batch."""
+    rows, count = before.rows, len(before.rows)
+    columns = []
+    for stage, j in route.reads[i - 1]:
+        column = made[stage].outputs[j]
+        if type(column) is not Column:
+            column = Column.of([*column], rows)
+        if column.lacks_some or (column.block is None and len({tensor.shape[1:] for tensor in column if tensor}) > 1):
+            return None
+        columns.append(column)
+    for k, dims in route.checks[i - 1]:
+        first = columns[k][0]
+        if first is None or any(want not in (-1, got) for want, got in zip(dims, first.shape[1:], strict=True)):
+            return None
+    writable = [[is_last] * count for is_last in route.last_reads[i - 1]]
+    return Work(columns, rows, before.requests, [route.nodes[i].wanted] * count, writable)
+
+
+def _without_frames(error: FlowserveError) -> FlowserveError:
+    """The error without frames. The frames of the worker and of the engine hold the outcome of the batch: with them the
+    error would be in a cycle, and hold the tensors of the batch until the collector runs.
+    """
+    if not isinstance(error, ModelRaised):  # its cause is logged first
+        error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _raised(text: str, cause: BaseException) -> ModelRaised:
+    failed = ModelRaised(text)  # in a frame that is none of the cause's: they would hold each other
+    failed.__cause__ = cause
+    return failed

@@ -1,0 +1,94 @@
+"""What answers say besides tensors.
+
+Decided here: which parameters of a model's response reach whom. Those of a plain model reach its client. Of a step of
+an ensemble only a sequence's do, as on Triton: they hold for the steps after it and for the answer, and flags that are
+not in the response are off. So the answer of every ensemble says which sequence it belongs to, 0 for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.streaming.iterations import Iteration
+from flowserve.values import Parameter, Request, fits_64_bits
+
+# Of an ensemble whose request belongs to no sequence; always this object, so that whoever writes answers knows it.
+STATELESS: Final[Mapping[str, Parameter]] = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+NONE: Final[Mapping[str, Parameter]] = {}
+
+Said = Mapping[int, Mapping[str, Any]]
+
+
+def take_parameters(batch: Batch, said: Said, errors: Mapping[int, FlowserveError]) -> Mapping[int, FlowserveError]:
+    """Give the members of a batch the parameters of their responses. Returns `errors`, and those who said what cannot
+    be.
+    """
+    found = {**errors}
+    for m, parameters in said.items():
+        ticket = batch.tickets[m]
+        try:
+            flow = ticket.flow
+            request = request_after(flow, batch.queue.key.name, parameters)
+            if request is None:
+                flow.parameters = parameters
+            elif isinstance(flow, Iteration):
+                flow.replace_request(request)
+            else:
+                flow.request = request
+        except FlowserveError as error:
+            found.setdefault(m, ticket.located(error, batch.instance))
+    return found
+
+
+def request_after(flow: Flow, model: str, parameters: Mapping[str, Any]) -> Request | None:
+    """The request of an ensemble as the steps after one that said this are told it; None where the flow is one model's,
+    whose parameters are the answer's own. Raises ModelFailed, Invalid for what cannot be said.
+    """
+    for key, value in parameters.items():
+        if not isinstance(value, (str, int, float)):
+            raise ModelFailed(f"model '{model}': response parameters are strings, numbers, booleans")
+        if not _can_travel(key) or not _can_travel(value):
+            raise ModelFailed(
+                f"model '{model}': response parameter {key!r} is {value!r:.100}, which no answer can say; numbers have "
+                "at most 64 bits, and strings are Unicode text"
+            )
+    request: Request = flow.request
+    if not flow.plan.graph.is_ensemble:
+        return None
+    if not STATELESS.keys() & parameters.keys():
+        return request
+    sequence_id = parameters.get("sequence_id", request.sequence_id)
+    start, end = (parameters.get(key, False) for key in ("sequence_start", "sequence_end"))
+    if isinstance(sequence_id, bool) or not isinstance(sequence_id, (int, str)):
+        raise Invalid(f"expected parameter 'sequence_id' to be an integer or a string, got {sequence_id!r}")
+    for key, flag in (("sequence_start", start), ("sequence_end", end)):
+        if not isinstance(flag, bool):
+            raise Invalid(f"expected parameter '{key}' to be true or false, got {flag!r}")
+    return replace(request, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
+
+
+def _can_travel(value: Parameter) -> bool:
+    """Whether both protocols have a way to write it."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            return False
+        return True
+    return not isinstance(value, int) or fits_64_bits(value)
+
+
+def of_ensemble(request: Request) -> Mapping[str, Parameter]:
+    """What the answer of an ensemble says: of the sequence, as its request or the last step that spoke of it has it."""
+    if not (request.sequence_id or request.sequence_start or request.sequence_end):
+        return STATELESS
+    return {
+        "sequence_id": request.sequence_id,
+        "sequence_start": request.sequence_start,
+        "sequence_end": request.sequence_end,
+    }

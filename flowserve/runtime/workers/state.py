@@ -1,0 +1,398 @@
+"""What a worker does for models with state: control inputs before a batch, states after it.
+
+Decides what a model of sequences gets besides its inputs, and what is kept of it for its next request. To its backend
+such a model is one with more inputs and outputs (`inner`): its control inputs and its states are tensors like all
+others, so every backend and every kind of worker serves them. They are made when a batch starts, and what was computed
+as state is kept with the sequence (`memory`) as rows of the block it was computed in: a batch that stays together hands
+that block on as it is. State ends with its sequence, and no other sequence sees it. A sequence begins with what
+`initial_state` says, else with zeros.
+
+`StateAdapter` is for models without state, `SequenceAdapter` for models of sequences, `IterativeAdapter` for iterative
+sequences. Does not know which requests make a batch (scheduling/sequence/), nor where it runs. Called on the event
+loop, once before and once after each batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from flowserve.backends.base import Results, Work
+from flowserve.config.types import ModelConfig, SequenceControl, SequenceState
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.memory import bytes_codec
+from flowserve.memory.assemble import padding_like, zeros
+from flowserve.memory.column import Column
+from flowserve.memory.tensor import Tensor
+from flowserve.runtime.workers.outcome import Outcome, Returned
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.sequence.direct import FillerFlow
+from flowserve.scheduling.sequence.sequence import RequestSequence
+from flowserve.scheduling.streaming.iterations import Source
+from flowserve.values import Array, DType, Request, TensorSpec
+
+FOLDER: Final = "initial_state"
+# The request of a place that nobody has.
+NULL: Final = Request({})
+
+Memory = Sequence[Tensor]
+
+
+class StateAdapter:
+    """For a model without state: nothing is added to a batch, and nothing is kept."""
+
+    def work(self, tickets: Sequence[Ticket], *, may_write: bool = False) -> Work:
+        """What an instance is given of a batch that is about to start: its members' tensors as columns. `may_write`: it
+        is told what it may write to. No tensor is copied.
+        """
+        node = tickets[0].node
+        is_alike = True  # of one node, as nearly every batch
+        rows: list[int] = []
+        slots: list[list[Any]] = []
+        requests: list[Request] = []
+        wanted: list[tuple[str, ...]] = []
+        for ticket in tickets:
+            flow = ticket.flow
+            rows.append(ticket.rows)
+            slots.append(flow.tensors)
+            requests.append(flow.request)
+            wanted.append(ticket.node.wanted or flow.wanted)
+            is_alike = is_alike and ticket.node is node
+        columns = []
+        for i, slot in enumerate(node.inputs):
+            if not is_alike:
+                read = [ticket.node.inputs[i] for ticket in tickets]
+                tensors = [held[slot] if slot >= 0 else None for held, slot in zip(slots, read, strict=True)]
+            elif slot >= 0:
+                tensors = [*map(itemgetter(slot), slots)]
+            else:
+                tensors = [None] * len(rows)
+            columns.append(Column(rows, None, None, tensors))
+        writable = None
+        if may_write:
+            sole = [is_alike and is_sole for is_sole in node.sole]
+            writable = [[True] * len(rows) if sole[i] else writable_members(tickets, i) for i in range(len(sole))]
+        return Work(columns, rows, requests, wanted, writable)
+
+    def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
+        """Keep what is to be kept of a batch that ran. Returns what is left of its outcome, and the tickets that are to
+        run again; the batch has the other ones.
+        """
+        return outcome, ()
+
+    def take(self, ticket: Ticket, outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Keep what is to be kept of one response of a decoupled model. Returns the rest of its outputs."""
+        return outputs
+
+    def restart(self, tickets: Sequence[Ticket]) -> None:
+        """Forget the state of sequences that begin anew with these."""
+
+
+class SequenceAdapter(StateAdapter):
+    """The controls and the state of one version of a model. Blocks while it reads the files of initial states.
+
+    Raises Invalid where such a file cannot be read or does not hold what the state needs.
+    """
+
+    def __init__(self, config: ModelConfig, folder: Path) -> None:
+        sequence = config.sequence
+        assert sequence is not None, "made for models of sequences only"
+        self._model = config.name
+        self._states = sequence.states
+        self._batches = config.max_batch_size > 0
+        self._outer = range(len(config.inputs))
+        self._output_count = len(config.outputs)
+        self._controls = [(_maker(control), control.dtype.numpy) for control in sequence.controls]
+        self._initial = [_initial(state, config, folder, batches=self._batches) for state in sequence.states]
+        self._has_shapes = any(-1 in state.dims for state in sequence.states)
+        self.inner = _inner(config, sequence.controls, sequence.states)
+        outputs = {spec.name: j for j, spec in enumerate(self.inner.outputs)}
+        self._updated = [outputs[state.output] for state in sequence.states]
+        self._state_names = tuple(state.output for state in sequence.states)
+        self._wanted: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    # ------------------------------------------------------------------ before a batch
+
+    def work(self, tickets: Sequence[Ticket], *, may_write: bool = False) -> Work:
+        real = [ticket for ticket in tickets if ticket.sequence is not None]
+        work = super().work(real, may_write=may_write)
+        if self._states:
+            work.wanted = [self._asked(names) for names in work.wanted]
+        work.requests = self._requests(real, work.requests)
+        given = [*work.inputs]
+        states = self._remembered(real, work.requests)
+        if len(real) < len(tickets):
+            is_real = [ticket.sequence is not None for ticket in tickets]
+            given, states = _with_padding(given, is_real), _with_padding(states, is_real)
+            _stretch(work, is_real)
+        controls = [self._control(make, dtype, work.requests) for make, dtype in self._controls]
+        outer = len(self._outer)
+        work.inputs = [*given, *controls, *states]
+        if work.may_write is not None:
+            nobody_may = [False] * len(tickets)
+            work.may_write += [nobody_may] * (len(work.inputs) - outer)
+        return work
+
+    def _requests(self, tickets: Sequence[Ticket], requests: Sequence[Request]) -> Sequence[Request]:
+        """What the model is told of each ticket's request."""
+        return requests
+
+    def _begins(self, ticket: Ticket) -> bool:
+        """Whether a request begins its sequence, or begins it again."""
+        request: Request = ticket.flow.request
+        return request.sequence_start
+
+    def _asked(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        found = self._wanted.get(names)
+        if found is None:
+            if len(self._wanted) > 100:
+                self._wanted.clear()  # clients choose these names, in any order and number
+            found = self._wanted[names] = tuple(dict.fromkeys((*names, *self._state_names)))
+        return found
+
+    def _control(self, make: Callable[[Request], Any], dtype: Any, requests: Sequence[Request]) -> Column:
+        block = np.array([make(request) for request in requests], dtype)
+        if not self._batches:
+            return Column.of([Tensor(block)], [1])
+        return Column.whole(block.reshape(-1, 1), [1] * len(block))
+
+    def _remembered(self, tickets: Sequence[Ticket], requests: Sequence[Request]) -> list[Column]:
+        """Each state as it was after the request before."""
+        memories: list[Memory] = [
+            self._initial if request.sequence_start or ticket.sequence.memory is None else ticket.sequence.memory
+            for ticket, request in zip(tickets, requests, strict=True)
+        ]
+        ones = [1] * len(tickets)
+        return [Column.of([*column], ones) for column in zip(*memories, strict=True)]
+
+    # ------------------------------------------------------------------ after it
+
+    def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
+        tickets = batch.tickets
+        kept = self._kept(tickets, outcome)
+        if isinstance(outcome, Results):
+            if self._states:
+                self._keep(tickets, outcome)
+            self._trim(outcome, kept)
+        elif isinstance(outcome, FlowserveError):
+            self.restart(tickets)
+        if kept is not None:
+            batch.tickets = [tickets[m] for m in kept]
+            batch.rows = len(kept)
+        return outcome, ()
+
+    def restart(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self._forget_if_restarted(ticket)
+
+    def take(self, ticket: Ticket, outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """As `StateAdapter.take`. Raises ModelFailed where an output is not the state of one request."""
+        if self._states:
+            for state, j in zip(self._states, self._updated, strict=True):
+                tensor = outputs[j]
+                if self._batches and tensor is not None and tensor.stop - tensor.start != 1:
+                    rows = tensor.stop - tensor.start
+                    raise ModelFailed(f"model '{self._model}' answered state '{state.output}' with {rows} rows")
+            self._remember(ticket.sequence, [outputs[j] for j in self._updated])
+        return outputs[: self._output_count]
+
+    def _kept(self, tickets: Sequence[Ticket], outcome: Outcome) -> list[int] | None:
+        """The members that somebody hears of, None for all."""
+        real = [m for m, ticket in enumerate(tickets) if ticket.sequence is not None]
+        return real if len(real) < len(tickets) else None
+
+    def _forget_if_restarted(self, ticket: Ticket) -> None:
+        if ticket.sequence is not None and self._begins(ticket):
+            ticket.sequence.memory = ticket.sequence.shapes = None
+
+    def _keep(self, tickets: Sequence[Ticket], results: Results) -> None:
+        columns = [results.outputs[j] for j in self._updated]
+        errors = results.errors
+        for m, (ticket, updated) in enumerate(zip(tickets, zip(*columns, strict=True), strict=True)):
+            if errors and m in errors:
+                self._forget_if_restarted(ticket)
+            elif ticket.sequence is not None:
+                if self._begins(ticket):
+                    ticket.sequence.memory = None
+                self._remember(ticket.sequence, updated)
+
+    def _remember(self, sequence: RequestSequence, updated: Sequence[Tensor | None]) -> None:
+        """A model that leaves a state out leaves it as it was."""
+        if None in updated:
+            before = sequence.memory or self._initial
+            updated = [old if new is None else new for old, new in zip(before, updated, strict=True)]
+        sequence.memory = updated
+        if self._has_shapes:
+            sequence.shapes = tuple(tensor.shape for tensor in sequence.memory)
+
+    def _trim(self, results: Results, kept: Sequence[int] | None) -> None:
+        results.outputs = results.outputs[: self._output_count]
+        results.copied = results.copied[: len(self._outer)]
+        results.placed = results.placed[: self._output_count]
+        if kept is not None:
+            results.outputs = [[column[m] for m in kept] for column in results.outputs]
+            results.errors = {n: results.errors[m] for n, m in enumerate(kept) if m in results.errors}
+            results.parameters = {n: results.parameters[m] for n, m in enumerate(kept) if m in results.parameters}
+
+
+class IterativeAdapter(SequenceAdapter):
+    """For a model of iterative sequences. A request that runs again has the same inputs as before, which the model may
+    not write to, the id of its sequence, and no START; its state is that of its last execution. Members that the model
+    gave back are queued again before anything else sees the batch, and are not among its results.
+    """
+
+    def work(self, tickets: Sequence[Ticket], *, may_write: bool = False) -> Work:
+        work = super().work(tickets, may_write=may_write)
+        if work.may_write is not None:
+            work.may_write = [[False] * len(tickets)] * len(work.inputs)
+        return work
+
+    def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
+        again = self._again(batch, outcome)
+        rows = sum(ticket.sequence is not None for ticket in batch.tickets)
+        outcome, _ = super().finish(batch, outcome)
+        batch.rows = rows
+        if batch.tickets or not isinstance(outcome, Results):
+            return outcome, again
+        batch.tickets = again
+        return Returned(outcome.gathered_ns, outcome.computed_ns), again
+
+    def _requests(self, tickets: Sequence[Ticket], requests: Sequence[Request]) -> Sequence[Request]:
+        return [
+            replace(request, sequence_id=ticket.sequence.id, sequence_start=self._begins(ticket), sequence_end=False)
+            for ticket, request in zip(tickets, requests, strict=True)
+        ]
+
+    def _begins(self, ticket: Ticket) -> bool:
+        return ticket.sequence.rescheduled is not ticket
+
+    def _kept(self, tickets: Sequence[Ticket], outcome: Outcome) -> list[int] | None:
+        again = frozenset(outcome.rescheduled) if isinstance(outcome, Results) else frozenset()
+        kept = [m for m, ticket in enumerate(tickets) if ticket.sequence is not None and m not in again]
+        return kept if len(kept) < len(tickets) else None
+
+    def _again(self, batch: Batch, outcome: Outcome) -> list[Ticket]:
+        if batch.queue.bound is None or not isinstance(outcome, Results | Returned):
+            return []  # a warm-up runs once
+        again = [batch.tickets[m] for m in outcome.rescheduled]
+        # A decoupled model may have said that it is done, too.
+        return [one for one in again if one.sequence is not None and not (isinstance(one, Source) and one.is_over)]
+
+
+def sequence_of(flow: Flow) -> tuple[int | str, bool, bool]:
+    """What a request says of its sequence: the id, START, END."""
+    request: Request = flow.request
+    return request.sequence_id, request.sequence_start, request.sequence_end
+
+
+def filler_flow(outputs: Sequence[TensorSpec]) -> FillerFlow:
+    """The flow of a place that nobody has. A model answers it like any other."""
+    flow = FillerFlow(NULL)
+    flow.wanted = tuple(spec.name for spec in outputs)
+    return flow
+
+
+def _with_padding(columns: Sequence[Column], is_real: Sequence[bool]) -> list[Column]:
+    """The columns with padding rows for the slots that have no request."""
+    ones = [1] * len(is_real)
+    found = []
+    for column in columns:
+        like = column[0]  # the members of a batch are of one kind
+        padding = None if like is None else padding_like(like)
+        found.append(Column.of(_spread(column, is_real, padding), ones))
+    return found
+
+
+def _stretch(work: Work, is_real: Sequence[bool]) -> None:
+    """Make room between the members of a batch for the slots that have no request."""
+    work.rows = [1] * len(is_real)
+    work.requests = _spread(work.requests, is_real, NULL)
+    work.wanted = _spread(work.wanted, is_real, work.wanted[0])
+    if work.may_write is not None:
+        work.may_write = [_spread(column, is_real, False) for column in work.may_write]
+
+
+def _spread(members: Sequence[Any], is_real: Sequence[bool], padding: Any) -> list[Any]:
+    following = iter(members)
+    return [next(following) if one else padding for one in is_real]
+
+
+def _inner(config: ModelConfig, controls: Sequence[SequenceControl], states: Sequence[SequenceState]) -> ModelConfig:
+    listed = {spec.name for spec in config.outputs}
+    return replace(
+        config,
+        inputs=(
+            *config.inputs,
+            *(TensorSpec(control.name, control.dtype, (1,)) for control in controls),
+            *(TensorSpec(state.input, state.dtype, state.dims) for state in states),
+        ),
+        outputs=(
+            *config.outputs,
+            *(TensorSpec(state.output, state.dtype, state.dims) for state in states if state.output not in listed),
+        ),
+    )
+
+
+def _maker(control: SequenceControl) -> Callable[[Request], Any]:
+    """What a control says of one request."""
+    false, true = control.false, control.true
+    if control.kind == "START":
+        return lambda request: true if request.sequence_start else false
+    if control.kind == "END":
+        return lambda request: true if request.sequence_end else false
+    if control.kind == "READY":
+        return lambda request: false if request is NULL else true
+    if control.dtype is DType.BYTES:
+        return lambda request: str(request.sequence_id or "").encode()
+    bits = control.dtype.itemsize * 8
+    is_signed = control.dtype in (DType.INT32, DType.INT64)
+
+    def number(request: Request) -> int:
+        """The low bits of the id."""
+        low = int(request.sequence_id) & ((1 << bits) - 1)
+        return low - (1 << bits) if is_signed and low >> (bits - 1) else low
+
+    return number
+
+
+def _initial(state: SequenceState, config: ModelConfig, folder: Path, *, batches: bool) -> Tensor:
+    """What a sequence begins with."""
+    dims = state.initial_dims if state.initial_dims is not None else tuple(1 if dim < 0 else dim for dim in state.dims)
+    shape = (1, *dims) if batches else dims
+    array = zeros(shape, state.dtype.numpy)
+    if state.file:
+        array = _read(state, config, folder, math.prod(dims)).reshape(shape)
+        array.flags.writeable = False
+    return Tensor(array, 0, 1) if batches else Tensor(array)
+
+
+def _read(state: SequenceState, config: ModelConfig, folder: Path, count: int) -> Array:
+    shown = f"{folder.name}/{FOLDER}/{state.file}"
+    where = f"model '{config.name}', state input '{state.input}': initial state file '{shown}'"
+    try:
+        content = (folder / FOLDER / state.file).read_bytes()
+    except OSError as error:
+        raise Invalid(f"{where} cannot be read: {error.strerror}") from error
+    if state.dtype is DType.BYTES:
+        return bytes_codec.decode(content, count, name=state.input, model=config.name)
+    wanted = count * state.dtype.itemsize
+    if len(content) != wanted:
+        raise Invalid(f"{where} has {len(content)} bytes, and the state needs {wanted} ({count} {state.dtype})")
+    return np.frombuffer(content, state.dtype.numpy, count)
+
+
+def writable_members(tickets: Sequence[Ticket], i: int) -> list[bool]:
+    """Whether a model may write into input i of each member: no other step reads it, and it feeds no other input."""
+    return [ticket.node.sole[i] or _is_last_reader(ticket, i) for ticket in tickets]
+
+
+def _is_last_reader(ticket: Ticket, i: int) -> bool:
+    slot = ticket.node.inputs[i]
+    return slot >= 0 and ticket.flow.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1

@@ -1,0 +1,228 @@
+"""What the end of a worker process means: for its model, and when another process starts.
+
+Decides that the instance takes no work until a new process has loaded the model and run its warm-up, and that after
+each end that comes soon the next start comes later. A model none of whose instances lives is not ready, nor are the
+ensembles that need it. Requests that wait for it go on waiting while a start is near; else they are refused with the
+reason.
+
+That a process has ended is noticed in processes/children.py; what ran there is failed by its worker (process.py). Used
+on the event loop, by the engine and by loading.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+import trio
+
+from flowserve.errors import FlowserveError
+from flowserve.runtime.clock import SECOND_NS, ClockNs
+from flowserve.runtime.processes.children import Child
+from flowserve.runtime.workers.base import WorkerContext
+from flowserve.scheduling.backoff import BackOff, Delays
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.scheduler import Scheduler
+
+log = logging.getLogger("flowserve.runtime")
+
+# Requests wait for a start that is so near, and are refused else.
+NEAR_NS: Final = SECOND_NS
+
+
+class Mortal(Protocol):
+    """A worker whose instance is in a process, as the supervisor sees it. `child` is that process, once the instance is
+    open there.
+
+    `ended` says how it ended, "" while it lives; `on_end` is called then on the event loop, after its batch failed.
+    """
+
+    name: str
+    child: Child | None
+    ended: str
+    on_end: Callable[[], None] | None
+
+    @property
+    def running(self) -> Batch | None: ...
+    def open(self, context: WorkerContext) -> None:
+        """Start another process and open the instance there. Blocks. Raises FlowserveError, and may be called again."""
+
+
+WarmUp = Callable[[Any], Awaitable[None]]
+
+
+class Supervisor:
+    """Watches over the worker processes of a server."""
+
+    def __init__(self, scheduler: Scheduler, context: WorkerContext, delays: Delays) -> None:
+        self._scheduler = scheduler
+        self._context = context
+        self._clock = context.clock
+        self._delays = delays
+        self._nursery: trio.Nursery | None = None
+        self._watched: dict[ModelQueue, list[_Charge]] = {}
+        self._down: dict[ModelQueue, str] = {}  # those of which no instance lives, and why
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Restart what ends, for ever. Ends only by cancellation."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await trio.sleep_forever()
+
+    def watch(
+        self,
+        queue: ModelQueue,
+        workers: Sequence[Mortal],
+        execution_timeout_ns: int = 0,
+        warm_up: WarmUp | None = None,
+    ) -> None:
+        """From now on their ends are noticed. `execution_timeout_ns`: a batch that runs longer ends its process.
+        `warm_up`: what one runs that was started again; raises FlowserveError where that fails.
+        """
+        charges = self._watched[queue] = [_Charge(queue, worker, self._delays, warm_up) for worker in workers]
+        for charge in charges:
+            charge.since_ns = self._clock()
+            charge.worker.on_end = partial(self._ended, charge)
+            if charge.worker.ended:
+                self._ended(charge)
+            if execution_timeout_ns:
+                self._start(charge, partial(end_overdue, charge.worker, execution_timeout_ns, self._clock))
+
+    def release(self, queue: ModelQueue) -> None:
+        """Its instances are about to be closed, and their ends do not count any more. Harmless if unknown."""
+        self._down.pop(queue, None)
+        for charge in self._watched.pop(queue, ()):
+            charge.release()
+
+    def stop(self) -> None:
+        """The server ends: everything is released."""
+        for queue in [*self._watched]:
+            self.release(queue)
+
+    def outage(self, queues: Iterable[ModelQueue]) -> str:
+        """Why what runs over these queues is not ready, or ""."""
+        return next((self._down[queue] for queue in queues if queue in self._down), "")
+
+    # ------------------------------------------------------------------ ends and beginnings
+
+    def _ended(self, charge: _Charge) -> None:
+        if charge.is_released or charge.is_away:
+            return
+        charge.is_away = True
+        self._scheduler.take_away(charge.queue, charge.worker)
+        delay_ns = self._wait_for_next(charge, charge.worker.ended, self._clock() - charge.since_ns)
+        self._start(charge, partial(self._restart, charge, delay_ns))
+
+    async def _restart(self, charge: _Charge, delay_ns: int) -> None:
+        worker = charge.worker
+        while True:
+            await trio.sleep(delay_ns / SECOND_NS)
+            why = await self._open(worker) or await self._warm_up(charge)
+            if not why:
+                break
+            delay_ns = self._wait_for_next(charge, why, 0)
+        log.info("instance %s runs again", worker.name)
+        charge.is_away = False
+        charge.since_ns = self._clock()
+        self._down.pop(charge.queue, None)
+        self._scheduler.give_back(charge.queue, worker)
+        self._context.wake()
+
+    async def _open(self, worker: Mortal) -> str:
+        """Returns why it is not open, or ""."""
+        # A thread of its own: one that hangs in its initialize keeps no other from starting.
+        limiter = trio.CapacityLimiter(1)
+        try:
+            await trio.to_thread.run_sync(worker.open, self._context, abandon_on_cancel=True, limiter=limiter)
+        except FlowserveError as error:
+            return str(error)
+        except Exception as error:  # a fault about one instance must not end the supervision of the others
+            log.exception("starting instance %s failed", worker.name)
+            return f"instance '{worker.name}': {type(error).__name__}: {error}"
+        return worker.ended
+
+    async def _warm_up(self, charge: _Charge) -> str:
+        """Returns why it cannot serve, or ""."""
+        if charge.warm_up is None:
+            return ""
+        try:
+            await charge.warm_up(charge.worker)
+        except Exception as error:
+            if not isinstance(error, FlowserveError):  # a fault of the server, as in `_open`
+                log.exception("warming up instance %s failed", charge.worker.name)
+            if charge.worker.child is not None:
+                charge.worker.child.kill(why=f"its process was killed: {error}")
+            while not charge.worker.ended:  # noqa: ASYNC110 - it is about to, and its worker is told
+                await trio.sleep(0.01)
+            return f"instance '{charge.worker.name}': {error}"
+        return charge.worker.ended
+
+    def _wait_for_next(self, charge: _Charge, why: str, lived_ns: int) -> int:
+        """Make known that it is not there. Returns after how long it is started again."""
+        delay_ns = charge.back_off.ended(lived_ns)
+        ends = charge.back_off.ends
+        often = f", {ends} times in a row" if ends > 1 else ""
+        reason = f"{why}{often}; it is started again after {delay_ns / SECOND_NS:g} s"
+        log.error("%s", reason)
+        queue = charge.queue
+        if not queue.is_served:
+            self._down[queue] = reason
+            if delay_ns > NEAR_NS:
+                model = f"'{queue.key.name}' version {queue.key.version}"
+                self._scheduler.close(queue, f"Request for unknown model: {model} is not at ready state: {reason}")
+        self._context.wake()  # the requests that this refused, and those of its sequences, are answered now
+        return delay_ns
+
+    def _start(self, charge: _Charge, task: Callable[[], Awaitable[None]]) -> None:
+        assert self._nursery is not None
+        self._nursery.start_soon(self._until_released, charge, task, name=f"supervise {charge.worker.name}")
+
+    @staticmethod
+    async def _until_released(charge: _Charge, task: Callable[[], Awaitable[None]]) -> None:
+        if charge.is_released:
+            return
+        with trio.CancelScope() as scope:
+            charge.scopes.add(scope)
+            await task()
+        charge.scopes.discard(scope)
+
+
+async def end_overdue(worker: Mortal, timeout_ns: int, clock: ClockNs) -> None:
+    """Kill the instance's process when a batch runs longer than `timeout_ns`, for ever; ends only by cancellation.
+
+    It looks at what runs when the earliest of its batches could be overdue: nothing is done per batch.
+    """
+    while True:
+        batch = worker.running
+        left_ns = timeout_ns if batch is None else batch.started_ns + timeout_ns - clock()
+        child = worker.child
+        if left_ns <= 0 and child is not None:
+            limit = f"{timeout_ns / SECOND_NS:g} s (parameter execution_timeout)"
+            child.kill(why=f"its process was killed, because an execution took longer than {limit}")
+            left_ns = timeout_ns
+        await trio.sleep(left_ns / SECOND_NS)
+
+
+class _Charge:
+    """One instance that is watched over."""
+
+    def __init__(self, queue: ModelQueue, worker: Mortal, delays: Delays, warm_up: WarmUp | None) -> None:
+        self.queue = queue
+        self.worker = worker
+        self.warm_up = warm_up
+        self.back_off = BackOff(delays)
+        self.since_ns = 0  # when its process began to serve
+        self.is_away = False
+        self.is_released = False
+        self.scopes: set[trio.CancelScope] = set()
+
+    def release(self) -> None:
+        self.is_released = True
+        self.worker.on_end = (
+            None  # opens the circle of worker and charge: the worker's memory goes as soon as it is closed
+        )
+        for scope in self.scopes:
+            scope.cancel()

@@ -1,0 +1,403 @@
+"""The execution of one request: counts of missing inputs make steps ready, counts of readers release tensors.
+
+Decides which steps of a flow are ready, when a tensor has no reader left, and when the flow is finished. A tensor is an
+opaque handle with rows and a shape; this module never reads its contents. Does not know queues, batches, instances or
+clocks. Used by the scheduler; the runtime reads the outputs of a finished flow.
+
+Always true of a flow that is not done (see `Flow.check`):
+  (1) a slot holds a handle exactly while it was written and still has readers;
+  (2) `missing[n]` is the number of distinct slots of other nodes that node n still waits for; a ticket was made exactly
+      once for each needed node whose count reached 0;
+  (3) `open` counts the steps whose ticket was made and that have not finished; a flow with `open` 0 is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.graph.plan import Plan, PlanNode
+from flowserve.scheduling.lineage import lineage, shape_text
+
+E = TypeVar("E", bound=FlowserveError)
+
+
+class Facts(Protocol):
+    """The facts of a tensor that scheduling uses: its rows (`start` to `stop`; 0 and -1 without a batch dimension) and
+    its shape. Where a graph converts shapes, its handles also have `converted(conversion)`, which returns the handle of
+    another shape.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+# Nanoseconds, summed over several steps: queued, assembling inputs, computing, reading outputs.
+Took = tuple[int, int, int, int]
+TOOK_NOTHING: Final[Took] = (0, 0, 0, 0)
+
+
+def longer(took: Took, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> Took:
+    """The sums with one more step."""
+    return took[0] + queue_ns, took[1] + input_ns, took[2] + infer_ns, took[3] + output_ns
+
+
+class Ticket:
+    """The queue entry of a step: rows, a key that all members of a batch must share, and the time it was queued. No
+    tensor data. Three attributes are set by some queues only: `lane` and `order` are the lane and the position of
+    arrival in a queue that may reorder tickets (queue.py), `sequence` is the ticket's `RequestSequence` (sequence/).
+    """
+
+    __slots__ = ("flow", "key", "lane", "node", "order", "queued_ns", "rows", "sequence")
+
+    lane: int
+    sequence: Any
+    order: int
+
+    def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
+        self.flow = flow
+        self.node = node
+        self.rows = rows
+        self.key = key
+        self.queued_ns = queued_ns
+
+    def located(self, error: FlowserveError, instance: Any = None) -> FlowserveError:
+        """A copy of a batch's error for this flow, with the step's location in the graph; for a plain model the error
+        itself, which all members of the batch share. `instance` ran the step, if one did.
+        """
+        if not self.flow.plan.graph.is_ensemble:
+            return error
+        return self.flow.located(type(error)(str(error)), self.node, getattr(instance, "name", ""))
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.node.name}, rows={self.rows})"
+
+
+class Flow:
+    """One traversal of a graph for one request.
+
+    `queues[n]` is the queue of node n's model, which pins the flow to the model versions its graph was loaded with.
+    `priority` (1 is the highest, 0 none) and `timeout_ns` (0 none) are the request's own and apply to each of its
+    steps. `request`, `owner`, `wanted`, `waiter` and `parameters` belong to the runtime; scheduling does not read them.
+    `took` is the duration of its steps, for the statistics of the graph; members that stay in one batch share one
+    object.
+    """
+
+    __slots__ = (
+        "arrived_ns",
+        "done",
+        "error",
+        "missing",
+        "open",
+        "owner",
+        "parameters",
+        "plan",
+        "priority",
+        "queues",
+        "readers",
+        "request",
+        "stamp",
+        "tensors",
+        "timeout_ns",
+        "took",
+        "waiter",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        plan: Plan,
+        queues: Sequence[Any],
+        inputs: Sequence[Facts | None],
+        arrived_ns: int,
+        stamp: int = 0,
+        request: Any = None,
+        owner: Any = None,
+        priority: int = 0,
+        timeout_ns: int = 0,
+    ) -> None:
+        self.plan = plan
+        self.queues = queues
+        self.owner = owner
+        self.tensors: list[Any] = [*inputs, *plan.blank]
+        self.missing = [*plan.missing]
+        self.readers = [*plan.readers]
+        self.open = 0
+        self.done = False
+        self.error: FlowserveError | None = None
+        self.arrived_ns = arrived_ns
+        self.stamp = stamp
+        self.priority = priority
+        self.timeout_ns = timeout_ns
+        self.request = request
+        self.waiter: Any = None
+        self.parameters: Any = None
+        self.wanted: tuple[str, ...] = ()
+        self.took = TOOK_NOTHING
+
+    @property
+    def whole(self) -> Flow:
+        """The request's flow; for one of its iterations (streaming/) that is another object."""
+        return self
+
+    def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
+        """The tickets of the steps that read only the request's own inputs. Raises `Invalid` if a step rejects their
+        shapes or row counts. `changed` is for flows with iterations (streaming/).
+        """
+        plan = self.plan
+        if plan.lacking:
+            self._check_given(plan)
+        self.open = len(plan.first)
+        tickets = []
+        for index in plan.first:
+            tickets.append(self._ticket(plan.nodes[index]))  # noqa: PERF401  # a comprehension is one more call
+        return tickets
+
+    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+        """Store a finished step's outputs and return the steps that became ready. `outputs[j][m]` is the model's j-th
+        output for this flow.
+
+        Afterwards `open` is 0 if that was the last step. An omitted output (None) is omitted from the response and from
+        the optional inputs that it feeds. Raises a FlowserveError if the flow cannot continue.
+        """
+        tensors = self.tensors
+        readers = self.readers
+        then = node.then
+        if then is not None:
+            j, slot, consumer = then
+            handle = outputs[j][m]
+            if handle is not None:
+                tensors[slot] = handle
+                self.missing[consumer] = 0
+                ticket = self._ticket(self.plan.nodes[consumer])
+                for slot in node.distinct_inputs:
+                    readers[slot] -= 1
+                    if not readers[slot]:
+                        tensors[slot] = None
+                return [ticket]
+        missing = self.missing
+        tickets: list[Ticket] = []
+        for j, slot, consumers in node.writes:
+            handle = outputs[j][m]
+            if handle is None and self.plan.needed_by[slot]:
+                raise self._deadlock(node, slot)
+            tensors[slot] = handle
+            for consumer in consumers:
+                missing[consumer] -= 1
+                if not missing[consumer]:
+                    tickets.append(self._ticket(self.plan.nodes[consumer]))
+        for slot in node.distinct_inputs:
+            readers[slot] -= 1
+            if not readers[slot]:
+                tensors[slot] = None
+        self.open += len(tickets) - 1
+        return tickets
+
+    def skip_to(self, nodes: Sequence[PlanNode], inner: Sequence[tuple[int, int]]) -> None:
+        """Mark `nodes` as passed by a batch on its route; `finish_step` of the last one follows. Their intermediate
+        tensors were never stored; `inner` are their slots, each with its remaining readers: 1 if the last node reads
+        it, else 0.
+        """
+        tensors, readers, missing = self.tensors, self.readers, self.missing
+        for slot in nodes[0].distinct_inputs:
+            readers[slot] -= 1
+            if not readers[slot]:
+                tensors[slot] = None
+        for node in nodes:
+            missing[node.index] = 0
+        for slot, left in inner:
+            readers[slot] = left
+
+    def is_last_reader(self, slot: int) -> bool:
+        """Whether this slot has one remaining reader: no sibling step and no output of the graph reads it later."""
+        return slot < self.plan.converted and self.readers[slot] == 1
+
+    def steps_under_way(self) -> list[PlanNode]:
+        """The nodes whose steps wait or run. A step is over when its output is stored or was read."""
+        if self.done or not self.open:
+            return []
+        return [
+            node for node in self.plan.nodes if node.writes and not self.missing[node.index] and not self._is_over(node)
+        ]
+
+    def _is_over(self, node: PlanNode) -> bool:
+        return any(
+            self.tensors[slot] is not None or any(not self.missing[consumer] for consumer in consumers)
+            for _, slot, consumers in node.writes
+        )
+
+    def located(self, error: E, node: PlanNode, instance: str = "") -> E:
+        """`error`, which is the flow's own, with the location of `node`. `instance` ran the step, "" for none."""
+        if self.plan.graph.is_ensemble:
+            error.lineage = lineage(self.plan, node, self.tensors, instance)
+        return error
+
+    def _check_given(self, plan: Plan) -> None:
+        """An optional input of the graph may feed a required input of a model, as on Triton. Triton's model rejects
+        such a request when it runs; here the request is rejected before any step runs.
+        """
+        for slot, name, n in plan.lacking:
+            if self.tensors[slot] is None:
+                node = plan.nodes[n]
+                raise self.located(
+                    Invalid(
+                        f"expected {len(node.inputs)} inputs but not all were given for model '{node.model.name}'. "
+                        f"Missing required input(s) ['{name}'], to which '{plan.graph.inputs[slot].name}' is mapped; "
+                        "that is optional in the ensemble, and not in the model"
+                    ),
+                    node,
+                )
+
+    def _ticket(self, node: PlanNode) -> Ticket:
+        tensors = self.tensors
+        if node.plain >= 0:
+            handle = tensors[node.plain]
+            if handle is not None:
+                rows = handle.stop - handle.start
+                if 0 <= rows <= node.max_batch_size:
+                    return Ticket(self, node, rows, (handle.shape[1:],) if node.variable else None)
+        if node.converts:
+            self._convert(node)
+        rows = 1
+        if node.max_batch_size:
+            rows = -1
+            for slot in node.inputs:
+                handle = tensors[slot] if slot >= 0 else None
+                if handle is None:
+                    continue
+                here = handle.stop - handle.start
+                if here < 0:  # an output of a model without a batch dimension, whose full shape matches this input
+                    here = handle.shape[0]
+                if rows == -1:
+                    rows = here
+                elif here != rows:
+                    text = f"input batch size does not match other inputs for '{node.model.name}'"
+                    raise self.located(Invalid(text), node)
+            if rows == -1:
+                rows = 1
+            elif rows > node.max_batch_size:
+                text = f"inference request batch-size must be <= {node.max_batch_size} for '{node.model.name}'"
+                raise self.located(Invalid(text), node)
+        if node.checks:
+            self._check_shapes(node)
+        if not node.variable and not node.optional:
+            return Ticket(self, node, rows, None)
+        return Ticket(self, node, rows, self._key(node))
+
+    def _convert(self, node: PlanNode) -> None:
+        for slot, own, conversion in node.converts:
+            handle = self.tensors[slot]
+            self.tensors[own] = None if handle is None else handle.converted(conversion)
+
+    def _key(self, node: PlanNode) -> Hashable:
+        """The batching key: the shapes of the variable inputs, and which optional inputs are present."""
+        first = 1 if node.max_batch_size else 0
+        tensors = self.tensors
+        shapes = []
+        for i in node.variable:
+            handle = tensors[node.inputs[i]] if node.inputs[i] >= 0 else None
+            shapes.append(None if handle is None else handle.shape[first:])
+        if not node.optional:
+            return tuple(shapes)
+        present = tuple(slot >= 0 and tensors[slot] is not None for slot in node.inputs)
+        return (tuple(shapes), present)
+
+    def _check_shapes(self, node: PlanNode) -> None:
+        first = 1 if node.max_batch_size else 0
+        for i, dims in node.checks:
+            handle = self.tensors[node.inputs[i]]
+            if handle is None:
+                continue
+            shape = handle.shape[first:]
+            if len(shape) != len(dims) or any(w not in (-1, g) for w, g in zip(dims, shape, strict=True)):
+                name = self.plan.graph.nodes[node.index].inputs[i].name
+                wanted = [-1, *dims] if first else list(dims)
+                text = f"unexpected shape for input '{name}' for model '{node.model.name}'. "
+                text += f"Expected {shape_text(wanted)}, got {shape_text(handle.shape)}"
+                raise self.located(Invalid(text), node)
+
+    def _deadlock(self, node: PlanNode, slot: int) -> ModelFailed:
+        output = self.plan.graph.nodes[node.index].outputs[node.outputs.index(slot)].name
+        text = (
+            f"unexpected deadlock, at least one output is not set while no more "
+            f"ensemble steps can be made: step '{node.name}' answered without its output '{output}', which "
+            f"step '{self.plan.needed_by[slot]}' cannot do without"
+        )
+        return self.located(ModelFailed(text), node)
+
+    def check(self) -> None:
+        """Assert the numbered promises. For tests and simulation."""
+        assert self.done or self.open > 0, f"(3) {self!r} is neither done nor going anywhere"
+        for slot, handle in enumerate(self.tensors):
+            if handle is not None and not self.done:
+                assert self.readers[slot] > 0 or slot < len(self.plan.graph.inputs), (
+                    f"(1) slot {slot} is held without a reader"
+                )
+        assert all(count >= 0 for count in self.missing), "(2) a node became ready twice"
+
+    def __repr__(self) -> str:
+        return f"Flow({self.plan.graph.name}, open={self.open}, done={self.done})"
+
+
+def advance_together(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> list[Ticket]:
+    """`finish_step` for the members of a batch that all continue with the same single step: their next tickets, queued
+    at `now_ns`. Stops before the first member that differs; that member and those behind it are unchanged.
+    """
+    first = tickets[0]
+    node, queues = first.node, first.flow.queues
+    ready: list[Ticket] = []
+    if node.goes_on is None:
+        return ready
+    j, slot, consumer = node.goes_on
+    following = first.flow.plan.nodes[consumer]
+    rows_max = following.max_batch_size
+    read = node.inputs[0]
+    for ticket, handle in zip(tickets, outputs[j], strict=True):
+        flow = ticket.flow
+        if (
+            ticket.node is not node
+            or flow.done
+            or handle is None
+            or type(flow) is not Flow
+            or flow.queues is not queues
+        ):
+            break
+        rows = handle.stop - handle.start
+        if not 0 <= rows <= rows_max:
+            break
+        tensors = flow.tensors
+        tensors[slot] = handle
+        tensors[read] = None
+        flow.readers[read] = 0
+        flow.missing[consumer] = 0
+        key = (handle.shape[1:],) if following.variable else None
+        ready.append(Ticket(flow, following, rows, key, now_ns))
+    return ready
+
+
+def finish_together(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], last: PlanNode) -> list[Flow]:
+    """`finish_step` for the members of a batch whose flows end with `last`, which computed `outputs`: their flows, not
+    yet `done`. The tickets are of that node, or of the first node of the batch's route. Stops before the first member
+    that differs, as `advance_together`.
+    """
+    flows: list[Flow] = []
+    if last.ends is None:
+        return flows
+    node = tickets[0].node
+    frees = node.frees
+    j, slot = last.ends
+    for ticket, handle in zip(tickets, outputs[j], strict=True):
+        flow = ticket.flow
+        if ticket.node is not node or flow.done or flow.open != 1 or type(flow) is not Flow:
+            break
+        tensors = flow.tensors
+        tensors[slot] = handle
+        for read in frees:
+            tensors[read] = None
+        flow.open = 0
+        flows.append(flow)
+    return flows

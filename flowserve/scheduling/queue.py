@@ -1,0 +1,451 @@
+"""The queue of one model: which waiting tickets leave together as a batch, and when.
+
+Decides when a batch is complete (`BatchPolicy.count`), in which order tickets leave (priority levels), which ticket is
+refused because its level is full, and when a ticket's timeout passes. Does not know instances: `take` is called only
+when an instance is free, so a batch may grow until then. Does not read a clock: callers pass `now_ns`. Called by the
+scheduler only.
+
+A *level* is a priority, 1 the highest; 0 is the level of a queue without priorities. A *lane* is a FIFO list of
+tickets. Each level has two: its live tickets, and behind them the tickets whose timeout passed under the action DELAY.
+
+Always true after every call (see `Queue.check`):
+  (1) the tickets of a lane leave in the order of arrival;
+  (2) no batch exceeds the model's maximum, all its tickets share one key, and no level exceeds its size limit;
+  (3) right after `take` returned None, `deadline` is None or in the future; no ticket is returned or refused twice, or
+      refused before its timeout;
+  (4) no lane with tickets is omitted from more than `OVERTAKEN_MAX` batches in a row, plus one for each other lane that
+      waits as long.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count, pairwise
+from operator import attrgetter
+from typing import Any, Final, Protocol, runtime_checkable
+
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.scheduling.deadlines import Deadlines
+from flowserve.scheduling.flow import Flow, Ticket
+
+# After this many batches without a ticket of a lane, the next batch begins with that lane. Under Triton's strict
+# priority rule a steady stream of high-priority requests starves all others; this limit costs one batch in 33.
+OVERTAKEN_MAX: Final = 32
+
+_by_order = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """`preferred` batch sizes in rows, ascending and never empty. `max_queue_delay_ns` counts from the arrival of the
+    oldest ticket. `is_single`: every request is a batch of its own, whatever its rows (Triton's default scheduler).
+    """
+
+    max_batch_size: int
+    preferred: tuple[int, ...]
+    max_queue_delay_ns: int = 0
+    is_single: bool = False
+
+    @classmethod
+    def simple(cls, max_batch_size: int, max_queue_delay_ns: int = 0) -> BatchPolicy:
+        """Batches up to the maximum; without a delay they leave immediately."""
+        return cls(max_batch_size, (max_batch_size,), max_queue_delay_ns)
+
+    @classmethod
+    def single(cls) -> BatchPolicy:
+        """One request per execution."""
+        return cls(1, (1,), is_single=True)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether all waiting tickets leave immediately, up to the maximum, whatever their number."""
+        return not (self.is_single or self.max_queue_delay_ns) and self.preferred == (self.max_batch_size,)
+
+    def count(self, walk: Iterable[Ticket], key: Hashable, is_overdue: bool) -> int:
+        """The number of tickets at the front of `walk` that leave now as one batch; 0: they wait for more.
+
+        No ticket of the walk is skipped, and `key` is its first ticket's. A batch is complete immediately if the next
+        ticket does not fit or has another key. Otherwise, until the delay has passed, only a preferred size leaves (the
+        largest that was reached); after the delay, or without one, all tickets leave, up to the maximum.
+        """
+        if self.is_single:
+            return 1
+        limit = self.max_batch_size
+        preferred = self.preferred
+        largest = preferred[-1]
+        size = count = candidate = 0
+        is_complete = False
+        for ticket in walk:
+            bigger = size + (ticket.rows or 1)  # a request of 0 rows counts as one row, as on Triton
+            if count and (bigger > limit or ticket.key != key):
+                is_complete = True
+                break
+            if bigger > largest and not candidate and count and not is_overdue:
+                # No preferred size was met and the next ticket would exceed the largest: the batch is complete.
+                return count
+            size = bigger
+            count += 1
+            if size in preferred:
+                candidate = count
+            if size >= limit:
+                break
+        if candidate and not is_overdue:
+            return candidate
+        if is_complete or is_overdue or not self.max_queue_delay_ns or size >= largest:
+            return count
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class LevelPolicy:
+    """The queue policy of one level. `max_size` counts requests (0: no limit). `timeout_ns` 0: no timeout; the
+    request's own is ignored. `may_override`: a request's own timeout applies if it is smaller. `is_delayed`: a ticket
+    whose timeout passed moves behind the others of its level instead of being refused.
+    """
+
+    max_size: int = 0
+    timeout_ns: int = 0
+    may_override: bool = False
+    is_delayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """`count` priority levels, 0 for a queue without priorities. `default` is the level of requests whose priority is
+    not a level, `policy` the policy of levels that are not in `policies`.
+    """
+
+    count: int = 0
+    default: int = 0
+    policy: LevelPolicy = LevelPolicy()
+    policies: Mapping[int, LevelPolicy] = field(default_factory=dict)
+
+    def of(self, priority: int) -> int:
+        return priority if 1 <= priority <= self.count else self.default
+
+    def policy_of(self, level: int) -> LevelPolicy:
+        return self.policies.get(level, self.policy)
+
+    @property
+    def is_plain(self) -> bool:
+        """One level, without a size limit or a timeout."""
+        return not (self.count or self.policies) and self.policy == LevelPolicy()
+
+
+PLAIN: Final = Levels()
+
+
+class Batcher(Protocol):
+    """The interface of a model's queue: the general one here, the sequence batcher, or device affinity.
+
+    `may_wait`: tickets may wait for more tickets while an instance is free. `may_expire`: tickets may time out.
+    `joins_max`: the largest number of requests of a batch on a route that passes this queue unchanged, if the queue is
+    empty; 0: none, because this queue decides about each request.
+    """
+
+    may_wait: bool
+    may_expire: bool
+    joins_max: int
+
+    def put(self, ticket: Ticket) -> None:
+        """Queue a ticket; its `queued_ns` is set. Raises Unavailable if the queue is full, Invalid if the request
+        belongs to no sequence.
+        """
+
+    def take(self, now_ns: int) -> list[Ticket] | None:
+        """Remove and return the next batch. None: the queue is empty, or its tickets wait for more. The caller has
+        called `expire` with `now_ns` before.
+        """
+
+    def deadline(self) -> int | None:
+        """When time alone may change the result of `take`. None: never. An early or repeated `take` has no effect."""
+
+    def expiry(self) -> int | None:
+        """When the next ticket's timeout passes, whether or not an instance is free. None: never."""
+
+    def expire(self, now_ns: int) -> Sequence[Ticket]:
+        """Remove and return the tickets whose timeout has passed, to be refused. An early call has no effect."""
+
+    def withdraw(self, flow: Flow) -> int:
+        """Remove every ticket of a flow that is over, those of its iterations included: they are `done`. Returns their
+        number.
+        """
+
+    def __len__(self) -> int: ...
+
+    def check(self) -> None: ...
+
+
+@runtime_checkable
+class BoundBatcher(Batcher, Protocol):
+    """A batcher whose tickets may be bound to one instance: the sequence batcher, and device affinity. `take_for` is
+    called for each free instance, and not again before the batch that it returned for that instance is complete.
+    `is_shared`: an instance may take tickets that another would take otherwise.
+    """
+
+    is_shared: bool
+
+    def serve(self, instances: Sequence[Any], free: Collection[Any]) -> None:
+        """Set the instances; `free` is a live view of those without a batch. Called once, before any other method."""
+
+    def take_for(self, instance: Any, now_ns: int) -> list[Ticket] | None:
+        """The next batch for an instance that is free, or None."""
+
+    def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
+        """A batch failed; run these parts of it, each as a batch."""
+
+    def lost(self, instance: Any) -> None:
+        """An instance without a batch became unavailable."""
+
+    def found(self, instance: Any) -> None:
+        """The instance is available again."""
+
+    def orphans(self) -> Sequence[tuple[Ticket, FlowserveError]]:
+        """Tickets that can no longer run, each with the reason; each is returned once."""
+
+
+class Queue:
+    """Triton's default scheduler and dynamic batcher, with priority levels and queue policies.
+
+    A batch is filled from the levels, highest first, and may span them. The delay counts from the arrival of the oldest
+    waiting ticket, whatever its level.
+    """
+
+    __slots__ = (
+        "_batches",
+        "_expiries",
+        "_is_plain",
+        "_lanes",
+        "_levels",
+        "_numbers",
+        "_orders",
+        "_plain",
+        "_policy",
+        "_served",
+        "delay_ns",
+        "joins_max",
+        "may_expire",
+        "may_wait",
+    )
+
+    def __init__(self, policy: BatchPolicy, levels: Levels = PLAIN) -> None:
+        self._policy = policy
+        self._levels = levels
+        self.delay_ns = policy.max_queue_delay_ns
+        self.may_wait = policy.max_queue_delay_ns > 0
+        self._is_plain = levels.is_plain
+        self.may_expire = not self._is_plain
+        # A queue with levels, limits or timeouts decides about each request.
+        self.joins_max = 0 if not self._is_plain else 1 if policy.is_single else 1 << 30 if policy.takes_all else 0
+        self._plain: deque[Ticket] = deque()  # the only lane of a queue without levels, limits and timeouts
+        # The lanes of any other queue. Only those with tickets: a configuration may have billions of levels.
+        self._lanes: dict[int, deque[Ticket]] = {}  # number 2 * level, and 2 * level + 1 for its delayed tickets
+        self._numbers: list[int] = []  # of the lanes, ascending: the order in which a batch is filled
+        self._served: dict[int, int] = {}  # lane -> `_batches` when it was last served or created; longest ago first
+        self._batches = 0
+        self._orders = count()  # many tickets arrive in one loop iteration, at the same `queued_ns`
+        self._expiries: Deadlines[Ticket] = Deadlines()
+
+    def put(self, ticket: Ticket) -> None:
+        if self._is_plain:
+            self._plain.append(ticket)
+            return
+        flow = ticket.flow
+        level = self._levels.of(flow.priority)
+        policy = self._levels.policy_of(level)
+        if policy.max_size and self._size(level) >= policy.max_size:
+            where = f"priority level {level}" if level else "the queue"
+            raise Unavailable(
+                f"Exceeds maximum queue size: {where} of model '{ticket.node.model.name}' has room for"
+                f" {policy.max_size}; try again later"
+            )
+        timeout_ns = policy.timeout_ns
+        if timeout_ns:
+            if policy.may_override and 0 < flow.timeout_ns < timeout_ns:
+                timeout_ns = flow.timeout_ns
+            self._expiries.add(ticket, ticket.queued_ns + timeout_ns)
+        self._lane(2 * level).append(ticket)
+        ticket.lane = 2 * level
+        ticket.order = next(self._orders)
+
+    def take(self, now_ns: int) -> list[Ticket] | None:
+        if not self._is_plain:
+            return self._take_from_lanes(now_ns)
+        waiting = self._plain
+        if not waiting:
+            return None
+        if len(waiting) == 1 and not self.delay_ns:
+            return [waiting.popleft()]
+        oldest = waiting[0]
+        is_overdue = self.delay_ns > 0 and now_ns - oldest.queued_ns >= self.delay_ns
+        count = self._policy.count(waiting, oldest.key, is_overdue)
+        if count == len(waiting):
+            batch = [*waiting]
+            waiting.clear()
+            return batch
+        popleft = waiting.popleft
+        return [popleft() for _ in range(count)] or None
+
+    def _take_from_lanes(self, now_ns: int) -> list[Ticket] | None:
+        lanes = self._lanes
+        if not lanes:
+            return None
+        walk = self._walk()
+        waiting = chain.from_iterable([lanes[number] for number in walk])
+        is_overdue = self.delay_ns > 0 and now_ns - self._oldest_ns() >= self.delay_ns
+        count = self._policy.count(waiting, lanes[walk[0]][0].key, is_overdue)
+        if not count:
+            return None
+        self._batches += 1
+        batch: list[Ticket] = []
+        for number in walk:
+            if not count:
+                break
+            lane = lanes[number]
+            here = min(count, len(lane))
+            count -= here
+            batch += [lane.popleft() for _ in range(here)]
+            del self._served[number]
+            if lane:
+                self._served[number] = self._batches
+            else:
+                self._close(number)
+        if self._expiries:
+            for ticket in batch:
+                self._expiries.discard(ticket)
+        return batch
+
+    def deadline(self) -> int | None:
+        if not self.delay_ns or not len(self):
+            return None
+        return self._oldest_ns() + self.delay_ns
+
+    def expiry(self) -> int | None:
+        return self._expiries.soonest()
+
+    def expire(self, now_ns: int) -> Sequence[Ticket]:
+        refused = []
+        for ticket in self._expiries.due(now_ns):
+            level = ticket.lane // 2
+            self._remove(ticket)
+            if self._levels.policy_of(level).is_delayed:
+                ticket.lane = 2 * level + 1
+                insort(self._lane(ticket.lane), ticket, key=_by_order)
+            else:
+                refused.append(ticket)
+        return refused
+
+    def withdraw(self, flow: Flow) -> int:
+        gone = [ticket for ticket in self.tickets() if ticket.flow is flow or ticket.flow.done]
+        if gone and self._is_plain:
+            kept = [ticket for ticket in self._plain if ticket.flow is not flow and not ticket.flow.done]
+            self._plain.clear()
+            self._plain.extend(kept)
+            return len(gone)
+        for ticket in gone:
+            self._expiries.discard(ticket)
+            self._remove(ticket)
+        return len(gone)
+
+    def tickets(self) -> Iterator[Ticket]:
+        """All waiting tickets, lane by lane."""
+        return iter(self._plain) if self._is_plain else chain.from_iterable(self._lanes.values())
+
+    def _walk(self) -> list[int]:
+        """The numbers of the lanes in the order in which the next batch is filled."""
+        longest_ago = next(iter(self._served))
+        if self._batches - self._served[longest_ago] < OVERTAKEN_MAX:
+            return [*self._numbers]
+        return [longest_ago, *(number for number in self._numbers if number != longest_ago)]
+
+    def _oldest_ns(self) -> int:
+        if self._is_plain:
+            return self._plain[0].queued_ns
+        return min(lane[0].queued_ns for lane in self._lanes.values())
+
+    def _size(self, level: int) -> int:
+        return len(self._lanes.get(2 * level, ())) + len(self._lanes.get(2 * level + 1, ()))
+
+    def _lane(self, number: int) -> deque[Ticket]:
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = self._lanes[number] = deque()
+            insort(self._numbers, number)
+            self._served[number] = self._batches
+        return lane
+
+    def _remove(self, ticket: Ticket) -> None:
+        lane = self._lanes[ticket.lane]
+        lane.remove(ticket)
+        if not lane:
+            del self._served[ticket.lane]
+            self._close(ticket.lane)
+
+    def _close(self, number: int) -> None:
+        """Remove an empty lane that is no longer in `_served`."""
+        del self._lanes[number]
+        del self._numbers[bisect_left(self._numbers, number)]
+
+    def __len__(self) -> int:
+        return len(self._plain) if self._is_plain else sum(map(len, self._lanes.values()))
+
+    def check(self) -> None:
+        assert not any(ticket.flow.done for ticket in self.tickets()), "a ticket of an answered flow still waits"
+        if self._is_plain:
+            times = [ticket.queued_ns for ticket in self._plain]
+            assert times == sorted(times), "(1) the queue is not in order of arrival"
+            return
+        assert self._numbers == sorted(self._lanes), "a lane is lost"
+        assert self._served.keys() == self._lanes.keys(), "a lane is forgotten"
+        since = [*self._served.values()]
+        assert since == sorted(since), "(4) the lane that waits longest is not known"
+        for number, lane in self._lanes.items():
+            assert lane, "an empty lane is kept"
+            assert all(a.order < b.order for a, b in pairwise(lane)), "(1) a lane is not in order of arrival"
+            assert all(ticket.lane == number for ticket in lane), "a ticket has another lane than it waits in"
+            policy = self._levels.policy_of(number // 2)
+            assert not policy.max_size or self._size(number // 2) <= policy.max_size, "(2) a level is too long"
+            is_timed = bool(policy.timeout_ns) and number % 2 == 0
+            assert all((ticket in self._expiries) == is_timed for ticket in lane), "(3) a timeout is lost or left"
+        assert len(self._expiries) <= len(self), "(3) a ticket times out that does not wait"
+
+
+class ClosedQueue:
+    """Replaces the queue of a model that has no available instance and no restart under way: refuses every ticket with
+    the reason, and is always empty.
+    """
+
+    __slots__ = ("_reason",)
+    may_wait = False
+    may_expire = False
+    joins_max = 0
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def put(self, ticket: Ticket) -> None:
+        raise Unavailable(self._reason)
+
+    def take(self, now_ns: int) -> list[Ticket] | None:
+        return None
+
+    def deadline(self) -> int | None:
+        return None
+
+    def expiry(self) -> int | None:
+        return None
+
+    def expire(self, now_ns: int) -> Sequence[Ticket]:
+        return ()
+
+    def withdraw(self, flow: Flow) -> int:
+        return 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def check(self) -> None:
+        """It is always empty."""

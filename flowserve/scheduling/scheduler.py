@@ -1,0 +1,936 @@
+"""The scheduler of a server: requests in, decisions out.
+
+Decides in which order requests are queued, which batch starts on which free instance, whether a batch takes a route,
+which steps follow a batch that ran or failed, and when a flow is finished: exactly once, with no ticket of it left in a
+queue. Pure: it reads no clock and calls only its own parts. Its callers pass integer nanoseconds, and execute the
+decisions that `schedule` returns. Driven by the engine, and by the simulators in tests, with four verbs: `submit`,
+`schedule`, `complete`, `cancel`.
+
+Its parts: `streams` (decoupled steps and their credits), `calls` (executions that wait for BLS calls), `backpressure`
+(executions blocked in send()), `rate_limit` (None without a rate limiter).
+
+Always true between two calls of `schedule` (see `check`):
+  (1) every flow that was submitted is finished or cancelled, exactly once;
+  (2) an instance is free, held by exactly one batch, or unavailable;
+  (3) no ticket waits while an instance is free unless its batcher waits for more tickets;
+  (4) tickets that became ready together were queued together, in the order of their batch, before any batcher decided.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Protocol
+
+from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
+from flowserve.graph.plan import PlanNode
+from flowserve.graph.types import ModelKey
+from flowserve.scheduling.batch import Batch, ModelQueue, Route
+from flowserve.scheduling.call_graph import Called, CallGraph
+from flowserve.scheduling.deadlines import Deadlines
+from flowserve.scheduling.decisions import Decisions, Notice, Recall, Refused, Withdrawn
+from flowserve.scheduling.flow import Facts, Flow, Ticket, advance_together, finish_together
+from flowserve.scheduling.ordering import Order
+from flowserve.scheduling.queue import BoundBatcher, ClosedQueue, Queue
+from flowserve.scheduling.rate_limit.limiter import Limiter
+from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX, RateLimit
+from flowserve.scheduling.route import RECALL_NS, find_route
+from flowserve.scheduling.sequence.batcher import Sequences
+from flowserve.scheduling.sequence.iterative import Iterative
+from flowserve.scheduling.streaming.backpressure import BackpressureWaits
+from flowserve.scheduling.streaming.credits import Streams
+from flowserve.scheduling.streaming.iterations import Iteration, StreamFlow
+
+_by_stamp = attrgetter("stamp")
+
+
+class DeadlineExceeded(Unavailable):
+    """The deadline of a request passed. `is_running`: the request was for one plain model, and was running there."""
+
+    is_running = False
+
+
+class Made(Protocol):
+    """The results of one stage of a batch: `outputs[j][m]` is the model's j-th output for member m, `errors[m]` the
+    error of member m if it failed.
+    """
+
+    @property
+    def outputs(self) -> Sequence[Sequence[Facts | None]]: ...
+    @property
+    def errors(self) -> Mapping[int, FlowserveError]: ...
+
+
+class Scheduler:
+    """The queues of all models, and the decisions about them. The invariants are in the module docstring."""
+
+    def __init__(self, limiter: Limiter | None = None, overtaken_max: int = OVERTAKEN_MAX) -> None:
+        """`limiter`: the resources of the server, None without a rate limiter. `overtaken_max`: how often a queue that
+        waits for resources is overtaken before they are reserved for it.
+        """
+        self.backpressure = BackpressureWaits(self._can_start)
+        self.calls = CallGraph(self._can_start, self.backpressure)
+        self._notices: list[Notice] = []
+        self.streams = Streams(
+            self._put, self._fail, self._finish, self._notify, self._drop_tensors, self.backpressure, self.calls.stuck
+        )
+        self.rate_limit: RateLimit | None = None
+        if limiter is not None:
+            self.rate_limit = RateLimit(limiter, overtaken_max, self.calls, self._next_tickets, self._is_empty)
+        self._batches: list[Batch] = []
+        self._finished: list[Flow] = []
+        # Flows that are over, whose tensors may still be read by batches that were decided and not yet returned, or
+        # that the last `schedule` returned: those have started by the time of the next call.
+        self._ended: list[Flow] = []
+        self._started: list[Flow] = []
+        self._queues: list[ModelQueue] = []
+        self._arrivals: list[Flow] = []
+        self._dirty: deque[ModelQueue] = deque()  # queues that `schedule` examines
+        self._delayed: list[ModelQueue] = []  # queues whose batcher may wait for more tickets
+        self._expiring: list[ModelQueue] = []  # queues in which tickets may time out
+        self._retries: deque[tuple[ModelQueue, list[Ticket]]] = deque()  # parts of batches that failed
+        self._routed: dict[Batch, None] = {}  # batches on a route
+        self._ending_queues: set[ModelQueue] = set()  # queues that are removed when their batches are complete
+        self._ending = ""  # why no further step is started; "" until `fail_all`
+        self.in_flight = 0  # flows submitted or held and not finished
+        self._held: dict[Flow, None] = {}
+        self._due: Deadlines[Flow] | None = None  # of the flows that have a deadline; None until one has
+        self._timer_ns: int | None = None  # when time alone changes what can start
+
+    # ------------------------------------------------------------------ models
+
+    def add(self, queue: ModelQueue) -> None:
+        """Add a model: flows may refer to this queue from now on."""
+        self._queues.append(queue)
+        if queue.batcher.may_wait:
+            self._delayed.append(queue)
+        if queue.batcher.may_expire:
+            self._expiring.append(queue)
+        if self.rate_limit is not None:
+            self.rate_limit.add(queue)
+
+    def remove(self, queue: ModelQueue) -> None:
+        """Remove a model whose queue no flow refers to any more."""
+        self._queues.remove(queue)
+        if queue in self._delayed:
+            self._delayed.remove(queue)
+        if queue in self._expiring:
+            self._expiring.remove(queue)
+        if self.rate_limit is not None:
+            self.rate_limit.remove(queue)
+
+    def remove_when_idle(self, queue: ModelQueue) -> None:
+        """Remove a model as soon as none of its instances runs a batch."""
+        if queue.running:
+            self._ending_queues.add(queue)
+        else:
+            self.remove(queue)
+
+    def take_away(self, queue: ModelQueue, instance: Any) -> None:
+        """An instance becomes unavailable: now, or when its batch is complete."""
+        if instance not in queue.free:
+            queue.leaving.append(instance)
+            return
+        queue.free.remove(instance)
+        self._is_away(queue, instance)
+
+    def _is_away(self, queue: ModelQueue, instance: Any) -> None:
+        queue.away.append(instance)
+        if queue.bound is not None:
+            queue.bound.lost(instance)
+            self._mark(queue)
+
+    def give_back(self, queue: ModelQueue, instance: Any) -> None:
+        """An instance is available again and takes waiting tickets; reopens a closed queue."""
+        if queue.closed is not None:
+            queue.batcher, queue.closed = queue.closed, None
+        if instance in queue.leaving:
+            queue.leaving.remove(instance)
+            return
+        queue.away.remove(instance)
+        queue.free.append(instance)
+        if queue.bound is not None:
+            queue.bound.found(instance)
+        self._mark(queue)
+
+    def close(self, queue: ModelQueue, reason: str) -> None:
+        """The model has no available instance and no restart under way: refuse all waiting and new tickets until
+        `give_back`.
+        """
+        if queue.closed is None:
+            retries, self._retries = self._retries, deque()
+            for retry in retries:
+                if retry[0] is queue:
+                    self._refuse_each(queue, retry[1], reason)
+                else:
+                    self._retries.append(retry)
+            self._refuse_waiting(queue, reason)
+            queue.closed = queue.batcher
+        queue.batcher = ClosedQueue(reason)
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, flow: Flow) -> None:
+        """Add a request. The next `schedule` queues its first tickets."""
+        self.in_flight += 1
+        self._arrivals.append(flow)
+
+    def hold(self, flow: Flow) -> None:
+        """Add a request that is not queued before `release`, or is finished by `answer` without running."""
+        self.in_flight += 1
+        self._held[flow] = None
+
+    def release(self, flow: Flow) -> None:
+        """Let a held request run. The next `schedule` queues its first tickets."""
+        del self._held[flow]
+        self._arrivals.append(flow)
+
+    def answer(self, flow: Flow) -> None:
+        """Finish a held flow whose outputs are set already (response cache)."""
+        self._finish(flow)
+
+    def due_by(self, flow: Flow, at_ns: int) -> None:
+        """Set the flow's deadline: it fails with DeadlineExceeded if it is not finished by `at_ns`."""
+        if self._due is None:
+            self._due = Deadlines()
+        self._due.add(flow, at_ns)
+
+    def call(self, batch: Batch | None, flow: Called) -> None:
+        """Add a BLS request, made during the execution of `batch` if that is not None. Raises Unavailable if the call
+        would deadlock, and while the server stops. The caller calls `calls.over` when the request is over.
+        """
+        if self._ending:
+            raise Unavailable(self._ending)
+        if batch is not None:
+            self.calls.begin(batch, flow)
+        self.submit(flow)
+
+    def cancel(self, flow: Flow) -> Sequence[ModelQueue]:
+        """The caller of this flow disconnected: remove its waiting tickets; running batches run to completion. A
+        repeated call has no effect. Returns the queue of each removed ticket; the next `schedule` may form a batch
+        without them.
+        """
+        left = () if flow.done else self._end(flow)
+        if isinstance(flow, StreamFlow):
+            flow.answers.clear()  # no reader takes them, and each is in a reference cycle with the flow
+        return left
+
+    def fail_all(self, reason: str) -> None:
+        """The server stops: fail every waiting flow now, and every running flow that is not finished by its current
+        batch.
+        """
+        self._ending = reason
+        self.streams.stop(reason)
+        arrivals, self._arrivals = self._arrivals, []
+        for flow in [*arrivals, *self._held]:
+            if not flow.done:
+                self._fail(flow, Unavailable(reason))
+        retries, self._retries = self._retries, deque()
+        for queue, tickets in retries:
+            self._refuse_each(queue, tickets, reason)
+        for queue in self._queues:
+            self._refuse_waiting(queue, reason)
+
+    def is_retried(self, flow: Flow) -> bool:
+        """Whether a flow waits for the retry of a failed batch."""
+        return any(ticket.flow is flow for _, tickets in self._retries for ticket in tickets)
+
+    def waiting(self) -> dict[ModelKey, int]:
+        """The number of waiting tickets of each model, in all of its queues: a reloaded model may still have its
+        previous queue.
+        """
+        waiting: dict[ModelKey, int] = {}
+        for queue in self._queues:
+            waiting[queue.key] = waiting.get(queue.key, 0) + len(queue.batcher)
+        return waiting
+
+    @property
+    def open_sequences(self) -> int:
+        """The number of live sequences of all models."""
+        return sum(queue.bound.live for queue in self._queues if isinstance(queue.bound, Sequences))
+
+    # ------------------------------------------------------------------ scheduling
+
+    def schedule(self, now_ns: int) -> Decisions | None:
+        """Queue the arrived requests in order, then form all batches that can start. Returns the decisions since the
+        last call; None if there are none.
+        """
+        if self._started:
+            for flow in self._started:
+                flow.tensors = []
+            self._started = []
+        if self._expiring or self._due is not None:
+            self._expire(now_ns)
+        if self._timer_ns is not None and now_ns >= self._timer_ns:
+            self._timer_passed(now_ns)
+        if self._arrivals:
+            self._queue_arrivals(now_ns)
+        while True:
+            if self.rate_limit is not None:
+                self._assign_in_turn(self.rate_limit, now_ns)
+            elif self._dirty or self._retries:
+                self._assign_all(now_ns)
+            if not self.streams.is_due:
+                break
+            self.streams.settle(now_ns)
+        if not (self._batches or self._finished or self._notices):
+            self.next_deadline()
+            return None
+        decisions = Decisions(self._batches, self._finished, self._notices)
+        self._batches, self._finished, self._notices = [], [], []
+        self._started, self._ended = self._ended, []
+        return decisions
+
+    def take_finished(self) -> list[Flow]:
+        """Remove and return the flows finished since the last `schedule`, for example by `answer`."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def undelivered(self) -> Sequence[Flow]:
+        """The finished flows that the next `schedule` will return."""
+        return self._finished
+
+    def next_deadline(self) -> int | None:
+        """When `schedule` must be called if no event occurs before: 0 if it has work now, None for no time."""
+        if self._arrivals or self._dirty or self._finished or self._notices or self._started or self.streams.is_due:
+            return 0
+        soonest = self._next_expiry() if self._expiring or self._due is not None else None
+        for queue in self._delayed:
+            # Time alone does not help a queue that waits for resources: the end of a batch does.
+            if queue.free and (self.rate_limit is None or not self.rate_limit.is_waiting(queue)):
+                deadline = queue.batcher.deadline()
+                if deadline is not None and (soonest is None or deadline < soonest):
+                    soonest = deadline
+        for batch in self._routed:
+            if not batch.is_recalled and _is_wanted(batch):
+                deadline = batch.started_ns + RECALL_NS
+                if soonest is None or deadline < soonest:
+                    soonest = deadline
+        self._timer_ns = soonest
+        return soonest
+
+    def _timer_passed(self, now_ns: int) -> None:
+        """The deadline that `next_deadline` returned has passed: mark the queues and batches that waited for it."""
+        for queue in self._delayed:
+            deadline = queue.batcher.deadline()
+            if deadline is not None and deadline <= now_ns:
+                self._mark(queue)
+        for batch in self._routed:
+            if not batch.is_recalled and now_ns >= batch.started_ns + RECALL_NS and _is_wanted(batch):
+                batch.is_recalled = True
+                self._notify(Recall(batch))
+
+    def _queue_arrivals(self, now_ns: int) -> None:
+        arrivals = self._arrivals
+        self._arrivals = []
+        if len(arrivals) > 1:
+            arrivals.sort(key=_by_stamp)
+        note = self.streams.note
+        for flow in arrivals:
+            if flow.done:
+                continue
+            try:
+                tickets = flow.begin(note)
+                for ticket in tickets:
+                    self._put(ticket, now_ns)
+            except FlowserveError as error:
+                if not flow.done:
+                    self._fail(flow, error)
+                continue
+            if not flow.open:  # every requested output is one of the inputs
+                self._finish(flow)
+
+    def _assign_all(self, now_ns: int) -> None:
+        while self._dirty or self._retries:
+            if self._retries:
+                self._start_retries(now_ns)
+            if self._dirty:
+                self._assign(self._dirty.popleft(), now_ns)
+            elif self._retries:
+                return  # their instances are busy; the next `complete` brings them back
+
+    def _assign(self, queue: ModelQueue, now_ns: int) -> None:
+        """Assign the ready batches of a queue to its free instances."""
+        queue.is_dirty = False
+        order = queue.order
+        if order is not None:
+            self._release_in_order(order, now_ns)
+        if queue.bound is not None:
+            self._assign_bound(queue, queue.bound, now_ns)
+            return
+        free = queue.free
+        take = queue.batcher.take
+        while free:
+            tickets = take(now_ns)
+            if tickets is None:
+                return
+            if order is not None:
+                order.started(tickets)
+            self._start(queue, free.popleft(), tickets, now_ns)
+
+    def _assign_bound(self, queue: ModelQueue, bound: BoundBatcher, now_ns: int) -> None:
+        """As `_assign`, for a batcher whose tickets may be bound to one instance."""
+        self._refuse_orphans(queue, bound)
+        for instance in [*queue.free]:
+            tickets = bound.take_for(instance, now_ns) if instance in queue.free else None
+            if tickets is not None:
+                queue.free.remove(instance)
+                if bound.is_shared:
+                    self._mark(queue)  # other instances may now take tickets that this one was expected to take
+                self._start(queue, instance, tickets, now_ns)
+
+    def _assign_in_turn(self, rate_limit: RateLimit, now_ns: int) -> None:
+        """As `_assign_all`, in the order of the rate limiter."""
+        while self._dirty:
+            self._wait_for_turn(rate_limit, self._dirty.popleft(), now_ns)
+        while (found := rate_limit.next(now_ns)) is not None:
+            queue, instance, tickets = found
+            queue.free.remove(instance)
+            self._start(queue, instance, tickets, now_ns)
+            while self._dirty:
+                self._wait_for_turn(rate_limit, self._dirty.popleft(), now_ns)
+
+    def _wait_for_turn(self, rate_limit: RateLimit, queue: ModelQueue, now_ns: int) -> None:
+        queue.is_dirty = False
+        if queue.order is not None:
+            self._release_in_order(queue.order, now_ns)
+        if queue.bound is not None:
+            self._refuse_orphans(queue, queue.bound)
+        rate_limit.wait(queue)
+
+    def _next_tickets(self, queue: ModelQueue, instance: Any, now_ns: int) -> list[Ticket] | None:
+        """The next batch of a queue for that instance: a part of a failed batch, or a new batch."""
+        if queue.bound is not None:
+            return queue.bound.take_for(instance, now_ns)
+        for retry in [retry for retry in self._retries if retry[0] is queue]:
+            self._retries.remove(retry)
+            tickets = [ticket for ticket in retry[1] if not ticket.flow.done]
+            if tickets:
+                return tickets
+        taken = queue.batcher.take(now_ns)
+        if taken is not None and queue.order is not None:
+            queue.order.started(taken)
+        return taken
+
+    def _is_empty(self, queue: ModelQueue) -> bool:
+        return not len(queue.batcher) and not any(retry[0] is queue for retry in self._retries)
+
+    def _start_retries(self, now_ns: int) -> None:
+        for _ in range(len(self._retries)):
+            queue, tickets = self._retries.popleft()
+            tickets = [ticket for ticket in tickets if not ticket.flow.done]
+            if not tickets:
+                continue
+            if not queue.free:
+                self._retries.append((queue, tickets))
+                continue
+            self._start(queue, queue.free.popleft(), tickets, now_ns)
+
+    def _start(self, queue: ModelQueue, instance: Any, tickets: list[Ticket], now_ns: int) -> None:
+        """Decide to run these tickets as a batch on an instance that was free."""
+        queue.running += 1
+        batch = Batch(queue, instance, tickets, now_ns)
+        if queue.route_group is not None and tickets[0].flow.plan.runs[tickets[0].node.index]:
+            self._choose_route(batch)
+        self._batches.append(batch)
+
+    def _choose_route(self, batch: Batch) -> None:
+        """Give a batch its route if returning between the stages could not change the batch: all members have the same
+        next nodes, the queues of the route are empty and their instances idle, no retry waits, and no member has a
+        deadline.
+        """
+        tickets = batch.tickets
+        first = tickets[0]
+        node, plan, queues = first.node, first.flow.plan, first.flow.queues
+        try:
+            route: Route | None = plan.routes[node.index]
+        except KeyError:
+            route = plan.routes[node.index] = find_route(plan, node, queues)
+        if route is None:
+            return
+        if self.rate_limit is not None or self._retries or self._ending or batch.rows > route.rows_max:
+            return
+        if len(tickets) > route.requests_max or batch.queue.running > 1 or batch.queue.batcher:
+            return
+        instances = [batch.instance]
+        for queue in route.queues[1:]:
+            if queue.running or not queue.free or queue.batcher:
+                return
+            instances.append(queue.free[0])
+        for ticket in tickets:
+            flow = ticket.flow
+            if flow.plan is not plan or ticket.node is not node or flow.queues is not queues or not ticket.rows:
+                return
+            if self._due is not None and flow in self._due:
+                return
+        for queue in route.queues[1:]:
+            queue.free.popleft()
+            queue.running += 1
+        batch.take(route, instances)
+        self._routed[batch] = None
+
+    # ------------------------------------------------------------------ results
+
+    def complete(self, batch: Batch, made: Sequence[Made], error: FlowserveError | None, now_ns: int) -> bool:
+        """A batch is complete and frees its instances. `made[i]` are the results of its i-th stage (a batch without a
+        route has one); `error` is the error of the stage after those, None if it did not run. Returns whether parts of
+        the batch are retried.
+
+        If a model is pure, a failed batch is retried in halves, so that one request does not fail the others of its
+        batch; it is not retried if its instance died.
+        """
+        route = batch.route
+        if route is not None:
+            is_complete = error is None and len(made) == len(route.nodes)
+            self._release_all(batch)
+            if not is_complete or made[-1].errors:
+                return self._complete_early(batch, made, error, now_ns)
+            if self._finish_alike(batch.tickets, made[-1].outputs, route.nodes[-1]) == len(batch.tickets):
+                return False
+            for ticket in batch.tickets:
+                if not ticket.flow.done:
+                    ticket.flow.skip_to(route.nodes, route.inner)
+            self._advance_each(enumerate(batch.stage(len(route) - 1).tickets), made[-1].outputs, {}, now_ns)
+            return False
+        if self.rate_limit is not None:
+            self._set_free(batch)
+        else:
+            batch.is_back = True
+            self._free(batch.queue, batch.instance)
+        if error is not None:
+            return self._failed(batch, error)
+        tickets, outputs, errors = batch.tickets, made[0].outputs, made[0].errors
+        if errors:
+            errors = {m: tickets[m].located(error, batch.instance) for m, error in errors.items()}
+        if batch.queue.order is not None:
+            batch.queue.order.hold(tickets, outputs, errors)
+            return False
+        members: Iterable[tuple[int, Ticket]] = enumerate(tickets)
+        if not errors and not self._ending:
+            if tickets[0].node.then is None:
+                advanced = self._finish_alike(tickets, outputs, tickets[0].node)
+            else:
+                advanced = self._advance_alike(tickets, outputs, now_ns)
+            if advanced == len(tickets):
+                return False
+            members = islice(members, advanced, None)
+        self._advance_each(members, outputs, errors, now_ns)
+        return False
+
+    def _advance_alike(self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> int:
+        """Advance these flows together by one step, up to the first that cannot take the common path. Returns their
+        number.
+        """
+        first = tickets[0]
+        assert first.node.then is not None
+        queue: ModelQueue = first.flow.queues[first.node.then[2]]
+        batcher = queue.batcher
+        if not isinstance(batcher, Queue) or batcher.may_expire:  # other queues may refuse a ticket
+            return 0
+        ready = advance_together(tickets, outputs, now_ns)
+        if ready:
+            for ticket in ready:
+                batcher.put(ticket)
+            self._mark(queue)
+        return len(ready)
+
+    def _finish_alike(
+        self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], last: PlanNode
+    ) -> int:
+        """As `_advance_alike`, for flows that end with node `last`."""
+        flows = finish_together(tickets, outputs, last)
+        if self._held or self._due is not None:
+            for flow in flows:
+                if not flow.done:  # the error of an earlier one may have ended it
+                    self._finish(flow)
+        else:
+            for flow in flows:
+                flow.done = True
+            self._finished += flows
+            self.in_flight -= len(flows)
+        return len(flows)
+
+    def _advance_each(
+        self,
+        tickets: Iterable[tuple[int, Ticket]],
+        outputs: Sequence[Sequence[Facts | None]],
+        errors: Mapping[int, FlowserveError],
+        now_ns: int,
+    ) -> None:
+        """Advance the flows of these tickets by one step; each ticket comes with its position in the batch."""
+        for m, ticket in tickets:
+            flow = ticket.flow
+            if flow.done:
+                continue
+            if errors and m in errors:
+                self._fail(flow, errors[m])
+                continue
+            one = ticket
+            try:
+                following = flow.finish_step(ticket.node, outputs, m)
+                if following:
+                    if self._ending:
+                        raise Unavailable(self._ending)
+                    for one in following:
+                        self._put(one, now_ns)
+            except FlowserveError as error:
+                if not one.flow.done:
+                    self._fail(one.flow, error)
+                if one is not ticket:  # the rest may belong to other requests, if requests share in-flight slots
+                    self.streams.put(following[following.index(one) + 1 :], now_ns)
+                continue
+            if not flow.open:
+                self._finish(flow)
+
+    def _complete_early(self, batch: Batch, made: Sequence[Made], error: FlowserveError | None, now_ns: int) -> bool:
+        """A batch returned before the end of its route, or members failed in its last stage."""
+        route = batch.route
+        assert route is not None
+        if isinstance(error, InstanceDied):  # nothing is tried again, and what was made may be gone with the process
+            return self._failed(batch.stage(len(made)), error)
+        passed = {node.index for node in route.nodes[: len(made) + (error is not None)]}
+        for m, ticket in enumerate(batch.tickets):
+            if not ticket.flow.done:
+                self._advance_through(ticket.flow, m, batch, made, passed, now_ns)
+        return error is not None and self._failed(batch.stage(len(made)), error)
+
+    def _advance_through(
+        self, flow: Flow, m: int, batch: Batch, made: Sequence[Made], passed: set[int], now_ns: int
+    ) -> None:
+        """Advance a flow through all stages that its batch passed."""
+        assert batch.route is not None
+        try:
+            for i, stage in enumerate(made):
+                if stage.errors and m in stage.errors:
+                    self._fail(flow, batch.stage(i).tickets[m].located(stage.errors[m], batch.instances[i]))
+                    return
+                for following in flow.finish_step(batch.route.nodes[i], stage.outputs, m):
+                    if following.node.index in passed:
+                        continue
+                    if self._ending:
+                        raise Unavailable(self._ending)
+                    self._put(following, now_ns)
+        except FlowserveError as error:
+            if not flow.done:
+                self._fail(flow, error)
+            return
+        if not flow.open:
+            self._finish(flow)
+
+    def _failed(self, batch: Batch, error: FlowserveError) -> bool:
+        """A batch, or one stage of a route, failed as a whole. Returns whether it is retried."""
+        tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
+        if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not isinstance(error, InstanceDied):
+            middle = (len(tickets) + 1) // 2
+            if batch.queue.bound is not None:
+                batch.queue.bound.again(batch.instance, (tickets[:middle], tickets[middle:]))
+                return True
+            for half in (tickets[:middle], tickets[middle:]):
+                if half:
+                    self._retries.append((batch.queue, half))
+            if self.rate_limit is not None:
+                self._mark(batch.queue)
+            return True
+        if batch.queue.order is not None:
+            errors = {m: ticket.located(error, batch.instance) for m, ticket in enumerate(batch.tickets)}
+            batch.queue.order.hold(batch.tickets, (), errors)
+            return False
+        for ticket in tickets:
+            if not ticket.flow.done:  # two tickets of a batch may belong to one flow
+                self._fail(ticket.flow, ticket.located(error, batch.instance))
+        return False
+
+    def reschedule(self, batch: Batch, tickets: Iterable[Ticket], now_ns: int) -> None:
+        """Run these steps of a batch again on the same instance instead of finishing them. Called before `complete`;
+        the batch belongs to a queue of iterative sequences.
+        """
+        bound = batch.queue.bound
+        assert isinstance(bound, Iterative)
+        for ticket in tickets:
+            if self._ending and not ticket.flow.done:
+                self._fail(ticket.flow, Unavailable(self._ending))
+            else:
+                bound.reschedule(ticket, now_ns)
+
+    def execute_returned(self, batch: Batch) -> None:
+        """A batch of a decoupled model frees its instance; its steps may send further responses (`streams`)."""
+        self.backpressure.returned(batch)
+        self._set_free(batch)
+
+    def break_off(self, batch: Batch, error: FlowserveError) -> None:
+        """Processing the results of a batch raised, perhaps after some members: free its instances, and fail its
+        unfinished members. Re-raises the last error raised meanwhile, after all members have failed.
+        """
+        self.backpressure.returned(batch)
+        if not batch.is_back:
+            if batch.route is not None:
+                self._release_all(batch)
+            else:
+                self._set_free(batch)
+        raised: Exception | None = None
+        for ticket in batch.tickets:
+            if not ticket.flow.whole.done:
+                try:
+                    self._fail(ticket.flow, ticket.located(error, batch.instance))
+                except Exception as one:  # the remaining members must fail too
+                    raised = one
+        if raised is not None:
+            raise raised
+
+    def release_stages(self, batch: Batch, stages: Iterable[int]) -> None:
+        """Free the instances of these stages of a route: the batch passed them, or will not reach them."""
+        assert batch.route is not None
+        for i in stages:
+            if i not in batch.released:
+                batch.released.add(i)
+                self._free(batch.route.queues[i], batch.instances[i])
+
+    def _release_all(self, batch: Batch) -> None:
+        assert batch.route is not None
+        batch.is_back = True
+        del self._routed[batch]
+        if batch.released:
+            self.release_stages(batch, range(len(batch.route)))
+        else:
+            for queue, instance in zip(batch.route.queues, batch.instances, strict=True):
+                self._free(queue, instance)
+            batch.released.update(range(len(batch.instances)))
+
+    def _set_free(self, batch: Batch) -> None:
+        batch.is_back = True
+        if self.rate_limit is not None:
+            self.rate_limit.ended(batch)
+            # Even if the queue is empty: retries may follow, and the limiter resets the turn of an idle model.
+            self._mark(batch.queue)
+        self._free(batch.queue, batch.instance)
+
+    def _free(self, queue: ModelQueue, instance: Any) -> None:
+        queue.running -= 1
+        if self._ending_queues and queue in self._ending_queues and not queue.running:
+            self._ending_queues.remove(queue)
+            self.remove(queue)
+        if instance in queue.leaving:
+            queue.leaving.remove(instance)
+            self._is_away(queue, instance)
+            return
+        queue.free.append(instance)
+        if self.backpressure.waiting:  # an execution may be blocked in send() until this instance is free
+            self.streams.is_due = True
+        if queue.batcher or queue.order is not None or queue.bound is not None:
+            self._mark(queue)
+
+    def _release_in_order(self, order: Order, now_ns: int) -> None:
+        """Advance the flows of every outcome that is next in order."""
+        while (outcome := order.pop()) is not None:
+            m, ticket, outputs, errors = outcome
+            self._advance_each(((m, ticket),), outputs, errors, now_ns)
+
+    def _can_start(self, queue: ModelQueue, kept_by: Sequence[Batch]) -> bool:
+        """Whether a batch of this queue could ever start if these batches never freed their instances."""
+        if self.rate_limit is not None:
+            return self.rate_limit.can_start(queue, kept_by)
+        return sum(batch.queue is queue for batch in kept_by) < len(queue.instances)
+
+    # ------------------------------------------------------------------ tickets
+
+    def _put(self, ticket: Ticket, now_ns: int) -> None:
+        """Queue a ticket. Raises the error of a queue that refuses it."""
+        queue: ModelQueue = ticket.flow.queues[ticket.node.index]
+        ticket.queued_ns = now_ns
+        is_full = False
+        try:
+            queue.batcher.put(ticket)
+        except Unavailable:
+            is_full = True
+        except Invalid as error:  # the request belongs to no sequence
+            ticket.flow.located(error, ticket.node)
+            self._refuse(queue, ticket, error)
+            raise
+        if is_full:  # not in the handler: errors raised there would hold these frames, and flows, by their context
+            self._put_into_full(queue, ticket, now_ns)
+        if not queue.is_dirty:
+            queue.is_dirty = True
+            self._dirty.append(queue)
+
+    def _put_into_full(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
+        """The queue is full, perhaps of tickets whose timeout passed or that free instances can take now. Raises
+        Unavailable if it stays full, and Cancelled if the flow ends meanwhile.
+        """
+        self._expire(now_ns)
+        if queue.free:
+            if self.rate_limit is None:
+                self._assign(queue, now_ns)
+            else:
+                self._mark(queue)
+                self._assign_in_turn(self.rate_limit, now_ns)
+        if ticket.flow.done:  # another of its steps has timed out
+            raise Cancelled("its request is over")
+        try:
+            queue.batcher.put(ticket)
+        except Unavailable as error:
+            ticket.flow.located(error, ticket.node)
+            self._refuse(queue, ticket, error)
+            raise
+
+    def _refuse(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
+        """A ticket that is in no queue will not run; the caller fails its flow."""
+        self._notify(Refused(queue, ticket, error))
+        flow = ticket.flow
+        self._drop_tensors(flow)
+        if not isinstance(flow, Iteration):  # an iteration counts no steps
+            flow.open -= 1
+
+    def _refuse_orphans(self, queue: ModelQueue, bound: BoundBatcher) -> None:
+        for ticket, error in bound.orphans():
+            if not ticket.flow.done:
+                own = ticket.flow.located(type(error)(str(error)), ticket.node)
+                self._refuse(queue, ticket, own)
+                self._fail(ticket.flow, own)
+
+    def _refuse_waiting(self, queue: ModelQueue, reason: str) -> None:
+        while taken := queue.batcher.take(1 << 62):
+            self._refuse_each(queue, taken, reason)
+
+    def _refuse_each(self, queue: ModelQueue, tickets: Sequence[Ticket], reason: str) -> None:
+        for ticket in tickets:
+            if not ticket.flow.done:
+                error = Unavailable(reason)
+                self._refuse(queue, ticket, error)
+                self._fail(ticket.flow, error)
+
+    def _next_expiry(self) -> int | None:
+        moments = [at for queue in self._expiring if (at := queue.batcher.expiry()) is not None]
+        if self._due is not None and (at := self._due.soonest()) is not None:
+            moments.append(at)
+        return min(moments, default=None)
+
+    def _expire(self, now_ns: int) -> None:
+        """Refuse the tickets whose timeout passed, and fail the flows whose deadline passed."""
+        if self._due is not None:
+            for flow in self._due.due(now_ns):
+                if flow.done:  # ended by the failure of an earlier one
+                    continue
+                if isinstance(flow, StreamFlow) and flow.is_over:  # its last response was sent before the deadline
+                    self._finish(flow)
+                    continue
+                late = _late(flow, now_ns)
+                if flow.open and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
+                    flow.done = True  # queues remove only tickets of flows that are done
+                    late.is_running = not self._withdraw(flow)
+                self._fail(flow, late)
+        for queue in self._expiring:
+            at = queue.batcher.expiry()
+            if at is None or at > now_ns:
+                continue
+            for ticket in queue.batcher.expire(now_ns):
+                if not ticket.flow.done:
+                    waited = f"it waited {(now_ns - ticket.queued_ns) // 1_000_000} ms in the queue of model"
+                    text = f"Request timeout expired: {waited} '{queue.key.name}'"
+                    error = ticket.flow.located(Unavailable(text), ticket.node)
+                    self._refuse(queue, ticket, error)
+                    self._fail(ticket.flow, error)
+            self._mark(queue)
+
+    def _mark(self, queue: ModelQueue) -> None:
+        if not queue.is_dirty:
+            queue.is_dirty = True
+            self._dirty.append(queue)
+
+    # ------------------------------------------------------------------ the end of a flow
+
+    def _notify(self, notice: Notice) -> None:
+        self._notices.append(notice)
+
+    def _finish(self, flow: Flow) -> None:
+        self._finished.append(flow)
+        if flow.open or self._held or self._due is not None:
+            self._end(flow)
+        else:
+            flow.done = True
+            self.in_flight -= 1
+
+    def _fail(self, flow: Flow, error: FlowserveError) -> None:
+        flow = flow.whole
+        # Without its traceback and those of its causes: their frames hold the flow and its tensors in a reference
+        # cycle that only the garbage collector frees.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        flow.error = error
+        self._finish(flow)
+
+    def _end(self, flow: Flow) -> Sequence[ModelQueue]:
+        """End a flow: remove its waiting tickets from their queues. Returns the queue of each such ticket."""
+        flow.done = True
+        self.in_flight -= 1
+        if self._held:
+            self._held.pop(flow, None)
+        if self._due is not None:
+            self._due.discard(flow)
+        if not flow.open:
+            return ()
+        left = self._withdraw(flow)
+        if flow.plan.graph.is_ensemble:
+            for queue in left:
+                self._notify(Withdrawn(queue))
+        return left
+
+    def _withdraw(self, flow: Flow) -> list[ModelQueue]:
+        left: list[ModelQueue] = []
+        if isinstance(flow, StreamFlow):
+            self.streams.ended(flow)
+            for one in dict.fromkeys(flow.queues):
+                left += [one] * one.batcher.withdraw(flow)
+                self._mark(one)
+            return left
+        for node in flow.plan.nodes:
+            if not flow.missing[node.index]:
+                queue: ModelQueue = flow.queues[node.index]
+                left += [queue] * queue.batcher.withdraw(flow)
+                self._mark(queue)  # tickets behind it may form a batch now, and ordered outcomes behind it may be next
+        flow.open = 0
+        self._drop_tensors(flow)
+        return left
+
+    def _drop_tensors(self, flow: Flow) -> None:
+        if self._batches:
+            self._ended.append(flow)
+        else:
+            flow.tensors = []
+
+    def check(self) -> None:
+        """Assert the numbered invariants. For tests and simulation, between two calls of `schedule`."""
+        for queue in self._queues:
+            queue.batcher.check()
+            assert len(queue.free) + queue.running + len(queue.away) == len(queue.instances), (
+                f"(2) {queue.key}: an instance is lost or doubled"
+            )
+            assert not queue.is_dirty, f"(3) {queue.key} was not looked at"
+            if queue.order is not None:
+                queue.order.check()
+        for queue, tickets in self._retries:
+            is_waiting = self.rate_limit is not None and self.rate_limit.is_waiting(queue)
+            assert not queue.free or is_waiting, (
+                f"(3) {queue.key}: {len(tickets)} tickets of a failed batch wait beside a free instance"
+            )
+        if self.rate_limit is not None:
+            self.rate_limit.check()
+
+
+def _is_wanted(batch: Batch) -> bool:
+    """Whether a ticket waits for an instance that a batch on a route holds."""
+    assert batch.route is not None
+    for i, queue in enumerate(batch.route.queues):
+        if queue.batcher and not queue.free and i not in batch.released:
+            return True
+    return False
+
+
+def _late(flow: Flow, now_ns: int) -> DeadlineExceeded:
+    steps = flow.steps_under_way()
+    names = ", ".join(f"'{node.name}'" for node in steps)
+    where = f"it was in step {names}" if steps else "it had not begun" if not flow.open else "it was under way"
+    waited_ms = (now_ns - flow.arrived_ns) // 1_000_000
+    error = DeadlineExceeded(f"Request timeout expired: its deadline passed after {waited_ms} ms, {where}")
+    return flow.located(error, steps[0]) if steps else error

@@ -1,0 +1,489 @@
+"""Tensors and messages between server and worker: equal values, no memory of other batches, checked messages."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.backends.base import Remote, Results
+from flowserve.backends.worker.inputs import InputReader, Run
+from flowserve.backends.worker.outputs import OutputWriter
+from flowserve.backends.worker.protocol import DONE, SEGMENT, TOGETHER, decode_error, encode_error, pack, unpack
+from flowserve.errors import Invalid, ModelFailed, NotFound
+from flowserve.graph.types import ModelKey
+from flowserve.memory.arena import Arena
+from flowserve.memory.column import Column
+from flowserve.memory.segment import PAGE, Lease, Segment
+from flowserve.memory.tensor import Tensor
+from flowserve.runtime.ipc.channel import Channel
+from flowserve.runtime.ipc.decoder import Garbled, OutputReader
+from flowserve.runtime.ipc.encoder import InputPacker
+from flowserve.runtime.ipc.poller import Readiness
+from flowserve.runtime.processes.children import Child
+from flowserve.runtime.workers.base import WorkerContext
+from flowserve.runtime.workers.process import ProcessWorker
+from flowserve.runtime.workers.process_pool import ProcessPool
+from flowserve.runtime.workers.process_run import ProcessRun
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.queue import BatchPolicy, Queue
+from flowserve.values import Array, DType
+from tests.support.backends import config_of, sample, spec
+
+# ------------------------------------------------------------------------------------------------------------- inputs
+
+
+Place = tuple[int, int, int, tuple[int, ...]]
+
+
+class Server:
+    """The server's side of one worker's inputs: an arena, and columns with the positions of arrays in it."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self.said: list[int] = []
+        self.inputs = InputReader("m", [spec("IN", (4,), DType.FP32)], batches=True, let_go=self._let_go)
+        self._runs = 0
+        self._attached: set[int] = set()
+
+    def _let_go(self) -> None:
+        while self.inputs.gone:
+            self.said.append(self.inputs.gone.popleft())
+
+    def lay(self, array: Array) -> tuple[Lease, Place]:
+        lease = self.arena.lease(array.nbytes)
+        np.ndarray(array.shape, array.dtype, lease.segment.memory, lease.offset)[...] = array
+        if lease.segment.number not in self._attached:
+            self.inputs.attach(lease.segment.number, lease.segment.open_for_reading())
+            self._attached.add(lease.segment.number)
+        return lease, (lease.segment.number, lease.offset, array.nbytes, array.shape)
+
+    def give(self, column: Any, rows: Sequence[int]) -> tuple[Run, Column]:
+        self._runs += 1
+        run = Run(self._runs)
+        return run, self.inputs.take(run, [column], rows)[0]
+
+
+def rows(count: int, first: float = 0.0) -> Array:
+    return (np.arange(count * 4, dtype=np.float32) + first).reshape(count, 4)
+
+
+def test_members_get_their_rows_and_may_write_to_them() -> None:
+    server = Server()
+    lease, column = server.lay(rows(3))
+    run, tensors = server.give(column, [1] * 3)
+    arrays = [tensor.array for tensor in tensors if tensor is not None]
+    assert np.concatenate(arrays).tolist() == rows(3).tolist()
+    arrays[1][:] = -1
+    assert (lease.view() == rows(3).view(np.uint8).ravel()).all(), "the server's bytes are as they were"
+    del arrays, tensors
+    assert not server.inputs.finish(run)
+
+
+def test_writes_of_one_batch_are_not_visible_to_the_next() -> None:
+    """The same block is reused at once: a stale page would show."""
+    server = Server()
+    for number in range(20):
+        lease, column = server.lay(rows(16, number))
+        run, tensors = server.give(column, [1] * 16)
+        for m, tensor in enumerate(tensors):
+            assert tensor is not None
+            assert tensor.array.tolist() == [rows(16, number)[m].tolist()]
+            tensor.array[:] = 1e9
+        del tensor, tensors
+        assert not server.inputs.finish(run)
+        assert lease.offset == 0
+        del lease
+
+
+def test_a_kept_input_is_unchanged_and_released_when_it_is_freed() -> None:
+    server = Server()
+    _lease, column = server.lay(rows(2))
+    run, tensors = server.give(column, [1] * 2)
+    assert tensors[0] is not None
+    kept = tensors[0].array
+    kept[:] = 42
+    del tensors
+    assert server.inputs.finish(run), "the model holds it"
+    assert server.said == []
+    assert kept.tolist() == [[42] * 4]
+    # Another batch over the same rows, while they are held: it sees the writer's bytes, and changes nothing.
+    again, tensors = server.give(column, [1] * 2)
+    assert tensors[0] is not None
+    assert tensors[0].array.tolist() == [rows(2)[0].tolist()]
+    tensors[0].array[:] = -5
+    del tensors
+    assert not server.inputs.finish(again)
+    assert kept.tolist() == [[42] * 4]
+    del kept
+    assert server.said == [run.number]
+    last, tensors = server.give(column, [1] * 2)
+    assert tensors[0] is not None
+    assert tensors[0].array.tolist() == [rows(2)[0].tolist()], "what was written went with it"
+    del tensors
+    server.inputs.finish(last)
+
+
+def test_rows_on_the_page_of_a_kept_row_are_discarded_with_it() -> None:
+    server = Server()
+    _, column = server.lay(rows(4))
+    segment, offset, nbytes, _ = column
+    left = (segment, offset, nbytes // 2, (2, 4))
+    right = (segment, offset + nbytes // 2, nbytes // 2, (2, 4))
+    first, tensors = server.give(left, [1, 1])
+    assert tensors[0] is not None
+    kept = tensors[0].array
+    kept[:] = 7
+    del tensors
+    server.inputs.finish(first)
+    second, tensors = server.give(right, [1, 1])
+    assert tensors[0] is not None
+    assert tensors[0].array.tolist() == [rows(4)[2].tolist()]
+    tensors[0].array[:] = 8
+    del tensors
+    assert not server.inputs.finish(second)
+    assert kept.tolist() == [[7] * 4], "the page is not thrown away under it"
+    del kept
+    third, tensors = server.give(column, [1] * 4)
+    assert [tensor.array.tolist()[0] for tensor in tensors if tensor is not None] == rows(4).tolist()
+    del tensors
+    server.inputs.finish(third)
+
+
+def test_rows_on_the_page_of_a_row_freed_meanwhile_are_discarded_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server()
+    _, column = server.lay(rows(1000))
+    segment, offset, nbytes, _ = column
+    part = nbytes // 500
+    first, tensors = server.give((segment, offset, part, (2, 4)), [1, 1])
+    assert tensors[0] is not None
+    kept = [tensors[0].array]
+    del tensors
+    server.inputs.finish(first)
+    second, tensors = server.give((segment, offset + part, nbytes - part, (998, 4)), [998])
+    assert tensors[0] is not None
+    tensors[0].array[:] = 8  # on the page of the first, and on others
+    del tensors
+    find = server.inputs._holder
+
+    def find_and_drop(piece: Any) -> Any:
+        found = find(piece)
+        kept.clear()  # as another thread of the model could
+        return found
+
+    monkeypatch.setattr(server.inputs, "_holder", find_and_drop)
+    assert not server.inputs.finish(second)
+    _, tensors = server.give(column, [1] * 1000)
+    assert [tensor.array.tolist()[0] for tensor in tensors if tensor is not None] == rows(1000).tolist()
+
+
+def test_members_of_different_shapes_and_without_an_input() -> None:
+    server = Server()
+    _, column = server.lay(rows(2))
+    _, tensors = server.give([column, None], [2, 1])
+    assert tensors[0] is not None
+    assert tensors[0].array.tolist() == rows(2).tolist()
+    assert tensors[1] is None
+    _, none = server.give(None, [1] * 3)
+    assert [*none] == [None] * 3
+    _, empty = server.give((0, 0, 0, (2, 0)), [1, 1])
+    assert [tensor.shape for tensor in empty if tensor is not None] == [(1, 0), (1, 0)]
+
+
+def test_an_ended_segment_is_unmapped() -> None:
+    server = Server()
+    _, column = server.lay(rows(1))
+    server.inputs.detach([column[0], 999])
+    with pytest.raises(KeyError):
+        server.give(column, [1])
+
+
+# ------------------------------------------------------------------------------------------------------------ outputs
+
+
+class Both:
+    """A worker's outputs, and the server's reader of them, connected directly."""
+
+    def __init__(self, *specs: Any, batches: bool = True) -> None:
+        self.outputs = OutputWriter(specs)
+        self.reader = OutputReader("m", specs, batches=batches)
+        self.segments: dict[int, Segment] = {}
+        self.gone: list[Any] = []
+
+    def place(self, columns: Sequence[Sequence[Tensor | None]]) -> list[int]:
+        words = self.outputs.place(columns).words()
+        for segment in self.outputs.new_segments():
+            self.segments[segment.number] = Segment.read_shared(os.dup(segment.fd), segment.number)
+        return words
+
+    def read(self, words: Sequence[int], rows: Sequence[int]) -> list[Column]:
+        number, offset, nbytes = words[:3]
+        block = Lease(self.segments[number], offset, nbytes, self.gone.append, (number, offset)) if nbytes else None
+        columns, _ = self.reader.read(words, 3, block, rows)
+        return columns
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[DType, list[int], list[Array | None], bool]:
+    """A column of any data type; some members are missing, and widths may differ."""
+    dtype = draw(st.sampled_from(list(DType)))
+    members = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    is_ragged = draw(st.booleans())
+    column: list[Array | None] = []
+    for count in members:
+        width = draw(st.integers(0, 5)) if is_ragged else 4
+        is_there = draw(st.sampled_from([True, True, False]))
+        column.append(np.resize(sample(dtype, count), (count, width)) if is_there else None)
+    return dtype, members, column, draw(st.booleans())
+
+
+@given(answers())
+def test_the_server_reads_the_outputs_of_the_model(
+    answered: tuple[DType, list[int], list[Array | None], bool],
+) -> None:
+    dtype, members, arrays, in_one_block = answered
+    both = Both(spec("OUT", (-1,), dtype))
+    present = [array for array in arrays if array is not None]
+    if in_one_block and present and len({array.shape[1] for array in present}) == 1:
+        block = np.concatenate(present)
+        stops = np.cumsum([len(array) for array in present]).tolist()
+        cuts = iter(zip([0, *stops], stops, strict=False))
+        column = [None if array is None else Tensor(block, *next(cuts)) for array in arrays]
+    else:
+        column = [None if array is None else Tensor(array, 0, len(array)) for array in arrays]
+    (read,) = both.read(both.place([column]), members)
+    for tensor, array in zip(read, arrays, strict=True):
+        assert (tensor is None) == (array is None)
+        if tensor is not None and array is not None:
+            assert tensor.array.dtype == dtype.numpy
+            assert tensor.array.tolist() == array.tolist()
+    blocks = {id(tensor.block) for tensor in read if tensor is not None}
+    if len({array.shape[1] for array in present}) == 1:
+        assert len(blocks) == 1, "contiguous members are one block, also if some are missing"
+
+
+def test_an_output_is_a_read_only_view_and_returns_to_the_worker_after_its_last_reader() -> None:
+    both = Both(spec("A"), spec("B"))
+    words = both.place([[Tensor(rows(2), 0, 2)], [Tensor(rows(2, 100), 0, 2)]])
+    (first,), (second,) = both.read(words, [2])
+    assert first is not None
+    assert second is not None
+    assert not first.block.flags.writeable
+    part = second.block[1:]
+    del first, second
+    assert both.gone == []
+    assert part.tolist() == [rows(2, 100)[1].tolist()]
+    del part
+    assert both.gone == [(words[0], words[1])]
+    both.outputs.come_home(both.gone)
+    assert both.place([[Tensor(rows(2), 0, 2)], [None]])[:2] == words[:2], "the block is used again"
+
+
+def test_a_model_without_batching_returns_whole_tensors() -> None:
+    both = Both(spec("A", (2, 4)), spec("S", (1,), DType.BYTES), batches=False)
+    words = both.place([[Tensor(rows(2))], [Tensor(np.array([b"x\0y"], np.object_))]])
+    (whole,), (text,) = both.read(words, [1])
+    assert whole is not None
+    assert text is not None
+    assert whole.array.tolist() == rows(2).tolist()
+    assert text.array.tolist() == [b"x\0y"]
+
+
+WORDS = st.one_of(st.integers(0, 200), st.integers(2**64 - 10, 2**64 - 1), st.sampled_from([2**31, 2**40, 2**63]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), WORDS), min_size=1, max_size=3), st.integers(0, 3), st.booleans())
+def test_no_message_of_a_worker_makes_a_view_outside_its_block(
+    changes: list[tuple[int, int]], cut: int, is_apart: bool
+) -> None:
+    """A valid message, changed at random: it is refused, or all its views are in the block."""
+    both = Both(spec("OUT", (-1,)), spec("TEXT", (-1,), DType.BYTES))
+    second = rows(2)[:, : 3 if is_apart else 4].copy()
+    texts = np.array([[b"a", b"bc"]], np.object_)
+    numbers: list[Tensor | None] = [Tensor(rows(1), 0, 1), Tensor(second, 0, 2)]
+    words = both.place([numbers, [Tensor(texts, 0, 1), Tensor(np.repeat(texts, 2, 0), 0, 2)]])
+    segment, offset, nbytes = words[:3]
+    changed = [*words]
+    for index, value in changes:
+        changed[3 + index % (len(changed) - 3)] = value
+    if cut:
+        changed = changed[:-cut]
+    lease = Lease(both.segments[segment], offset, nbytes, lambda _: None, None)
+    try:
+        columns, _ = both.reader.read(changed, 3, lease, [1, 2])
+    except Garbled:
+        return
+    low = both.segments[segment].address + offset
+    for tensor in columns[0]:
+        if tensor is not None and tensor.array.size:
+            address = tensor.array.ctypes.data
+            assert low <= address
+            assert address + tensor.array.nbytes <= low + nbytes
+
+
+class FakeChild:
+    """A process that only its socket represents. `why`: what it was killed for."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.why = ""
+
+    def kill(self, why: str) -> None:
+        self.why = why
+
+
+class ReadinessOfNone:
+    """Watches no sockets: the test reads them itself."""
+
+    def forget(self, descriptor: int) -> None: ...
+
+
+class BatchInProcess:
+    """A worker whose process has batch 1, of members with 1 and 2 rows; `theirs` is the process's end of the socket."""
+
+    def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
+        ours.setblocking(False)
+        self.theirs = theirs
+        self.child = FakeChild(ours)
+        self.waiting: deque[tuple[Batch, Any]] = deque()
+        readiness = cast("Readiness", ReadinessOfNone())
+        config = config_of(inputs=[spec("IN", (4,))], outputs=[spec("OUT", (4,))], max_batch_size=4)
+        pool = SimpleNamespace(runs={}, readiness=readiness, clock=lambda: 100)
+        worker = self.worker = ProcessWorker(
+            "m_0",
+            config,
+            cast("Remote", None),
+            InputPacker(config.inputs, ["OUT"]),
+            lambda *_, **__: pytest.fail("no process is started"),
+            cast("ProcessPool", pool),
+        )
+        worker.child, worker.channel = cast("Child", self.child), Channel(ours, 0, "m", readiness)
+        worker._context = cast("WorkerContext", SimpleNamespace(completions=SimpleNamespace(waiting=self.waiting)))
+        batch = Batch(ModelQueue(ModelKey("m", 1), Queue(BatchPolicy.simple(4)), [worker]), worker, [], 0)
+        run = worker._run = pool.runs[1] = ProcessRun(1, batch, [worker], [worker.channel])
+        run.rows = [1, 2]
+        run.packed = worker.packer.pack([Column.of([Tensor(rows(1), 0, 1), Tensor(rows(2), 0, 2)], run.rows)])
+
+    def send(self, words: Sequence[int], text: str = "") -> None:
+        """The process sends DONE, and the worker reads it."""
+        self.theirs.send(pack(DONE, words) + text.encode())
+        self.worker.read()
+
+
+def valid_result(segment: Segment) -> list[int]:
+    """The words of DONE for batch 1, whose block is at the second page of `segment`: three rows of four numbers."""
+    return [1, 0, 0, 5, 6, segment.number, PAGE, 48, TOGETHER, 0, 48, 0, 2, 3, 4]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), WORDS), max_size=2), st.integers(0, 2), st.sampled_from(["", "{}", "[]"]))
+def test_every_field_of_a_batch_result_is_checked(changes: list[tuple[int, int]], cut: int, text: str) -> None:
+    """A valid DONE, changed at random: its process is killed, or all views of the results are in its block."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    segment = Segment.create(2 * PAGE)
+    with ours, theirs:
+        process = BatchInProcess(ours, theirs)
+        socket.send_fds(theirs, [pack(SEGMENT, (segment.number,))], [segment.fd])
+        valid = valid_result(segment)
+        words = [*valid]
+        for index, value in changes:
+            words[index % len(words)] = value
+        process.send(words[: len(words) - cut], text)
+        if process.child.why:
+            assert changes or cut or text == "[]"
+            assert process.child.why.startswith("what its process said cannot be (")
+            assert not process.waiting
+            return
+        ((_, outcome),) = process.waiting
+        assert isinstance(outcome, Results)
+        channel = process.worker.channel
+        assert channel is not None
+        known = channel.segment(segment.number)
+        assert known is not None
+        for tensor in outcome.outputs[0]:
+            assert tensor is not None
+            address = tensor.array.ctypes.data
+            assert known.address <= address <= address + tensor.array.nbytes <= known.address + 2 * PAGE
+        process.send(valid)
+        assert "a reply to batch 1, which it does not have" in process.child.why
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({0: 2}, "a reply to batch 2, which it does not have"),
+        ({1: 1}, "passed stages"),
+        ({5: 999}, "KeyError: 999"),
+        ({6: PAGE + 8}, "a block at"),
+        ({6: 2 * PAGE}, "a block at"),
+        ({7: PAGE + 1}, "a block at"),
+        ({8: 7}, "has an unknown form: 7"),
+        ({9: 8}, "is not within its block"),
+        ({7: PAGE, 9: 4}, "is not within its block"),
+        ({10: 40}, "is said to have 40 bytes"),
+        ({11: 1}, ""),
+        ({12: 1}, "is not what the configuration promises"),
+        ({14: 5}, "is not what the configuration promises"),
+        ({13: 2, 10: 32}, "has 2 rows, its members have 3"),
+        ({15: 0}, "the message has 1 words too many"),
+    ],
+)
+def test_a_result_with_an_invalid_field_kills_its_process(changes: dict[int, int], why: str) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    segment = Segment.create(2 * PAGE)
+    with ours, theirs:
+        process = BatchInProcess(ours, theirs)
+        socket.send_fds(theirs, [pack(SEGMENT, (segment.number,))], [segment.fd])
+        words = valid_result(segment)
+        words += [0] * (max(changes) + 1 - len(words))
+        for index, value in changes.items():
+            words[index] = value
+        process.send(words)
+        assert process.child.why.startswith("what its process said cannot be (")
+        assert why in process.child.why
+        assert not process.waiting
+
+
+# ----------------------------------------------------------------------------------------------------------- messages
+
+
+@given(st.integers(1, 255), st.lists(st.integers(0, 2**64 - 1), max_size=100), st.none() | st.text())
+def test_a_packed_message_is_unpacked_unchanged(kind: int, words: list[int], text: str | None) -> None:
+    found, numbers, tail = unpack(pack(kind, words, text))
+    assert (found, [*numbers[1:]]) == (kind, words)
+    assert (tail == b"") == (text is None)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_protocol_error(message: bytes) -> None:
+    try:
+        _, words, text = unpack(message)
+    except struct.error:
+        return
+    assert len(words) * 8 + len(text) == len(message)
+
+
+@pytest.mark.parametrize("error", [Invalid("a"), NotFound("b"), ModelFailed("c")])
+def test_an_error_keeps_its_class_and_its_text(error: Invalid) -> None:
+    again = decode_error(encode_error(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+
+
+@pytest.mark.parametrize("text", [None, 3, [], ["invalid"], [["invalid"], "x"], ["nonsense", "x"], {"a": 1}])
+def test_an_invalid_error_is_reported_as_a_failure_of_the_model(text: Any) -> None:
+    assert isinstance(decode_error(text), ModelFailed)
+
+
+def test_a_text_that_is_too_long_for_a_message_is_cut() -> None:
+    assert len(str(decode_error(encode_error(ModelFailed("é" * 100_000))))) == 4096

@@ -1,0 +1,239 @@
+"""How one request moves through its graph."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+from flowserve.errors import Invalid, ModelFailed
+from flowserve.graph.plan import NO_SLOT, make_plan
+from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.testing.strategies import Handle, SimModel, chain_graph, plain_graph
+from flowserve.values import DType, TensorSpec
+from tests.support.recorder import PORT, rows_of, simple_model
+
+FREE = TensorSpec("X", DType.FP32, (-1,))
+OTHER = TensorSpec("Y", DType.FP32, (-1,))
+MAYBE = TensorSpec("Z", DType.FP32, (2,), optional=True)
+FOUR = TensorSpec("X", DType.FP32, (4,))
+
+
+def graph(models: list[SimModel], edges: list[tuple[int, int, int, int]], outputs: int = 1) -> Graph:
+    """An ensemble of one step per model; an edge is (producer, output, consumer, input)."""
+    nodes = tuple(
+        Node(i, f"{m.key.name}#{i}", m.key, m.inputs, m.outputs, m.max_batch_size) for i, m in enumerate(models)
+    )
+    return Graph(
+        "graph",
+        1,
+        (FREE,),
+        (FREE,) * outputs,
+        models[0].max_batch_size,
+        nodes,
+        tuple(Edge("t", *ends) for ends in edges),
+        is_ensemble=True,
+    )
+
+
+def diamond() -> Graph:
+    """a -> b, c -> d; what a makes is read by both."""
+    a, b, c = simple_model(0), simple_model(1), simple_model(2)
+    d = simple_model(3, inputs=(FREE, OTHER))
+    edges = [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 3, 1), (3, 0, GRAPH, 0)]
+    return graph([a, b, c, d], edges)
+
+
+def flow_of(graph: Graph, *inputs: Handle | None) -> Flow:
+    return Flow(make_plan(graph), (), inputs, 0)
+
+
+def finish(flow: Flow, step: Ticket, *outputs: Handle | None) -> list[Ticket]:
+    """The step ran alone."""
+    return flow.finish_step(step.node, [[output] for output in outputs], 0)
+
+
+def names(tickets: list[Ticket]) -> list[str]:
+    return [ticket.node.name for ticket in tickets]
+
+
+def test_a_plain_model_is_one_step() -> None:
+    flow = flow_of(plain_graph(simple_model(0)), rows_of(3))
+    (step,) = flow.begin()
+    assert step.rows == 3
+    assert finish(flow, step, rows_of(3)) == []
+    assert flow.open == 0
+
+
+def test_branches_start_together_and_their_join_waits_for_both() -> None:
+    flow = flow_of(diamond(), rows_of())
+    (a,) = flow.begin()
+    b, c = finish(flow, a, rows_of())
+    assert names([b, c]) == ["b#1", "c#2"]
+    assert finish(flow, c, rows_of()) == []
+    assert flow.open == 1
+    (d,) = finish(flow, b, rows_of())
+    assert finish(flow, d, rows_of()) == []
+    assert flow.open == 0
+
+
+def test_a_tensor_is_released_when_its_last_reader_is_done_and_not_before() -> None:
+    flow = flow_of(diamond(), rows_of())
+    (a,) = flow.begin()
+    made = rows_of()
+    held = weakref.ref(made)
+    b, c = finish(flow, a, made)
+    del made
+    assert flow.tensors[0] is None  # the request's own input has no other reader
+    assert not flow.is_last_reader(b.node.inputs[0])
+    finish(flow, b, rows_of())
+    assert held() is not None
+    assert flow.is_last_reader(c.node.inputs[0])
+    finish(flow, c, rows_of())
+    assert held() is None
+
+
+def test_a_tensor_that_is_also_an_answer_is_held_to_the_end() -> None:
+    a, b = simple_model(0), simple_model(1)
+    both = graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 0, GRAPH, 0), (1, 0, GRAPH, 1)], outputs=2)
+    flow = flow_of(both, rows_of())
+    (first,) = flow.begin()
+    made = rows_of()
+    (second,) = finish(flow, first, made)
+    assert not flow.is_last_reader(second.node.inputs[0])
+    finish(flow, second, rows_of())
+    assert flow.tensors[flow.plan.output_slots[0]] is made
+
+
+def test_a_step_that_reads_one_tensor_twice_is_one_reader() -> None:
+    a, b = simple_model(0), simple_model(1, inputs=(FREE, OTHER))
+    twice = graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)])
+    flow = flow_of(twice, rows_of())
+    (first,) = flow.begin()
+    (second,) = finish(flow, first, rows_of())
+    assert flow.is_last_reader(second.node.inputs[0])
+    assert finish(flow, second, rows_of()) == []
+    assert flow.open == 0
+
+
+def test_an_unread_output_is_never_held() -> None:
+    a = simple_model(0, outputs=(FREE, OTHER))
+    flow = flow_of(graph([a], [(GRAPH, 0, 0, 0), (0, 1, GRAPH, 0)]), rows_of())
+    (step,) = flow.begin()
+    assert step.node.outputs == (NO_SLOT, 1)
+    assert step.node.wanted == ("Y",)
+    unread, read = rows_of(), rows_of()
+    finish(flow, step, unread, read)
+    assert flow.tensors == [None, read]
+
+
+def test_a_step_with_unconnected_optional_inputs_begins_immediately() -> None:
+    a, b = simple_model(0, inputs=(MAYBE,)), simple_model(1, inputs=(FREE, OTHER))
+    source = graph([a, b], [(GRAPH, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)])
+    flow = flow_of(source, rows_of())
+    (first,) = flow.begin()
+    assert first.rows == 1
+    (second,) = finish(flow, first, rows_of())
+    finish(flow, second, rows_of())
+    assert flow.open == 0
+
+
+# ------------------------------------------------------------------------------------------------ outputs left out
+
+
+def test_a_left_out_output_that_only_the_answer_wants_is_left_out_of_the_answer() -> None:
+    flow = flow_of(chain_graph("chain", [simple_model(0)]), rows_of())
+    (step,) = flow.begin()
+    assert finish(flow, step, None) == []
+    assert flow.open == 0
+    assert flow.tensors[flow.plan.output_slots[0]] is None
+
+
+def test_a_step_goes_on_without_an_optional_input_that_was_left_out_before_it() -> None:
+    a, b = simple_model(0, outputs=(FREE, OTHER)), simple_model(1, inputs=(FREE, MAYBE))
+    flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 1, 1, 1), (1, 0, GRAPH, 0)]), rows_of())
+    (first,) = flow.begin()
+    (second,) = finish(flow, first, rows_of(), None)
+    present = flow_of(flow.plan.graph, rows_of())
+    (again,) = present.begin()
+    (with_both,) = finish(present, again, rows_of(), rows_of())
+    assert second.key != with_both.key  # all members of a batch carry the same set of inputs
+
+
+@pytest.mark.fault("E8")
+def test_a_left_out_output_that_a_step_needs_ends_the_request_and_names_both() -> None:
+    flow = flow_of(chain_graph("chain", [simple_model(0), simple_model(1)]), rows_of())
+    (step,) = flow.begin()
+    with pytest.raises(ModelFailed) as failed:
+        finish(flow, step, None)
+    assert str(failed.value) == (
+        "unexpected deadlock, at least one output is not set while no more ensemble steps can be made: step 'a#0' "
+        "answered without its output 'X', which step 'b#1' cannot do without"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- rows and shapes
+
+
+def test_free_shapes_are_the_key_and_fixed_ones_are_not() -> None:
+    wide, narrow = (
+        flow_of(plain_graph(simple_model(0)), rows_of(width=3)),
+        flow_of(plain_graph(simple_model(0)), rows_of(width=2)),
+    )
+    assert wide.begin()[0].key != narrow.begin()[0].key
+    fixed = simple_model(0, inputs=(FOUR,))
+    assert flow_of(plain_graph(fixed), rows_of(width=4)).begin()[0].key is None
+
+
+def test_a_ragged_input_may_differ_within_a_batch() -> None:
+    ragged = simple_model(0, inputs=(TensorSpec("X", DType.FP32, (-1,), ragged=True),))
+    assert flow_of(plain_graph(ragged), rows_of(width=3)).begin()[0].key is None
+
+
+def test_inputs_of_different_batch_sizes_meet_at_no_step() -> None:
+    a, b = simple_model(0), simple_model(1, inputs=(FREE, OTHER))
+    flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (GRAPH, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)]), rows_of(2))
+    (step,) = flow.begin()
+    with pytest.raises(Invalid, match=r"^input batch size does not match other inputs for 'b'$"):
+        finish(flow, step, rows_of(3))
+
+
+def test_a_step_with_more_rows_than_the_next_accepts_fails() -> None:
+    flow = flow_of(chain_graph("chain", [simple_model(0, 8), simple_model(1, 4)]), rows_of(4))
+    (step,) = flow.begin()
+    with pytest.raises(Invalid, match=r"^inference request batch-size must be <= 4 for 'b'$"):
+        finish(flow, step, rows_of(8))
+
+
+def test_a_shape_the_producer_left_open_is_checked_where_the_consumer_fixes_it() -> None:
+    chain = chain_graph("chain", [simple_model(0), simple_model(1, inputs=(FOUR,))])
+    flow = flow_of(chain, rows_of())
+    (step,) = flow.begin()
+    with pytest.raises(Invalid) as failed:
+        finish(flow, step, rows_of(2, width=5))
+    assert str(failed.value) == "unexpected shape for input 'X' for model 'b'. Expected [-1,4], got [2,5]"
+
+
+def test_a_tensor_without_a_batch_dimension_brings_its_first_dimension_as_rows() -> None:
+    whole = simple_model(0, 0, inputs=PORT, outputs=(TensorSpec("X", DType.FP32, (-1, 4)),))
+    batching = simple_model(1, 8, inputs=(FOUR,))
+    flow = flow_of(graph([whole, batching], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), Handle(0, 4, 0, -1))
+
+    class Matrix(Handle):
+        @property
+        def shape(self) -> tuple[int, ...]:
+            return (3, 4)
+
+    (step,) = flow.begin()
+    (following,) = finish(flow, step, Matrix(0, 4, 0, -1))
+    assert following.rows == 3
+
+
+def test_a_batch_dimension_is_checked_where_a_model_without_one_fixes_it() -> None:
+    batching = simple_model(0, 8)
+    whole = simple_model(1, 0, inputs=(TensorSpec("X", DType.FP32, (2, -1)),))
+    flow = flow_of(graph([batching, whole], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), rows_of(3))
+    (step,) = flow.begin()
+    with pytest.raises(Invalid, match=r"Expected \[2,-1\], got \[3,2\]"):
+        finish(flow, step, rows_of(3))

@@ -1,0 +1,76 @@
+"""The scheduler under any order of events: arrivals, completions, failures, cancellations, deaths and the clock.
+
+The simulator's world says what each request must get and checks every promise after each turn; here Hypothesis, not a
+clock, chooses what happens next, and how much of it happens before the machines are asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flowserve.testing.sim import Sim
+from flowserve.testing.strategies import World, routed_worlds, worlds
+
+
+class AnyOrder(Sim):
+    """A simulated server in which whatever can happen may happen next."""
+
+    def __init__(self, seed: int, world: World) -> None:
+        self.possible: list[Callable[[], None]] = []
+        super().__init__(seed, world)
+
+    def _at(self, time: int, act: Callable[[], None]) -> None:
+        self.possible.append(act)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(seed=st.integers(0, 1 << 16), world=worlds() | routed_worlds())
+    def build(self, seed: int, world: World) -> None:
+        """`seed`: of the durations and outcomes of executions."""
+        self.sim = AnyOrder(seed, world)
+        self.is_looked_at = True
+
+    @precondition(lambda self: self.sim.possible)
+    @rule(data=st.data())
+    def something_happens(self, data: st.DataObject) -> None:
+        which = data.draw(st.integers(0, len(self.sim.possible) - 1))
+        self.sim.possible.pop(which)()
+        self.is_looked_at = False
+
+    @rule(ns=st.integers(0, 120))
+    def time_passes(self, ns: int) -> None:
+        self.sim.time += ns
+        self.sim.turn()
+        self.is_looked_at = True
+
+    @rule()
+    def a_step_runs(self) -> None:
+        self.sim.turn()
+        self.is_looked_at = True
+
+    @invariant()
+    def promises_hold(self) -> None:
+        if self.is_looked_at:
+            self.sim.check()
+
+    def teardown(self) -> None:
+        """Let everything come to its end: first in, first out, time as far as it is asked for."""
+        while hasattr(self, "sim"):
+            self.sim.turn()
+            deadline = self.sim.scheduler.next_deadline()
+            if self.sim.possible:
+                self.sim.possible.pop(0)()
+            elif deadline is not None:
+                self.sim.time = deadline
+            else:
+                self.sim.check_end()
+                return
+
+
+TestScheduler = SchedulerMachine.TestCase
+# Each example is many steps, and the simulation asks the same of whole servers.
+TestScheduler.settings = settings(max_examples=settings().max_examples // 2)

@@ -1,0 +1,158 @@
+"""A scheduler whose decisions are recorded, for tests that read like timelines.
+
+Decided here: the short names. `simple_model(0)` is model "a" with one free-width input and output; a `Recorder` serves
+such models, starts nothing by itself, and the test reports when a batch is done or has raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.graph.plan import Plan, make_plan
+from flowserve.graph.types import Graph, ModelKey
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.decisions import Notice
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import Batcher, BatchPolicy
+from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
+from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import Handle, SimModel
+from flowserve.values import DType, TensorSpec
+
+PORT = (TensorSpec("X", DType.FP32, (-1,)),)
+Started = list[tuple[str, list[object]]]
+
+
+def simple_model(
+    number: int, max_batch_size: int = 16, inputs: Sequence[TensorSpec] = PORT, outputs: Sequence[TensorSpec] = PORT
+) -> SimModel:
+    """Model "a", "b", ... with one instance; batches as soon as it can, unless `max_batch_size` is 0."""
+    policy = BatchPolicy.simple(max_batch_size) if max_batch_size else None
+    key = ModelKey("abcdefgh"[number], 1)
+    return SimModel(number, key, tuple(inputs), tuple(outputs), max_batch_size, policy, 1, False, 0, 0)
+
+
+def rows_of(rows: int = 1, width: int = 2) -> Handle:
+    """An input of `rows` rows in a block of its own."""
+    return Handle(0, width, 0, rows)
+
+
+@dataclass
+class Recorder:
+    """`running`: batches that were started and are not back. `started`: every batch, as (model, its requests).
+    `answers`: flows in the order they were finished. `notices`: what else was decided. With a `limiter`, each instance
+    has the `needs` it is served with.
+    """
+
+    running: list[Batch] = field(default_factory=list)
+    started: Started = field(default_factory=list)
+    delivered: list[Flow] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    queues: dict[ModelKey, ModelQueue] = field(default_factory=dict)
+    limiter: Limiter | None = None
+    overtaken_max: int = OVERTAKEN_MAX
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limiter, self.overtaken_max)
+        self._stamps = 0
+        self._plans: dict[int, tuple[Graph, Plan, list[ModelQueue]]] = {}
+
+    def serve(
+        self,
+        model: SimModel,
+        batcher: Batcher | None = None,
+        instances: int = 1,
+        *,
+        is_pure: bool = False,
+        needs: Sequence[Needs] = (),
+        keeps_order: bool = False,
+    ) -> ModelQueue:
+        chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
+        queue = ModelQueue(model.key, chosen, range(instances), is_pure=is_pure, needs=needs, keeps_order=keeps_order)
+        self.queues[model.key] = queue
+        self.scheduler.add(queue)
+        return queue
+
+    def submit(
+        self,
+        graph: Graph,
+        request: object,
+        inputs: Sequence[Handle | None] | None = None,
+        stamp: int | None = None,
+        priority: int = 0,
+        timeout_ns: int = 0,
+        *,
+        is_held: bool = False,
+    ) -> Flow:
+        """A request by the name of `request`; one row in every input unless `inputs` says otherwise."""
+        self._stamps += 1
+        _, plan, route = self._plans.get(id(graph), (None, None, None))
+        queues = [self.queues[node.model] for node in graph.nodes]
+        if plan is None or route != queues:  # requests of one deployment have these in common
+            plan, route = make_plan(graph), queues
+            self._plans[id(graph)] = graph, plan, route
+        given = [rows_of() for _ in graph.inputs] if inputs is None else inputs
+        stamp = self._stamps if stamp is None else stamp
+        flow = Flow(plan, route, given, 0, stamp, request, None, priority, timeout_ns)
+        if is_held:
+            self.scheduler.hold(flow)
+        else:
+            self.scheduler.submit(flow)
+        return flow
+
+    def turn(self, at: int = 0) -> Started:
+        """One loop iteration; returns the started batches."""
+        before = len(self.started)
+        while (decisions := self.scheduler.schedule(at)) is not None:
+            self.notices += decisions.notices
+            for flow in decisions.finished:
+                self.finished(flow)
+            for batch in decisions.batches:
+                self.run(batch)
+        self.scheduler.check()
+        return self.started[before:]
+
+    def finished(self, flow: Flow) -> None:
+        """A flow is finished. For tests that do something then."""
+        self.delivered.append(flow)
+
+    def done(
+        self,
+        batch: Batch,
+        *,
+        errors: Mapping[int, FlowserveError] | None = None,
+        at: int = 0,
+    ) -> None:
+        """The batch ran: each output is one block with as many rows as went in."""
+        self.running.remove(batch)
+        outputs: list[list[Handle | None]] = []
+        for _ in batch.tickets[0].node.outputs:
+            block, start = object(), 0
+            column: list[Handle | None] = []
+            for ticket in batch.tickets:
+                column.append(Handle(0, 2, start, start + ticket.rows, block))
+                start += ticket.rows
+            outputs.append(column)
+        self.scheduler.complete(batch, [BatchResults(outputs, errors or {})], None, at)
+
+    def raised(self, batch: Batch) -> bool:
+        """The batch raised; returns whether it is tried again."""
+        self.running.remove(batch)
+        return self.scheduler.complete(batch, [], ModelFailed("boom"), 0)
+
+    @property
+    def answers(self) -> list[Flow]:
+        return [*self.delivered, *self.scheduler.undelivered]
+
+    def answered(self) -> list[object]:
+        """The requests that are over, in order; those that failed with the text of their error."""
+        return [flow.request if flow.error is None else (flow.request, str(flow.error)) for flow in self.answers]
+
+    def run(self, batch: Batch) -> None:
+        """A batch is to start. For tests of batches that run inline."""
+        self.running.append(batch)
+        self.started.append((batch.queue.key.name, [ticket.flow.request for ticket in batch.tickets]))

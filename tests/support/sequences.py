@@ -1,0 +1,232 @@
+"""Many clients of one stateful model in simulated time: the real machines, a model that adds up, and a `time`.
+
+Decided here: what clients of sequences do (some never end theirs, some begin again, some leave, some send ahead of the
+answers, some instances die), and what every answer must be. One seed gives one history. Whatever a machine forgets,
+mixes up or gives out twice shows as a wrong sum, an answer too few, or a slot that is taken in the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from random import Random
+
+from flowserve.errors import Cancelled, InstanceDied, Invalid, Unavailable
+from flowserve.graph.plan import make_plan
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import BatchPolicy
+from flowserve.scheduling.rate_limit.limiter import Limiter
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.sequence.batcher import Sequences
+from flowserve.scheduling.sequence.direct import Direct, FillerFlow
+from flowserve.scheduling.sequence.oldest import Oldest
+from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
+from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import plain_graph
+from tests.support.recorder import rows_of, simple_model
+
+PLAN = make_plan(plain_graph(simple_model(0)))
+IDLE_NS = 100_000
+SLOTS = 4
+
+
+class Asked:
+    """One request: which sequence, its flags, and the number it adds."""
+
+    def __init__(self, client: Client, number: int, *, start: bool, end: bool) -> None:
+        self.client = client
+        self.number = number
+        self.start = start
+        self.end = end
+
+
+class Client:
+    """One sequence: its numbers, and where it begins again, ends and gives up."""
+
+    def __init__(self, key: int, random: Random, *, is_troubled: bool) -> None:
+        self.key = key
+        length = random.randint(1, 8)
+        numbers = [random.randint(1, 1000) for _ in range(length)]
+        fate = random.random() if is_troubled else 1.0
+        self.restarts_at = random.randrange(length) if 0.05 <= fate < 0.10 else 0
+        self.leaves_at = random.randrange(length) if 0.10 <= fate < 0.15 else -1
+        self.runs_ahead = random.random() < 0.3
+        ends = fate >= 0.05
+        self.requests = [
+            Asked(self, number, start=i in (0, self.restarts_at), end=ends and i == length - 1)
+            for i, number in enumerate(numbers)
+        ]
+        self.sent = 0
+        self.sums: list[int] = []  # answered
+        self.is_over = False  # its sequence has ended, or it was cancelled
+        self.is_excused = False
+
+    def expected(self, count: int) -> list[int]:
+        """The sums of its first `count` answers."""
+        sums: list[int] = []
+        for asked in self.requests[:count]:
+            sums.append(asked.number + (0 if asked.start else sums[-1]))
+        return sums
+
+
+def _identify(flow: Flow) -> tuple[int, bool, bool]:
+    asked: Asked = flow.request
+    return asked.client.key, asked.start, asked.end
+
+
+class SequenceSim:
+    """`SequenceSim(seed, clients).run()` lives to the end. The first broken promise raises AssertionError."""
+
+    def __init__(self, seed: int, clients: int, *, deaths: bool = False) -> None:
+        self._random = Random(seed)
+        self.batcher = self._batcher()
+        self.scheduler = Scheduler(Limiter() if self._random.random() < 0.25 else None)
+        self._deaths = deaths
+        self.time = 0
+        self.answers = 0
+        self.queue = ModelQueue(PLAN.nodes[0].model, self.batcher, ["one", "two"], is_pure=self._random.random() < 0.5)
+        self.scheduler.add(self.queue)
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._tie = count()
+        self._flows: dict[Asked, Flow] = {}
+        self._seats: dict[RequestSequence, str] = {}
+        at = 0
+        self.clients = [Client(1 + n, self._random, is_troubled=True) for n in range(clients)]
+        for client in self.clients:
+            at += self._random.randint(0, 4_000)
+            self._at(at, partial(self._send, client))
+
+    def _batcher(self) -> Sequences:
+        policy = SequencePolicy("a", SLOTS, IDLE_NS)
+        delay_ns = self._random.choice((0, 0, 300))
+        if self._random.random() < 0.5:
+            return Direct(policy, _identify, FillerFlow(None), self._random.choice((0.0, 0.5)), delay_ns)
+        return Oldest(policy, _identify, BatchPolicy.simple(self._random.randint(1, 4), delay_ns))
+
+    def run(self) -> SequenceSim:
+        """Run until no event is left; then every resource must be returned."""
+        while True:
+            instants = [self._agenda[0][0]] if self._agenda else []
+            deadline = self.scheduler.next_deadline()
+            if deadline is not None:
+                instants.append(max(deadline, self.time))
+            if not instants:
+                break
+            self.time = min(instants)
+            while self._agenda and self._agenda[0][0] <= self.time:
+                heapq.heappop(self._agenda)[2]()
+            while (decisions := self.scheduler.schedule(self.time)) is not None:
+                for flow in decisions.finished:
+                    self._answered(flow)
+                for batch in decisions.batches:
+                    self._run(batch)
+            self.scheduler.check()
+        assert self.scheduler.in_flight == 0
+        assert not self._flows, "a request was never answered"
+        assert (len(self.batcher), self.batcher.live, self.batcher.slots_taken) == (0, 0, 0), (
+            "a slot is taken in the end"
+        )
+        for client in self.clients:
+            if not client.is_excused:
+                assert client.sums == client.expected(len(client.requests)), f"client {client.key} lost an answer"
+        return self
+
+    def _at(self, time: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time, next(self._tie), act))
+
+    # ------------------------------------------------------------------ clients
+
+    def _send(self, client: Client) -> None:
+        if client.is_over or client.sent == len(client.requests):
+            return
+        asked = client.requests[client.sent]
+        leaves = client.sent == client.leaves_at
+        client.sent += 1
+        flow = Flow(PLAN, [self.queue], [rows_of()], self.time, next(self._tie), asked)
+        self._flows[asked] = flow
+        self.scheduler.submit(flow)
+        if leaves:
+            self._at(self.time + self._random.randint(0, 900), partial(self._leave, asked))
+        elif client.runs_ahead:
+            self._at(self.time + self._random.randint(0, 500), partial(self._send, client))
+
+    def _leave(self, asked: Asked) -> None:
+        flow = self._flows.pop(asked, None)
+        asked.client.is_over = asked.client.is_excused = True
+        if flow is not None:
+            self.scheduler.cancel(flow)
+            self.scheduler.cancel(flow)  # twice is harmless
+
+    def _answered(self, flow: Flow) -> None:
+        asked: Asked = flow.request
+        client = asked.client
+        assert self._flows.pop(asked, None) is flow, "a request was answered twice"
+        self.answers += 1
+        if flow.error is None:
+            client.sums.append(flow.tensors[1].content)
+            assert client.sums == client.expected(len(client.sums)), f"client {client.key} got a wrong sum"
+            if not client.runs_ahead:
+                self._at(self.time + self._random.randint(0, 500), partial(self._send, client))
+            return
+        assert client.is_excused, f"client {client.key} is to blame for nothing and got: {flow.error}"
+        assert isinstance(flow.error, Cancelled | InstanceDied | Invalid | Unavailable)
+        client.is_over = True
+
+    # ------------------------------------------------------------------ the model
+
+    def _run(self, batch: Batch) -> None:
+        real = [ticket for ticket in batch.tickets if ticket.sequence is not None]
+        keys = [ticket.sequence.id for ticket in real]
+        assert len(set(keys)) == len(keys), "a batch holds two requests of one sequence"
+        assert real, "a batch of nobody"
+        for n, ticket in enumerate(batch.tickets):
+            line = ticket.sequence
+            if line is None:
+                assert isinstance(self.batcher, Direct)
+                continue
+            assert self._seats.setdefault(line, batch.instance) == batch.instance, "a sequence changed its instance"
+            if isinstance(self.batcher, Direct) and line.slot is not None and len(real) == len(batch.tickets) > 1:
+                assert n <= line.slot.number
+        ns = self._random.randint(0, 400)
+        if ns:
+            self._at(self.time + ns, partial(self._return, batch))
+        else:
+            self._return(batch)
+
+    def _return(self, batch: Batch) -> None:
+        if self._deaths and self._random.random() < 0.01:
+            self._die(batch)
+            return
+        if self.queue.is_pure and len(batch.tickets) > 1 and self._random.random() < 0.05:
+            self.scheduler.complete(batch, [], Unavailable("once more"), self.time)  # tried again by halves
+            return
+        column = []
+        for ticket in batch.tickets:
+            total = 0
+            if ticket.sequence is not None:
+                asked: Asked = ticket.flow.request
+                total = asked.number + (0 if asked.start else ticket.sequence.memory)
+                ticket.sequence.memory = total
+            handle = rows_of()
+            handle.content = total
+            column.append(handle)
+        self.scheduler.complete(batch, [BatchResults([column])], None, self.time)
+
+    def _die(self, batch: Batch) -> None:
+        for slot in self.batcher.slots_of(batch.instance):
+            if slot.sequence is not None:
+                self._excuse(slot.sequence)
+        for ticket in batch.tickets:
+            if ticket.sequence is not None:
+                self._excuse(ticket.sequence)
+        self.scheduler.complete(batch, [], InstanceDied("it died"), self.time)
+        self.scheduler.take_away(self.queue, batch.instance)
+        after_ns = self._random.randint(1, 5_000)
+        self._at(self.time + after_ns, lambda: self.scheduler.give_back(self.queue, batch.instance))
+
+    def _excuse(self, line: RequestSequence) -> None:
+        assert isinstance(line.id, int)
+        self.clients[line.id - 1].is_excused = True
