@@ -12,6 +12,12 @@ from flowserve.runtime.engine.options import EngineOptions
 from tests.support.processes import ServedInProcesses
 
 
+@pytest.fixture(autouse=True)
+def unlimited_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the engine ends when nothing is left to decide, also on a machine that is busy with other work."""
+    monkeypatch.setattr("flowserve.runtime.engine.engine.STEP_NS_MAX", 1 << 62)
+
+
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[ServedInProcesses]:
     async with open_engine(EngineOptions()) as engine:
