@@ -2,7 +2,7 @@
 
 Decides when `step` is called: at the end of a batch of events that were taken in together (`begin_events` to
 `end_events`), else in the loop iteration after `wake`, so that everything that happened in one iteration is scheduled
-together; and at the moment that the last step asked for. Does not know what a step does. Called by the engine, by its
+together; and at the time that the last step returned. Does not know the work of a step. Called by the engine, by its
 workers and by front ends, on the event loop's thread.
 """
 
@@ -25,7 +25,7 @@ class StepLoop:
         self._task: Task | None = None  # the loop's own task, while it is parked and not woken yet
         self._at_ns: int | None = None  # until when it is parked
         self._depth = 0  # of batches of events that are being taken in
-        self._parked: Task | None = None  # what `_task` was when the outermost of them began
+        self._parked: Task | None = None  # the value of `_task` when the outermost of them began
 
     def wake(self) -> None:
         """Something happened: run a step in the next loop iteration. Any number of times; cheap where it is awake."""

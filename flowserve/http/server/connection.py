@@ -88,7 +88,7 @@ class ClientLeft(OSError):
 
 
 class Phase(enum.Enum):
-    """What a connection waits for. Every phase but RUNNING ends at the connection's deadline."""
+    """The event that a connection waits for. Every phase but RUNNING ends at the connection's deadline."""
 
     IDLE = "idle"  # the first byte of a request
     HEAD = "head"  # the rest of a head
@@ -455,7 +455,7 @@ class Connection:
         if not more:
             self._head = None
             if self._left:
-                # Too short or too long: the client cannot tell where the next response would begin.
+                # Too short or too long: the client cannot find the beginning of the next response.
                 self._keeps_alive = False
                 method, path = head.scope["method"], head.scope["path"]
                 _log.error("%s %r: the response differs from its Content-Length", method, path)
@@ -541,7 +541,7 @@ class Connection:
 
     async def _linger(self, *, is_sending: bool = False) -> None:
         """Close the sending side and read on for a while. Closing with unread input, or input for a closed socket,
-        makes the kernel reset the connection and drop what it has not delivered. A client that does not send has read
+        makes the kernel reset the connection and drop undelivered output. A client that does not send has read
         everything once that is delivered.
         """
         self._enter(Phase.CLOSING, _LINGER_S)
@@ -580,7 +580,7 @@ class Connection:
             if self.phase in (Phase.HEAD, Phase.BODY):
                 self.sock.send(refusal(408, f"the request's {self.phase.value} did not arrive in time"))
                 self.sock.shutdown(socket.SHUT_WR)
-            elif self.phase is Phase.WRITING:  # the kernel drops what the client does not read instead of keeping it
+            elif self.phase is Phase.WRITING:  # the kernel drops output that the client does not read
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except OSError:
             pass  # the client is gone

@@ -77,7 +77,7 @@ class HeadParser:
         self._keeps_alive = False
         self._parser = httptools.HttpRequestParser(self)
 
-    # What httptools calls.
+    # Callbacks of httptools.
 
     def on_message_begin(self) -> None:
         self._messages += 1
@@ -96,7 +96,7 @@ class HeadParser:
     def on_body(self, body: bytes) -> None:
         self._has_body = True
 
-    # What the connection calls.
+    # The interface for the connection.
 
     def take(self, data: bytes) -> Head | None:
         """Parse the next bytes. Returns the head once it is complete."""

@@ -101,6 +101,6 @@ class Terminator:
 async def _refuse_plain(transport: trio.SocketStream) -> None:
     await transport.send_all(refusal(400, PLAIN))
     await transport.send_eof()
-    with trio.move_on_after(_LAST_WORDS_S):  # what is left unread when a connection is closed would reset it
+    with trio.move_on_after(_LAST_WORDS_S):  # unread input would reset the connection when it is closed
         while await transport.receive_some(_PIECE_BYTES):
             pass

@@ -1,4 +1,4 @@
-"""What the statistics record of a batch that ran and of a request that is over.
+"""The statistics of executed batches and finished requests.
 
 Decides which durations and failures belong to which model. A batch is recorded in its model's statistics and in the
 traffic of the nodes its tickets belong to; a finished request of an ensemble in the ensemble's, with the sums over its
@@ -265,7 +265,7 @@ def _carry(
     is_mixed: bool,
 ) -> None:
     """Record the bytes that these `tickets`, with so many rows, took over each edge into their node. `taken` are those
-    of each input, () where only the tensors tell.
+    of each input, () if they have to be computed from the tensors.
     """
     for edge in node.edges:
         nbytes = rows * edge.row_bytes
@@ -277,8 +277,8 @@ def _carry(
 
 
 def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool:
-    """Members of a batch that is back are queued again in one moment. Where they waited for another producer too, only
-    that their rows are in one block can tell.
+    """Members of a completed batch are queued again at the same time. If they also waited for another producer, the
+    check is whether their rows are in one block.
     """
     if any(ticket.queued_ns != tickets[0].queued_ns for ticket in tickets):
         return False

@@ -30,7 +30,7 @@ def check_classifiable(name: str, dtype: DType) -> None:
 
 
 def rank(response: Response, classes: Mapping[str, int], deployment: Deployment) -> None:
-    """The outputs that were asked for as classes become those. Raises as `classify` does."""
+    """Replace each output that was requested as classes by its classes. Raises as `classify` does."""
     batching = deployment.graph.max_batch_size > 0
     for name, count in classes.items():
         array = response.outputs.get(name)
@@ -41,7 +41,7 @@ def rank(response: Response, classes: Mapping[str, int], deployment: Deployment)
 
 def classify(name: str, array: Array, count: int, labels: Sequence[str], *, batching: bool) -> Array:
     """The `count` largest values of each row, largest first, as BYTES of shape [rows, n] (without a batch: [n]); n is
-    what a row has, where that is fewer. A row is everything but the batch dimension. NaN comes last.
+    the length of a row, if that is smaller. A row is everything but the batch dimension. NaN comes last.
 
     Raises `Invalid` for an output that cannot be ranked.
     """

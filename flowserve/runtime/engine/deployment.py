@@ -106,7 +106,7 @@ class Deployment:
             sequences.on_quiet.append(partial(_look_again, ref(self)))  # which may be replaced itself by then
 
     def plan_for(self, outputs: tuple[str, ...]) -> Plan:
-        """The plan without steps whose outputs are not asked for. `outputs` are names of this deployment's outputs."""
+        """The plan without the steps that no requested output needs. `outputs` are names of outputs."""
         if not self.graph.is_ensemble or len(set(outputs)) == len(self.graph.outputs):
             return self.plan
         plan = self._plans.get(outputs)
@@ -118,7 +118,7 @@ class Deployment:
 
 
 def _as_it_responds(config: ModelConfig, graph: Graph) -> ModelConfig:
-    """An ensemble is decoupled where a step of it is, whatever its file says: clients are told so."""
+    """An ensemble is decoupled if one of its steps is, regardless of its own file; its metadata say so."""
     if not (graph.is_ensemble and graph.is_decoupled):
         return config
     return replace(config, json={**config.json, "model_transaction_policy": {"decoupled": True}})
@@ -151,7 +151,7 @@ def _look_again(place: ref[Deployment]) -> None:
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of one name: its ready versions, or why it has none. `state` is the index's word.
+    """The entry of one name: its ready versions, or why it has none. `state` is its state in the repository index.
 
     A `reason` beside ready versions is why they could not be replaced. `is_wanted`: the server is not ready without it.
     """

@@ -1,8 +1,9 @@
-"""Deployments by name: what is served, in which state, and what it has done.
+"""Deployments by name, with their states and counters.
 
-Decides how a name and a version become a deployment, what is said where they do not, when a server is ready, and what
-of a loaded model belongs to its deployment (its queues, its admission control, its counters). Does not know how models
-are loaded, nor how requests run. Used on the event loop's thread, by the engine, loading and front ends.
+Decides how a name and a version are resolved to a deployment, the error if there is none, when a server is ready, and
+which parts of a loaded model belong to its deployment (its queues, its admission control, its counters). Does not
+know how models are loaded, nor how requests run. Used on the event loop's thread, by the engine, loading and front
+ends.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from flowserve.scheduling.scheduler import Scheduler
 
 
 class Deployments:
-    """What is served under which name."""
+    """The deployments that are served, by name and version."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Deployments:
         self._supervisor = supervisor
         self.entries: dict[str, Entry] = {}
         self.is_draining = False
-        self.not_loaded: Collection[str] = ()  # what is in the repository and can be loaded
+        self.not_loaded: Collection[str] = ()  # models in the repository that can be loaded
         self._is_loaded = False
         self._statistics: dict[ModelKey, Statistics] = {}
         self._make_statistics = summarising(clock) if options.summaries else Statistics
@@ -61,13 +62,13 @@ class Deployments:
 
     @property
     def is_live(self) -> bool:
-        """Whether no GPU is lost. Only a new process can use a lost GPU again, so the server asks to be restarted."""
+        """Whether no GPU is lost. Only a new process can use a lost GPU again: the server must be restarted."""
         return not lost()
 
     @property
     def is_ready(self) -> bool:
-        """Whether everything that should serve does, and the server is not ending. What should serve: all that the
-        server was started with, and all that has served since, unless it was unloaded.
+        """Whether every deployment that should serve is ready, and the server is not stopping. Those are the
+        deployments that the server was started with and all that have been ready since, except the unloaded ones.
         """
         if not self._is_loaded or self.is_draining:
             return False
@@ -87,7 +88,7 @@ class Deployments:
         return self._supervisor.outage(deployment.queues)
 
     def find(self, name: str, version: str = "") -> Deployment:
-        """The deployment of that name, its latest version where none is asked for.
+        """The deployment of that name; its latest version if `version` is empty.
 
         Raises NotFound for an unknown name or version, Unavailable for one that is not ready, Invalid for a version
         that is no number.
@@ -165,7 +166,7 @@ class Deployments:
     # ------------------------------------------------------------------ changing
 
     def statistics_of(self, key: ModelKey) -> Statistics:
-        """What a model version, or an ensemble, counts into; new where nothing of that name was counted yet."""
+        """The statistics of a model version or ensemble; new if there are none under that name."""
         return self._statistics.setdefault(key, self._make_statistics(key.name, key.version))
 
     def announce(self, config: ModelConfig, *graphs: Graph, labels: Mapping[str, Sequence[str]] = NO_LABELS) -> None:

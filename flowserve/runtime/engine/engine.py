@@ -77,7 +77,7 @@ STEP_NS_MAX: Final = 2_000_000
 class Engine:
     """Serves deployments. Made by `open_engine`.
 
-    `deployments`: what is served under which name. `observers` are called at the points of `Observer`, in order.
+    `deployments`: the deployments by name. `observers` are called at the points of `Observer`, in order.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -105,15 +105,15 @@ class Engine:
         self.traces = Traces(options.trace, self.tracing)
         self.stopping = trio.Event()  # for tasks that would go on for as long as a client listens
         self._ordered_wakeup = OrderedWakeup()
-        self._waiting: list[Flow] = []  # flows whose caller is to be told at the end of the step
+        self._waiting: list[Flow] = []  # flows whose caller is to be notified at the end of the step
         # A number that grows; drawn while a request is parsed, it orders the requests of one loop iteration.
         self.next_stamp: Callable[[], int] = count(1).__next__
 
     # ------------------------------------------------------------------ the step
 
     def step(self) -> int | None:
-        """Take in what came back, decide, carry out, until nothing is left to decide; then tell the callers. Returns
-        when it should run again at the latest, in nanoseconds of the clock; None: when something happens.
+        """Complete batches, schedule and execute decisions until no decision is left; then notify the callers. Returns
+        the latest time of the next step, in nanoseconds of the clock; None: at the next event.
         """
         completed, scheduler = self.completions.waiting, self.scheduler
         now_ns = began_ns = self.clock()
@@ -213,7 +213,7 @@ class Engine:
             log_raised(error, stage.queue.key.name, stage.instance.name)
 
     def _break_off(self, batch: Batch, error: Exception) -> None:
-        """A fault of the server about what came of a batch: raised further it would end the server."""
+        """Handle an internal error in the completion of a batch; if it propagated, it would stop the server."""
         model, name = batch.queue.key.name, batch.instance.name
         log.error("instance %s: what came of a batch cannot be taken in", name, exc_info=error)
         what = f"what came of a batch cannot be taken in: {type(error).__name__}: {error}"
@@ -248,7 +248,7 @@ class Engine:
             self._waiting.append(flow)
 
     def _finish(self, flows: Sequence[Flow]) -> None:
-        """These flows are over: account for them, and have their callers told."""
+        """Account for finished flows, and queue the notification of their callers."""
         now_ns = self.clock()
         uncounted: list[Flow] = []
         has_failed = False
@@ -272,11 +272,11 @@ class Engine:
                         uncounted.append(flow)
                 elif isinstance(flow.error, DeadlineExceeded):
                     record_late(flow, is_running=flow.error.is_running, scheduler=self.scheduler, now_ns=now_ns)
-            except Exception:  # it concerns one request; the others are accounted for and told all the same
+            except Exception:  # it concerns one request; the others are accounted for and delivered
                 log.exception("accounting for a request of '%s' failed", flow.plan.graph.name)
         if uncounted:
             record_finished(uncounted, now_ns)
-        if has_failed and self.calls:  # what runs of them may have called other models
+        if has_failed and self.calls:  # running steps of these flows may have called other models
             self.calls.sweep()
 
     def _deliver(self) -> None:
@@ -287,7 +287,7 @@ class Engine:
             if waiter is not None:  # its caller may have left in between
                 try:
                     waiter(flow)
-                except Exception:  # it concerns one caller; the others are told all the same
+                except Exception:  # it concerns one caller; the others are notified
                     log.exception("delivering a response of '%s' failed", flow.plan.graph.name)
 
     def _release_stages(self, batch: Batch, stages: Sequence[int]) -> None:
@@ -300,8 +300,8 @@ class Engine:
         """Run one request. Arrays of the answer include the batch dimension where the deployment batches. `make` is as
         in `submit`.
 
-        Raises Invalid for a request that does not fit the deployment, and whatever its steps failed with. A caller
-        who is cancelled leaves: what is still queued for it is withdrawn, what runs runs out.
+        Raises Invalid for a request that does not fit the deployment, and the errors of its steps. If the
+        caller is cancelled, its queued steps are withdrawn and its running steps finish.
         """
         flow = self.submit(deployment, request, make)
         if not flow.done:
@@ -310,7 +310,7 @@ class Engine:
             flow.waiter = lambda _: wake(task)
 
             def leave(_: RaiseCancelT) -> Abort:
-                if flow.waiter is None:  # told, and its turn to go on is near
+                if flow.waiter is None:  # already notified; its wake-up is queued
                     return Abort.FAILED
                 self.withdraw(flow)
                 return Abort.SUCCEEDED
@@ -329,7 +329,7 @@ class Engine:
         """Begin a request that a model makes, in the execution of `batch` if in any. As `submit`, but also while the
         server drains, and without waiting for admission. Raises Unavailable where it could never be answered.
         """
-        # Where steps share slots, responses are taken one by one however they are asked for.
+        # If steps share slots, responses are taken one by one for `run` and `stream` alike.
         nested = deployment.make_stream if is_stream or not deployment.is_decoupled else deployment.make_flow
         request.stamp = self.next_stamp()
         made: list[Flow] = []
@@ -350,7 +350,7 @@ class Engine:
             raise
         if flow.done:  # a cached response goes no further
             self.tracing.end(flow)
-        return flow  # type: ignore[return-value]  # what `make` makes
+        return flow  # type: ignore[return-value]  # the type that `make` returns
 
     def submit(
         self,
@@ -360,8 +360,8 @@ class Engine:
         take: Callable[[Any], None] | None = None,
     ) -> Flow:
         """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, where it is set,
-        is called with the flow when it is. `take`: what queues it, for requests of the server's own, which begin also
-        while it drains.
+        is called with the flow when it is. `take` queues it; the server's own requests pass their own, which is
+        accepted during a drain too.
 
         Raises Invalid for a request that does not fit the deployment, TooLarge and Unavailable for one that is not
         admitted, and Unsupported for a deployment that may respond any number of times, unless `make` is its
@@ -404,7 +404,7 @@ class Engine:
         return flow
 
     def withdraw(self, flow: Flow) -> None:
-        """Its caller left: it is not told, and what is still queued of it leaves its queues."""
+        """Cancel a flow: its caller is not notified, and its queued tickets leave their queues."""
         flow.waiter = None
         self.tracing.end(flow, has_left=True)
         was_over, has_begun = flow.done, flow.open > 0
@@ -427,7 +427,7 @@ class Engine:
         self.scheduler.cancel(flow)
 
     def response(self, flow: Flow) -> Response:
-        """The response of a flow that is done. Raises what its steps failed with."""
+        """The response of a finished flow. Raises the error of its steps."""
         if flow.error is not None:
             raise _own(flow.error, flow.owner)
         return self.response_from(flow)
@@ -455,7 +455,7 @@ class Engine:
     # ------------------------------------------------------------------ for models that call others
 
     def post(self, what: Callable[[], None]) -> None:
-        """Do this on the event loop, after what was posted before. On any thread."""
+        """Run `work` on the event loop, after all earlier posts. On any thread."""
         self.streams.post(what)
 
     def _is_served(self, name: str, version: str) -> bool:
@@ -482,7 +482,7 @@ class Engine:
         The `passive` instances are closed in the end as the others are, but get no work. `files` is held until then.
         `needs` are those of each worker at the rate limiter, where there is one. `keeps_order`: responses leave in the
         order in which requests came. `execution_timeout_ns`: a process whose batch runs longer is killed; 0: none is.
-        `warm_up`: what an instance runs that is started again, before it serves.
+        `warm_up`: runs on a restarted instance before it serves.
         """
         groups = {worker.route_group for worker in workers}
         queue = ModelQueue(
@@ -531,7 +531,7 @@ class Engine:
         """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`. A moment before that
         requests that wait in queues, and streams, are ended with an error.
 
-        Returns what did not finish: the instances that are still running then, or that requests are under way.
+        Returns a text about the unfinished work: the instances that still run, or the number of requests in flight.
         """
         self.refuse_new()
         left_s = max(deadline - trio.current_time(), 0)
@@ -540,7 +540,7 @@ class Engine:
         running = self.busy()
         self.scheduler.fail_all(STOPPING)
         self.loop.wake()
-        await trio.sleep_until(deadline)  # their callers are told meanwhile
+        await trio.sleep_until(deadline)  # their callers are notified meanwhile
         return running or ["requests that wait in queues, or are answered many times"]
 
     def busy(self) -> list[str]:

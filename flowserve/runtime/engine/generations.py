@@ -1,4 +1,4 @@
-"""What one loading of a model version runs on, and when all of it is given back.
+"""Generations: the queue and instances of one load of a model version, and when they are closed.
 
 Decides when a generation is over. Everything that can still send work to its queue holds its pin: the deployments that
 use it, and with them every flow, batch and connection that holds such a deployment. So nothing is counted per request,
@@ -76,7 +76,7 @@ class Generation:
 
 
 class Generations:
-    """All generations of a server. New requests run on the current one of a key, older ones on what they began with."""
+    """All generations of a server. New requests run on the current one of a key, older ones on their first one."""
 
     def __init__(self, forget: Callable[[ModelQueue], None]) -> None:
         self._forget = forget  # takes a queue that nothing can reach any more from the scheduler
@@ -107,7 +107,7 @@ class Generations:
         return generation
 
     async def run(self) -> None:
-        """Close what is over, for ever. Ends only by cancellation."""
+        """Close generations that have ended, until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 nursery.start_soon(self._reap, await self._ended.receive(), name="reap")

@@ -1,7 +1,7 @@
-"""The points at which the engine tells observers of a request: tracing, and whatever else looks on.
+"""The points at which the engine calls the observers of a request, such as tracing.
 
-Decides the six points. An observer changes nothing that a batch computes, and what it raises is the engine's to handle.
-Observers are in a list of the engine (`Engine.observers`), which is empty while none looks on.
+Decides the six points. An observer changes no result of a batch; the engine handles its exceptions.
+Observers are in a list of the engine (`Engine.observers`), which is empty without tracing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Observer(Protocol):
         """A batch is back; the scheduler does not know it yet."""
 
     def finished(self, flow: Flow) -> None:
-        """A request is over, with all its outputs; its caller was not told yet."""
+        """A request has finished with all its outputs; its caller has not been notified yet."""
 
     def failed(self, flow: Flow) -> None:
-        """A request is over, with `flow.error`; its caller was not told yet."""
+        """A request has failed with `flow.error`; its caller has not been notified yet."""

@@ -19,7 +19,7 @@ from flowserve.runtime.engine.options import EngineOptions
 
 log = logging.getLogger("flowserve.runtime")
 
-TRACES_S_MAX: Final = 5.0  # what is not written by then is lost
+TRACES_S_MAX: Final = 5.0  # traces that are not written by then are lost
 
 
 @asynccontextmanager
@@ -31,8 +31,8 @@ async def open_engine(
     deadline: Callable[[], float] = lambda: math.inf,
 ) -> AsyncIterator[Engine]:
     """An engine that runs, empty until something is loaded into it. Leaving the block closes every instance, for
-    `exit_timeout_s` at most, and not past what `deadline` then says on the loop's clock: a server that waited for
-    requests first has less of it left.
+    `exit_timeout_s` at most, and not past `deadline()`, read at that time on the loop's clock: a server that has
+    drained requests before has less time left.
     """
     async with _machinery() as machinery:
         engine = Engine(options)
@@ -55,7 +55,7 @@ async def open_engine(
 @asynccontextmanager
 async def _machinery() -> AsyncIterator[trio.Nursery]:
     """A nursery for tasks that go on until the block ends, also where it is cancelled from outside: closing needs
-    them. What one of them raises still ends the block.
+    them. An exception of one of them still ends the block.
     """
 
     async def work(task_status: trio.TaskStatus[trio.Nursery]) -> None:

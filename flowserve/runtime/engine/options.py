@@ -1,7 +1,7 @@
-"""What the operator chose for an engine.
+"""The options of an engine.
 
-Decided here: nothing but what can be chosen, and what holds where nothing was said. How it is written on a command line
-is cli/'s, what follows from it the engine's parts'.
+Decides which options there are, and their defaults. cli/ decides their syntax on a command line, the parts of the
+engine their effect.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from flowserve.scheduling.rate_limit.limiter import Available
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the operator chose. `python_execution`: "process", "thread" or "inline". `gpus` are those that
-    instances may be on.
-    `rate_limit`: None is off; else the resources that were given, none of them meaning that models' own needs decide.
-    `backend_settings`: by backend, what the operator says for all its models ("default-max-batch-size", and what the
-    backend knows); of whole numbers where the backend is onnxruntime.
-    `cache_bytes`: how much the answers that are remembered may weigh, None for no such cache.
-    `summaries`: quantiles of the last minute's durations are worked out.
-    `model_config_name`: which of the configurations that models have by name counts, where they have it.
-    `tells_names`: whoever asks for what is not there, or not ready, may read the names of others, and why.
+    """`python_execution`: "process", "thread" or "inline". `gpus`: the GPUs that instances may use.
+    `rate_limit`: None is off; else the declared resources; if empty, the needs of the models decide.
+    `backend_settings`: by backend, the settings for all its models ("default-max-batch-size", and the backend's own);
+    integers for onnxruntime.
+    `cache_bytes`: the size limit of the response cache, None for no cache.
+    `summaries`: compute quantiles of the last minute's durations.
+    `model_config_name`: the named configuration that is used for models that have it.
+    `tells_names`: errors for a name that is unknown or not ready may contain other names and reasons.
     """
 
     python_execution: str = PYTHON_EXECUTION

@@ -2,7 +2,7 @@
 
 Decides that each of them goes on in a loop iteration of its own. Trio runs the tasks that are ready in one iteration in
 any order; where responses keep an order (`preserve_ordering`), the tasks that wait for them are woken iteration by
-iteration. Does not know what they wait for. Called by the engine.
+iteration. Does not know the events they wait for. Called by the engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The responses to one request, one after the other, as its caller takes them.
 
-Decides what it means to take the next response, to wait for it, and to leave before the end. A response that is not
+Decides how the caller takes the next response, waits for it, and cancels before the last one. A response that is not
 taken is backpressure: a decoupled model waits in its send once enough of them are not taken. A request to a deployment
 that responds once has one response. Does not know how responses come about. Made by `Engine.stream`.
 """
@@ -31,7 +31,7 @@ class ServesFlows(Protocol):
 class ResponseIterator:
     """An async iterator over responses, and a context manager: leaving it withdraws a request that is not over.
 
-    Raises what the request failed with, after the responses before. For one task.
+    Raises the error of the request after the responses before it. For one task.
     """
 
     def __init__(self, engine: ServesFlows, flow: Flow, watch: Watch | None = None) -> None:

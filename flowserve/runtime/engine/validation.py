@@ -1,8 +1,8 @@
 """Validation of requests: whether a request fits a graph. Checked once, so that all later code relies on it.
 
 Decides the order and the texts of the checks (Triton's), and how named arrays become the first slots of a flow. Valid
-requests are checked in one pass without texts; one that fails is checked again, slowly, to say what is wrong. Does not
-know scheduling. Called by the engine for each request.
+requests are checked in one pass without texts; one that fails is checked again, slowly, for the text of its error. Does
+not know scheduling. Called by the engine for each request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Validator:
         self._required = sum(not spec.optional for spec in graph.inputs)
         self._output_names = frozenset(spec.name for spec in graph.outputs)
         self.outputs = tuple(spec.name for spec in graph.outputs)
-        # What is compared, per input: numpy dtype, dims where all are fixed (else None), dims, whether all are -1.
+        # Compared per input: numpy dtype, dims where all are fixed (else None), dims, whether all are -1.
         self._wanted: list[tuple[Any, tuple[int, ...] | None, tuple[int, ...], bool]] = [
             (spec.dtype.numpy, None if spec.is_variable else spec.dims, spec.dims, set(spec.dims) == {-1})
             for spec in graph.inputs

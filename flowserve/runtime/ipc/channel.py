@@ -1,7 +1,7 @@
 """The channel to one worker process: its socket, and which shared memory each side knows.
 
-Decides how messages are sent and read, when the process is told of memory, and when a block is free again: one of the
-process's own when its last reader is gone (the process learns that with its next batch, so that it costs no message),
+Decides how messages are sent and read, when memory is announced to the process, and when a block is free again: one of
+the process's own when its last reader is gone (the process learns that with its next batch, without an extra message),
 one that the process reads when its batch is back or, where its model holds an input, when the model has let go of it. A
 channel lives as long as its process; an instance that is started again gets a new one.
 
@@ -84,7 +84,7 @@ class Channel:
     # ------------------------------------------------------------------ to the process
 
     def run(self, message: RunMessage, packed: Packed, packer: InputPacker) -> None:
-        """Start a batch in the process. Raises Internal where its requests say what cannot be written, and MemoryError
+        """Start a batch in the process. Raises Internal if a fact about its requests cannot be encoded, and MemoryError
         for lack of memory or descriptors.
         """
         try:
@@ -115,7 +115,7 @@ class Channel:
         self._socket.send(pack(END, ()))
 
     def news(self) -> News:
-        """What the process is told with its next batch. Asks it again for descriptors that are missing."""
+        """The notices for the process with its next batch. Requests missing descriptors again."""
         for number in self._unseen:
             self.tell(pack(SHOW, (number,)))
         if not self.homes and not self._ended:
@@ -128,7 +128,7 @@ class Channel:
         return News(homes, ended)
 
     def put_back(self, news: News) -> None:
-        """The process was not told of these after all."""
+        """Restore notices that were not sent to the process."""
         self.homes.extend(news.homes)
         self._ended.extend(news.ended)
 
@@ -210,7 +210,7 @@ class Channel:
         return self._segments.get(number)
 
     def hold(self, batch: int, memory: Sequence[Any]) -> None:
-        """The model goes on reading this memory until the process says GONE of that batch."""
+        """The model goes on reading this memory until the process sends GONE for that batch."""
         if batch in self._let_go:
             self._let_go.discard(batch)
         else:
@@ -254,7 +254,7 @@ class Channel:
         if number >> 32 != self.number:
             raise Garbled(f"segment {number}, which is not its own")
         if number in self._segments:
-            return  # it was asked for twice
+            return  # it was requested twice
         if not fds:
             if number not in self._unseen:
                 log.error("memory that model '%s' answers in cannot be seen: %s", self._model, NO_DESCRIPTOR)
@@ -266,9 +266,9 @@ class Channel:
     def _spilled(self, number: int, offset: int, nbytes: int) -> bytes:
         try:
             block = self.block(number, offset, nbytes)
-        except Unseen as error:  # what the message is about is unknown
+        except Unseen as error:  # the subject of the message is unknown
             raise Garbled(str(error)) from None
-        # A copy first: what is there may change while it is read.
+        # A copy first: the process may change this memory while it is read.
         return b"" if block is None else block.view().tobytes()
 
 
@@ -278,7 +278,7 @@ _NO_NEWS = News()
 def _for_reading(segment: Segment) -> int:
     try:
         return segment.open_for_reading()
-    except OSError as error:  # it says nothing about the process
+    except OSError as error:  # the error does not concern the process
         raise MemoryError(f"shared memory cannot be shown: {error.strerror}") from error
 
 

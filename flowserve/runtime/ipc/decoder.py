@@ -1,7 +1,7 @@
 """The outputs that a worker process reports, checked and turned into columns.
 
 Decides that nothing in a message is trusted: every offset, length and shape must lie within a block of the process's
-own memory and be what the configuration says before a view of it is made. What is wrong raises `Garbled`, and the
+own memory and match the configuration before a view of it is made. A violation raises `Garbled`, and the
 reader of the socket ends the process. Strings are decoded into the server's own memory; everything else is a read-only
 view of the process's memory, which is free again when its last reader is gone. Does not know sockets. Called on the
 event loop.

@@ -1,8 +1,8 @@
-"""How a batch is written for a worker process: where its inputs are, and what its requests say of themselves.
+"""The encoding of a batch for a worker process: the places of its inputs, and the facts about its requests.
 
-Decides which inputs are passed on where they are, and where all others are copied. A column whose members are
-neighbours in one block of memory that the process may read costs nothing but its place in a message; anything else is
-copied contiguously, once, into the arena of the process's own model. What is in shared memory before it is copied is
+Decides which inputs are passed by reference, and where all others are copied. A column whose members are
+neighbours in one block of memory that the process may read costs nothing but its place in a message; all others are
+copied contiguously, once, into the arena of the process's own model. A tensor that is in shared memory already is
 the output of another worker process, or of a model whose outputs are placed there for this one: a graph joins the two.
 So a process reads the arena of its own model and the outputs of the models before it, never the inputs of others.
 
@@ -27,7 +27,7 @@ from flowserve.values import Array, DType, TensorSpec
 
 
 class Packed:
-    """A batch in shared memory: where its inputs are, and what must stay until the model is done with them.
+    """A batch in shared memory: the places of its inputs, and the memory to keep until the model is done with them.
 
     `segments` hold the inputs; `held` keeps their blocks alive. `taken[i]`: bytes of input i, of which `copied[i]` were
     copied.
@@ -89,7 +89,7 @@ class InputPacker:
         return packed
 
     def message(self, number: int, work: Work, packed: Packed, news: News) -> RunMessage:
-        """The message of a batch. Raises Internal where its requests say what cannot be written."""
+        """The message of a batch. Raises Internal if a fact about its requests cannot be encoded."""
         facts = None if are_plain(work.requests) else [_plain_facts(request_facts(one)) for one in work.requests]
         wanted = work.wanted
         if wanted.count(wanted[0]) == len(wanted):

@@ -1,7 +1,7 @@
 """Messages to a process that may not be reading just now.
 
-Decides that messages leave in their order: at once, or as soon as the process reads again. Does not know what they say.
-Used by channel.py and by the calls of models (model_calls/process_calls.py), on the event loop.
+Decides that messages leave in their order: at once, or as soon as the process reads again. Does not know their
+contents. Used by channel.py and by the calls of models (model_calls/process_calls.py), on the event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flowserve.runtime.ipc.poller import Readiness
 
 
 class Outbox:
-    """What is still to be sent on one non-blocking socket that `readiness` watches."""
+    """The unsent messages of one non-blocking socket that `readiness` watches."""
 
     def __init__(self, sock: socket.socket, readiness: Readiness) -> None:
         self._socket = sock
@@ -40,7 +40,7 @@ class Outbox:
             return
 
     def clear(self) -> None:
-        """Drop what is not sent."""
+        """Drop the unsent messages."""
         for _, fd in self._unsent:
             if fd >= 0:
                 os.close(fd)

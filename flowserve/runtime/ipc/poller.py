@@ -2,8 +2,8 @@
 
 Decides how the engine learns that a worker process sent something: all their sockets are in one epoll set, and trio
 waits for that set. A wait of trio's own for each socket would cost a task switch and two system calls for each message;
-here one wait serves everything that became ready, in that order, as one batch of events, and what became ready
-meanwhile, a few times over. Does not know what is read.
+here one wait serves all sockets that became ready, in that order, as one batch of events, and a few times over the
+sockets that became ready meanwhile. Does not know the messages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What worker processes know of routes: to which process a batch goes on from each.
+"""Routes over worker processes: the next process of a batch, as announced to each process.
 
-Decides when a process is told: with the first batch that takes a route over these very processes, once. A route over
+Decides when a route is announced: once, with the first batch that takes it over these processes. A route over
 processes of which one has ended is forgotten. Does not know when a batch takes a route (scheduling/). Called by
 workers/process.py on the event loop.
 """
@@ -35,7 +35,7 @@ class RouteWorker(Protocol):
 
 
 def route_number(route: Route, channels: Sequence[Channel], workers: Sequence[RouteWorker]) -> int:
-    """The number of a route over these workers' processes, which are told of it if they do not know it."""
+    """The number of a route over these workers' processes. A new route is announced to them first."""
     known = cast("dict[tuple[int, ...], Known] | None", route.worker_data)
     if known is None:
         known = route.worker_data = {}

@@ -1,8 +1,8 @@
-"""Which models' requests stay on the GPU that their tensors are on.
+"""Selects the models whose requests stay on the GPU of their tensors.
 
-Decides that it is those of models with instances on several devices, where no rule fixes the order in which requests
+Decides that these are models with instances on several devices and without a rule for the order in which requests
 leave their queue: sequences have an instance anyway, and priorities, timeouts, `preserve_ordering` and the rate limiter
-have rules of their own. What staying means is decided in scheduling/affinity.py. Called by loading.
+have rules of their own. scheduling/affinity.py decides which device a request uses. Called by loading.
 """
 
 from __future__ import annotations

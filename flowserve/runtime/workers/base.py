@@ -1,4 +1,4 @@
-"""What a worker is: one instance of a model in its place, as the engine sees it.
+"""The interface of a worker: one instance of a model in its execution place.
 
 Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, process.py), and
 the records that travel between them. A worker runs one batch at a time. It does not know queues, flows' other steps or
@@ -32,7 +32,7 @@ class Worker(Protocol):
 
     @property
     def running(self) -> Batch | None:
-        """What it runs elsewhere than on the event loop, as far as it is known there."""
+        """The batches that it runs outside the event loop, as known on the event loop."""
 
     is_on_gpu: bool  # whether it computes on a GPU in the server's own process
     route_group: object  # workers of one group hand batches to each other; None: this one does not
@@ -40,27 +40,27 @@ class Worker(Protocol):
     has_state: bool  # whether `finish` has something to do
 
     def open(self, context: WorkerContext) -> None:
-        """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""
+        """Open the instance where it will run. Blocks; called on a loader's thread. Raises the model's exception."""
 
     def run(self, batch: Batch) -> Outcome | None:
         """Run a batch now and return its outcome, or None where that comes later through `Completions`."""
 
     def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
-        """Take out of an outcome what is not the scheduler's: states of sequences, padding rows. Returns what is left,
-        and the tickets that are to run again. Called on the event loop, once for each batch, before anything else looks
-        at the outcome, where the worker `has_state`.
+        """Remove states of sequences and padding rows from an outcome; the scheduler does not use them. Returns the
+        rest and the tickets that are to run again. Called on the event loop, once for each batch of a worker that
+        `has_state`, before any other use of the outcome.
         """
 
     def recall(self, batch: Batch) -> None:
         """A batch that is on its route is to return as early as it can."""
 
     def close(self) -> None:
-        """End the instance after what it runs now. Blocks; called on a thread."""
+        """Close the instance after its running batch. Blocks; called on a thread."""
 
 
 class Completions:
-    """Batches that came back, `waiting` until the engine's step takes them. What runs on the event loop appends to
-    that itself, and runs a step or wakes the loop.
+    """Completed batches, `waiting` until the engine's step takes them. Code on the event loop appends to that list
+    directly, and runs a step or wakes the loop.
     """
 
     def __init__(self, token: trio.lowlevel.TrioToken, step_now: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class Completions:
 
 @dataclass(slots=True, eq=False)
 class WorkerContext:
-    """What a worker knows of its engine. `calls` is where calls of other models go, `wake` has the engine run a step,
+    """The engine's interface for a worker. `calls` receives calls of other models, `wake` has the engine run a step,
     `release` frees the instances of stages of a batch that it has passed or will not reach.
     """
 
@@ -92,7 +92,7 @@ class WorkerContext:
 
 
 def reported(error: FlowserveError) -> FlowserveError:
-    """What the callers of a batch are told of its failure: without the cause, whose frames hold what ran."""
+    """The error of a batch for its callers: without the cause, whose frames hold references to the batch."""
     return error.as_told() if isinstance(error, ModelRaised) else error
 
 
@@ -103,8 +103,8 @@ def log_raised(error: ModelRaised, model: str, instance: str) -> None:
 
 
 def cannot_start(worker: Worker, batch: Batch, error: Exception) -> Internal:
-    """What becomes of a batch that could not be started, for lack of memory or by a fault of the server: raised further
-    it would end the server. Called in the exception's handler.
+    """The outcome of a batch that could not be started, for lack of memory or by an internal error; if the exception
+    propagated, it would stop the server. Called in the exception's handler.
     """
     log.exception("instance %s: a batch cannot be started", worker.name)
     what = f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
-"""Which kind of worker an instance gets.
+"""Selects the kind of worker of an instance.
 
-Decides what the `execution` parameter of a model, or the server's default for its backend, comes to. Knows every kind
+Decides it from the `execution` parameter of a model or the server's default for its backend. Knows every kind
 of worker, and not how they run batches. Called by loading/.
 """
 
@@ -31,9 +31,9 @@ log = logging.getLogger("flowserve.load")
 MakeWorker = Callable[[str, InstanceGroup], Worker]
 
 PROCESS: Final = "process"
-# Python models are third-party code: they run in processes where the system has what that needs.
+# Python models are third-party code: they run in processes where the system supports it.
 PYTHON_EXECUTION: Final = PROCESS if SUPPORTED else "thread"
-# Where instances of a backend run, unless the model or the operator says otherwise: by measurement.
+# The default execution place of a backend's instances; the model or the operator may override it.
 DEFAULT: Final = "auto"
 
 
@@ -79,7 +79,7 @@ def worker_maker(
             None if config.decoupled else len(config.outputs),
             clock,
             state=state,
-            # A decoupled model always runs on its thread: on the event loop, nothing could read what it sends.
+            # A decoupled model always runs on its thread: on the event loop, nothing could read its responses.
             sink=ThreadSink(streams) if config.decoupled else None,
             placement=None if config.decoupled else placement,
             always_inline=execution == "inline" and not config.decoupled,

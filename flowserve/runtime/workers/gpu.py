@@ -112,7 +112,7 @@ class GpuWorker(LocalWorker):
 
 
 def _on_device(work: Work, read_at: Sequence[Sequence[int]]) -> DeviceWork:
-    """The same batch for an instance on a device; `read_at[j][m]` says where output j of member m is read."""
+    """The same batch for an instance on a device; `read_at[j][m]` are the places where output j of member m is read."""
     return DeviceWork(
         work.inputs, work.rows, work.requests, work.wanted, work.may_write, work.senders, work.contexts, read_at=read_at
     )
@@ -130,7 +130,7 @@ def _readers(flow: Flow, node: PlanNode) -> list[int]:
 
 
 class _Crossings:
-    """What of one step changes its memory. `readers[j]` says where output j is read."""
+    """The tensors of one step that change memory. `readers[j]` are the places where output j is read."""
 
     __slots__ = ("_shared", "readers")
 

@@ -1,6 +1,6 @@
 """A worker in the server's own process: on a thread of its own, or on the event loop.
 
-Decides how a batch is run there: inline where the operator said so or measurements allow it (placement.py), else on the
+Decides how a batch is run there: inline if configured or if measurements allow it (placement.py), else on the
 worker's thread, which is fed by a queue and reports through `Completions`. A batch with a route passes its stages one
 after the other in this process, as far as each of them would run inline. Does not know queues or callers, nor how a
 model computes (backends/). Made by factory.py, driven by the engine.
@@ -56,7 +56,7 @@ class LocalWorker:
         self.state = state or StateAdapter()
         self.has_state = sink is not None or type(self.state) is not StateAdapter
         self.always_inline = always_inline
-        self.running: Batch | None = None  # what its thread runs
+        self.running: Batch | None = None  # the batch on its thread
         self.is_on_gpu = False  # whether it computes on a GPU, wherever its tensors are
         may_be_inline = always_inline or placement is not None
         self.route_group: object = "local" if may_be_inline and sink is None and not self.has_state else None
@@ -75,7 +75,7 @@ class LocalWorker:
     # ------------------------------------------------------------------ opening and closing
 
     def open(self, context: WorkerContext) -> None:
-        """Open the instance where it will run. Blocks; called on a loader's thread. Raises what the model raised."""
+        """Open the instance where it will run. Blocks; called on a loader's thread. Raises the model's exception."""
         if isinstance(self._instance, CallsModels) and context.calls is not None:
             self._caller = ThreadCaller(self._model, context.calls, lambda: self.running)
             self._instance.call_through(self._caller)
@@ -98,7 +98,7 @@ class LocalWorker:
             self._instance.share(output)
 
     def close(self) -> None:
-        """End the thread after what it runs now, and close the instance there. Blocks; called on another thread."""
+        """Stop the thread after its running batch, and close the instance there. Blocks; called on another thread."""
         if self._thread is None:
             if self.always_inline:
                 self._instance.close()
@@ -144,7 +144,7 @@ class LocalWorker:
         return self.running if threading.current_thread() is self._thread else None
 
     def recall(self, batch: Batch) -> None:
-        """Nothing to do: what passes its route on the event loop is back before anything else happens."""
+        """Nothing to do: a batch that passes its route on the event loop has completed before any other event."""
 
     def _work_of(self, tickets: Sequence[Ticket]) -> Work:
         return self.state.work(tickets, may_write=self._may_write)
@@ -211,7 +211,7 @@ class LocalWorker:
                 outcome = execute()
             except Exception as error:  # the server's own fault: behind a dead thread requests would wait for ever
                 outcome = cannot_start(self, batch, error)
-            del item, execute  # its inputs are held no longer once the engine hears of the outcome
+            del item, execute  # releases its inputs before the engine gets the outcome
             self.running = None
             self._context.completions.add(batch, outcome)
             del batch, outcome
@@ -228,7 +228,7 @@ def pass_stages(
     run_stage: Callable[[Batch, int, Work], Results | FlowserveError | None],
 ) -> Passed:
     """Pass the stages of a batch's route after the first, which made `first` of `work`, until the batch must return: a
-    member failed, or what was made cannot be handed on as it is. `run_stage` returns None for a stage that does not
+    member failed, or its outputs cannot be passed on unchanged. `run_stage` returns None for a stage that does not
     run.
     """
     route = batch.route
@@ -255,7 +255,7 @@ def pass_stages(
 
 
 def _following(route: Route, i: int, before: Work, made: Sequence[Results]) -> Work | None:
-    """What stage i is given. None where a member lacks an input, or tensors do not fit as one batch."""
+    """The inputs of stage i. None if a member lacks an input, or the tensors do not fit into one batch."""
     rows, count = before.rows, len(before.rows)
     columns = []
     for stage, j in route.reads[i - 1]:

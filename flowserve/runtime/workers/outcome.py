@@ -1,4 +1,4 @@
-"""What came of a batch that a worker ran.
+"""Outcomes of batches.
 
 Decides nothing; these records travel from the workers to the engine.
 """
@@ -14,8 +14,8 @@ from flowserve.errors import FlowserveError
 
 @dataclass(slots=True, eq=False)
 class Returned:
-    """What the run of a decoupled model's batch came to: its instance is free. Its responses, and why it `has_failed`,
-    were reported by themselves. `rescheduled`: as in `Results`.
+    """The outcome of a decoupled model's batch: its instance is free. Its responses and its error, if it `has_failed`,
+    were reported separately. `rescheduled`: as in `Results`.
     """
 
     gathered_ns: int = 0
@@ -26,8 +26,8 @@ class Returned:
 
 @dataclass(slots=True, eq=False)
 class Passed:
-    """What became of a batch with a route: `made[i]` is what stage i made, as far as it came. `error` is why the stage
-    after those failed; None where the batch passed all stages, or returned early.
+    """The outcome of a batch with a route: `made[i]` are the results of stage i, for the completed stages. `error` is
+    the error of the stage after those; None if the batch passed all stages or returned early.
     """
 
     made: list[Results]

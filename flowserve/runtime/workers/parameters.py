@@ -1,8 +1,9 @@
-"""What answers say besides tensors.
+"""Parameters of responses.
 
-Decided here: which parameters of a model's response reach whom. Those of a plain model reach its client. Of a step of
-an ensemble only a sequence's do, as on Triton: they hold for the steps after it and for the answer, and flags that are
-not in the response are off. So the answer of every ensemble says which sequence it belongs to, 0 for none.
+Decides which parameters of a model's response reach the client and later steps. Those of a plain model reach its
+client. Of a step of an ensemble only the sequence parameters do, as on Triton: they apply to the steps after it and to
+the response, and flags that are not in the response are off. So the response of every ensemble contains the id of its
+sequence, 0 for none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.streaming.iterations import Iteration
 from flowserve.values import Parameter, Request, fits_64_bits
 
-# Of an ensemble whose request belongs to no sequence; always this object, so that whoever writes answers knows it.
+# For an ensemble's request without a sequence; always this object, so that encoders can compare by identity.
 STATELESS: Final[Mapping[str, Parameter]] = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 NONE: Final[Mapping[str, Parameter]] = {}
 
@@ -25,8 +26,8 @@ Said = Mapping[int, Mapping[str, Any]]
 
 
 def take_parameters(batch: Batch, said: Said, errors: Mapping[int, FlowserveError]) -> Mapping[int, FlowserveError]:
-    """Give the members of a batch the parameters of their responses. Returns `errors`, and those who said what cannot
-    be.
+    """Set the response parameters of the members of a batch. Returns `errors` and the errors of members with invalid
+    parameters.
     """
     found = {**errors}
     for m, parameters in said.items():
@@ -46,8 +47,8 @@ def take_parameters(batch: Batch, said: Said, errors: Mapping[int, FlowserveErro
 
 
 def request_after(flow: Flow, model: str, parameters: Mapping[str, Any]) -> Request | None:
-    """The request of an ensemble as the steps after one that said this are told it; None where the flow is one model's,
-    whose parameters are the answer's own. Raises ModelFailed, Invalid for what cannot be said.
+    """The request of an ensemble for the steps after one that returned these parameters; None if the flow is of one
+    model, whose parameters are those of the response. Raises ModelFailed or Invalid for invalid parameters.
     """
     for key, value in parameters.items():
         if not isinstance(value, (str, int, float)):
@@ -84,7 +85,7 @@ def _can_travel(value: Parameter) -> bool:
 
 
 def of_ensemble(request: Request) -> Mapping[str, Parameter]:
-    """What the answer of an ensemble says: of the sequence, as its request or the last step that spoke of it has it."""
+    """The parameters of an ensemble's response: the sequence of its request, or of the last step that set it."""
     if not (request.sequence_id or request.sequence_start or request.sequence_end):
         return STATELESS
     return {

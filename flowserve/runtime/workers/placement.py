@@ -13,7 +13,7 @@ from typing import Final
 INLINE_BELOW_NS: Final = 150_000
 # And this long it keeps other connections waiting too long. Between the two a place is kept, so that it does not flap.
 THREAD_ABOVE_NS: Final = 400_000
-# The first runs of a size allocate and warm caches; they say nothing.
+# The first runs of a size allocate and warm caches; they are not representative.
 _FIRST_RUNS: Final = 3
 # A size that was sent back to the thread is looked at again only after that many runs there.
 _RUNS_BEFORE_RETRY: Final = 200
@@ -47,7 +47,7 @@ class Placement:
             size = self._classes[rows.bit_length()] = _SizeClass()
         size.runs += 1
         if inline:
-            # Clipped, so that one run during which the kernel ran somebody else does not send the model away.
+            # Clipped, so that one run during which the kernel preempted this process does not move the model.
             size.mean_ns += (min(duration_ns, 2 * THREAD_ABOVE_NS) - size.mean_ns) / 8
             if size.mean_ns > THREAD_ABOVE_NS:
                 size.inline = False

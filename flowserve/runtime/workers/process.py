@@ -1,9 +1,9 @@
 """A worker whose instance runs in a process of its own.
 
 Decides how such an instance is opened, given batches and closed: a batch is packed and sent on the event loop and its
-reply is read there, without a thread or task for each process. A process that sends what cannot be right is killed.
-When a process has ended, its batch fails; what else that means is decided in supervisor.py. What became of a batch is
-decided in process_run.py, how messages travel in ipc/. Does not know queues or callers. Made by factory.py, driven by
+reply is read there, without a thread or task for each process. A process that sends an invalid message is killed.
+When a process has ended, its batch fails; supervisor.py decides when the next process starts. process_run.py decides
+the outcome of a batch, ipc/ the transport of messages. Does not know queues or callers. Made by factory.py, driven by
 the engine.
 """
 
@@ -52,7 +52,7 @@ CLOSE_S_MAX: Final = 600.0
 
 class ProcessWorker:
     """One instance in a worker process. `child` is that process and `channel` the way to it while the instance is open
-    there; `ended` says how the last one ended while there is no other.
+    there; while there is no process, `ended` is how the last one ended.
 
     `streams`: of a decoupled model. `on_end` is called on the event loop when a process ended, after its batch failed.
     """
@@ -103,8 +103,8 @@ class ProcessWorker:
     # ------------------------------------------------------------------ opening and closing, on other threads
 
     def open(self, context: WorkerContext) -> None:
-        """Start the process and open the instance there. Blocks; called on a loader's thread. Raises what the model
-        raised, or how its process ended. May be called again after that, and after `on_end`.
+        """Start the process and open the instance there. Blocks; called on a loader's thread. Raises the model's
+        exception, or an error if its process ended. May be called again after that, and after `on_end`.
         """
         self._context = context
         job = self._pool.numbered(self._job)
@@ -124,7 +124,7 @@ class ProcessWorker:
         if self._streams is not None:
             self._sink = ProcessSink(channel, self.reader, self._streams)
         self.child, self.channel, self.ended = child, channel, ""
-        if self._is_closed:  # meanwhile; looked at last, as `close` says so first and then looks for a process
+        if self._is_closed:  # checked last: `close` sets it before it looks for a process
             self.child = self.channel = None
             self._drop(child, channel)
             return
@@ -140,7 +140,7 @@ class ProcessWorker:
             child.kill(why=self._given_up)
 
     def close(self) -> None:
-        """End the process after what it runs now. Blocks; called on a thread."""
+        """End the process after its running batch. Blocks; called on a thread."""
         self._is_closed = True
         child, channel = self.child, self.channel
         if child is None or channel is None:
@@ -238,7 +238,7 @@ class ProcessWorker:
                 worker._run = None
 
     def _failed(self, batch: Batch, error: FlowserveError) -> Outcome:
-        """What the failure of a whole batch comes to. The responses of a decoupled model end with it."""
+        """The outcome of a batch that failed as a whole. The responses of a decoupled model end with it."""
         if self._streams is None:
             return error
         if self._sink is not None:
@@ -256,7 +256,7 @@ class ProcessWorker:
             self._pool.readiness.watch(child.socket.fileno(), self.read, self._broke)
 
     def read(self) -> None:
-        """Take in what its process sends, until a reply or to the end."""
+        """Read the messages of its process, until a reply or its end."""
         channel, child = self.channel, self.child
         if channel is None or child is None:
             return
@@ -324,7 +324,7 @@ class ProcessWorker:
             self._complete(run, outcome)
 
     def _ended(self, child: Child) -> None:
-        """Its process has ended. What ran there fails and is never tried again: what it did is unknown."""
+        """Its process has ended. Its batches fail and are not retried: their effects are unknown."""
         sink, channel = self._sink, self.channel
         runs = [run for run in self._pool.runs.values() if channel in run.channels]
         self._disconnect()
@@ -350,12 +350,12 @@ class ProcessWorker:
         self._end_calls()
 
     def wrong(self, what: str) -> None:
-        """Its process sent what cannot be right, and is killed."""
+        """Kill its process, which sent an invalid message."""
         self._kill(_garbled(what))
 
     def _broke(self, error: Exception) -> None:
-        """A fault of the server about its process, or a resource that the system did not give. What was done is
-        unknown, so the process is killed: else its batch might wait for ever.
+        """Handle an internal error about its process, or a resource that the system did not provide. The state of the
+        process is unknown, so it is killed: otherwise its batch might wait for ever.
         """
         self._kill(f"its process was killed: the server could not go on with it ({type(error).__name__}: {error})")
 

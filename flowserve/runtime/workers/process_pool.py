@@ -1,8 +1,8 @@
-"""What the worker processes of a server have in common.
+"""State that the worker processes of a server share.
 
-Decides that each process has a number of its own, and holds what all process workers share: where processes are
-started, the wait for their sockets, and the batches they have. Does not know models. Made by the engine, on the event
-loop.
+Decides that each process has a number of its own, and holds the objects that all process workers share: the starter of
+processes, the poller of their sockets, and the batches in flight. Does not know models. Made by the engine, on the
+event loop.
 """
 
 from __future__ import annotations

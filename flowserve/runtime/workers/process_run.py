@@ -1,10 +1,10 @@
 """One batch in worker processes, from its start to its reply.
 
-Decides what became of the batch: what each stage of its route made, which instances it holds no more, and whether it
-was lost with a process that ended. Whichever process a batch is in when it returns sends the one reply. Where the batch
-is to return early, or a process has ended, every process of the route is asked whether it ran the batch (CANCEL): one
-that did not may no longer run it, and each that has answered is free. The batch was lost if the process after the last
-one that ran it has ended; else its reply is still on the way.
+Decides the outcome of the batch: the results of each stage of its route, the instances that it has released, and
+whether it was lost with a process that ended. The process at which a batch returns sends the only reply. To return a
+batch early, or if a process has ended, the server sends CANCEL to every process of the route; each replies whether it
+ran the batch. A process that did not may no longer run it, and each that has replied is free. The batch was lost if the
+process after the last one that ran it has ended; else its reply is still on the way.
 
 Does not know sockets or queues. Made and called by process.py, on the event loop.
 """
@@ -27,21 +27,21 @@ from flowserve.runtime.ipc.encoder import Packed
 from flowserve.runtime.workers.outcome import Outcome, Passed
 from flowserve.scheduling.batch import Batch
 
-# What most batches say of their members. Results are not written to.
+# The common case of a batch without facts about its members. Results are not modified.
 _NONE: Final[Mapping[int, Any]] = {}
 
 
 class StageWorker(Protocol):
-    """The worker of a stage. `reader` reads what its model makes."""
+    """The worker of a stage. `reader` reads the outputs of its model."""
 
     reader: OutputReader
 
     def read(self) -> None:
-        """Take in what its process has sent."""
+        """Read the messages that its process has sent."""
 
 
 class ProcessRun:
-    """A batch and the workers of its stages; one without a route. `news[i]` is what stage i was to be told with it."""
+    """A batch and the workers of its stages; one without a route. `news[i]` was sent with it to stage i."""
 
     __slots__ = ("_acknowledged", "_dead", "_owed", "batch", "channels", "news", "number", "packed", "rows", "workers")
     packed: Packed
@@ -64,7 +64,7 @@ class ProcessRun:
     # ------------------------------------------------------------------ its reply
 
     def outcome(self, worker: StageWorker, kind: int, words: Sequence[int], text: bytes, now_ns: int) -> Outcome:
-        """What the reply says that a worker's process sent. Raises Garbled."""
+        """Read the reply of a worker's process. Raises Garbled."""
         passed: Sequence[Stage] = ()
         if len(self.workers) == 1:
             if words[2]:
@@ -85,7 +85,7 @@ class ProcessRun:
                 error = decode_error(json.loads(text))
             elif not passed:
                 raise Garbled("a batch that was sent to it was not run")
-        except Unseen as unseen:  # it has replied, and what it made cannot be read
+        except Unseen as unseen:  # it has replied, and its outputs cannot be read
             error = Internal(str(unseen))
         is_complete = results is not None and k == len(self.workers) - 1 and not text and not self.batch.wants_outputs
         leases: Sequence[Lease | FlowserveError | None] = ()
@@ -183,7 +183,7 @@ class ProcessRun:
         *,
         has_outputs: bool,
     ) -> Passed:
-        """What the passed stages made; their outputs only where they are read. Ends with an error at the first stage
+        """The results of the passed stages, with the outputs that are read. Ends with an error at the first stage
         whose outputs cannot be read.
         """
         made: list[Results] = []
@@ -250,7 +250,7 @@ class ProcessRun:
         for j in range(i + 1, len(self.news)):
             self.channels[j].put_back(self.news[j])
         outcome = self._made(passed, leases, now_ns, has_outputs=True)
-        if outcome.error is None:  # the first stage that has not told what it made
+        if outcome.error is None:  # the first stage without reported results
             outcome.error = InstanceDied(self._dead.get(len(passed), self._dead[i]))
         return outcome
 

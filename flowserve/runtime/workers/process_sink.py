@@ -33,10 +33,10 @@ class ProcessSink:
         self._channel = channel
         self._reader = reader
         self._streams = streams
-        self._sources: dict[tuple[int, int], Source] = {}  # steps whose end is still to come
+        self._sources: dict[tuple[int, int], Source] = {}  # steps that have not ended
 
     def begin(self, number: int, batch: Batch) -> None:
-        """Before a batch is sent: tell the process how many responses each member may send, and which go on."""
+        """Before a batch is sent: report to the process the credits of each member, and the members that go on."""
         going_on: list[int] = []
         for m, ticket in enumerate(batch.tickets):
             if not is_wanted(ticket):
@@ -118,7 +118,7 @@ class ProcessSink:
 
 
 class ProcessSender:
-    """What the scheduler tells a step that runs in a process."""
+    """Sends the scheduler's credits and cancellations to a step that runs in a process."""
 
     def __init__(self, sink: ProcessSink, number: int, member: int, source: Source) -> None:
         self.sink = sink

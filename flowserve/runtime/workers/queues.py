@@ -1,7 +1,7 @@
-"""Which batcher a model's configuration asks for.
+"""The batcher of a model, by its configuration.
 
-Decided here: how the words of a configuration become a batcher's policies, and that a model pays for no more than it
-asks for: without `dynamic_batching` the default scheduler, without levels and queue policies a plain queue.
+Decides how the fields of a configuration become a batcher's policies. A model has only the cost of the features that it
+configures: the default scheduler without `dynamic_batching`, a plain queue without levels and queue policies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def keeps_order(config: ModelConfig) -> bool:
 
 
 def _sequences(config: ModelConfig, sequence: SequenceBatching) -> Batcher:
-    """Slots of an instance are the rows of its batches, or for "oldest" as many as the configuration says."""
+    """Slots of an instance are the rows of its batches, or for "oldest" the configured number."""
     rows = max(1, config.max_batch_size)
     control = next((control for control in sequence.controls if control.kind == "CORRID"), None)
     delay_ns = sequence.max_queue_delay_us * 1000
@@ -65,7 +65,7 @@ def _batch_policy(config: ModelConfig, batching: DynamicBatching) -> BatchPolicy
 
 
 def _levels(batching: DynamicBatching) -> Levels | None:
-    """None where one line that refuses nobody does."""
+    """The policies of the levels; None if one unbounded queue is enough."""
     policy = _queue_policy(batching.default_queue_policy)
     if not (batching.priority_levels or policy.max_size or policy.timeout_ns):
         return None

@@ -1,7 +1,7 @@
-"""What models ask of the rate limiter, and which of them could never run.
+"""The resources that models need from the rate limiter, and the models that could never run.
 
-Decided here: which device an instance counts on, and which of two models that contradict each other is refused. How
-resources are counted is scheduling/limiter.py's.
+Decides the device on which an instance counts, and which of two contradictory models is refused. scheduling/limiter.py
+decides how resources are counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 
 
 def needs_of(group: InstanceGroup) -> Needs:
-    """What an instance of a group holds while it runs. Those on the CPU count on device 0, as on Triton."""
+    """The resources of a running instance of a group. Instances on the CPU count on device 0, as on Triton."""
     return Needs.of(group.rate_limiter, group.gpus[0] if group.gpus else 0)
 
 
@@ -27,8 +27,8 @@ def asks_for_resources(config: ModelConfig) -> bool:
 def refuse_what_never_runs(limiter: Limiter, config: ModelConfig, beside: Iterable[ModelConfig]) -> None:
     """Raise Problems where the limiter could never let some instance of a model run.
 
-    `beside`: what is loaded at the same time and asks for resources, the model itself included or not. Of two that
-    contradict each other the later one by name is refused, so that it is always the same.
+    `beside`: the models loaded at the same time that need resources, with or without itself. Of two contradictory
+    models the later one by name is refused, so that the result does not depend on the order of loading.
     """
     accepted: list[Needs] = []
     for other in sorted(beside, key=lambda one: one.name):
@@ -41,7 +41,7 @@ def refuse_what_never_runs(limiter: Limiter, config: ModelConfig, beside: Iterab
 
 
 def _judge(limiter: Limiter, config: ModelConfig, beside: Sequence[Needs]) -> tuple[list[Problem], list[Needs]]:
-    """What is wrong with a model's groups, and what the others of them need."""
+    """The problems of a model's groups, and the resources of its valid groups."""
     problems: list[Problem] = []
     accepted: list[Needs] = []
     for index, needs in _needs_by_group(config):
@@ -54,7 +54,7 @@ def _judge(limiter: Limiter, config: ModelConfig, beside: Sequence[Needs]) -> tu
 
 
 def _needs_by_group(config: ModelConfig) -> Iterator[tuple[int, Needs]]:
-    """What the instances of each group that serves need, by the group's number: once for each device it is on."""
+    """The resources of the instances of each serving group, by the group's number: once for each of its devices."""
     for index, group in enumerate(config.instance_groups):
         if not group.passive:
             for gpu in group.gpus or (0,):

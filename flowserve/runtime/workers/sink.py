@@ -55,18 +55,18 @@ class ThreadSink:
         return sender
 
     def outcome(self, model: str, instance: str, work: Work, outcome: Results | FlowserveError) -> Returned:
-        """What a run came to. On the thread that ran it."""
+        """The outcome of a run. On the thread that ran it."""
         if isinstance(outcome, Results):
             return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
         if isinstance(outcome, ModelRaised):
             log_raised(outcome, model, instance)
             outcome = outcome.as_told()
         for sender in work.senders or ():
-            sender.fail(outcome)  # after what it has sent already; a sender that is finished does not fail
+            sender.fail(outcome)  # after its earlier responses; a sender that is finished does not fail
         return Returned(has_failed=True)
 
     def finish(self, batch: Batch, outcome: Outcome) -> None:
-        """Before the outcome of a batch is looked at: what its model has sent comes first. On the event loop."""
+        """Process the responses that a batch's model has sent, before the outcome of the batch. On the event loop."""
         self._streams.catch_up()
         end_warm_up(self._streams, batch, outcome)
 
@@ -78,7 +78,7 @@ def is_wanted(ticket: Ticket) -> bool:
 
 
 def end_warm_up(streams: ResponseStreams, batch: Batch, outcome: Outcome) -> None:
-    """A warm-up of an iterative model runs once, whatever the model asks for."""
+    """A warm-up of an iterative model runs once, even if the model reschedules it."""
     if batch.queue.bound is None and isinstance(outcome, Returned):
         for m in outcome.rescheduled:
             ticket = batch.tickets[m]

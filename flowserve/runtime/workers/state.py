@@ -1,11 +1,11 @@
-"""What a worker does for models with state: control inputs before a batch, states after it.
+"""State adapters: control inputs before a batch, states after it.
 
-Decides what a model of sequences gets besides its inputs, and what is kept of it for its next request. To its backend
-such a model is one with more inputs and outputs (`inner`): its control inputs and its states are tensors like all
-others, so every backend and every kind of worker serves them. They are made when a batch starts, and what was computed
-as state is kept with the sequence (`memory`) as rows of the block it was computed in: a batch that stays together hands
-that block on as it is. State ends with its sequence, and no other sequence sees it. A sequence begins with what
-`initial_state` says, else with zeros.
+Decides the additional inputs of a model of sequences, and the state that is kept for the next request. To its backend
+such a model has more inputs and outputs (`inner`): its control inputs and its states are tensors like all others, so
+every backend and every kind of worker serves them. They are made when a batch starts, and the computed state is kept
+with the sequence (`memory`) as rows of the block it was computed in: a batch that stays together passes that block on
+unchanged. State ends with its sequence and is not visible to other sequences. A sequence begins with its
+`initial_state`, or with zeros without one.
 
 `StateAdapter` is for models without state, `SequenceAdapter` for models of sequences, `IterativeAdapter` for iterative
 sequences. Does not know which requests make a batch (scheduling/sequence/), nor where it runs. Called on the event
@@ -39,7 +39,7 @@ from flowserve.scheduling.streaming.iterations import Source
 from flowserve.values import Array, DType, Request, TensorSpec
 
 FOLDER: Final = "initial_state"
-# The request of a place that nobody has.
+# The request of an empty slot.
 NULL: Final = Request({})
 
 Memory = Sequence[Tensor]
@@ -49,8 +49,8 @@ class StateAdapter:
     """For a model without state: nothing is added to a batch, and nothing is kept."""
 
     def work(self, tickets: Sequence[Ticket], *, may_write: bool = False) -> Work:
-        """What an instance is given of a batch that is about to start: its members' tensors as columns. `may_write`: it
-        is told what it may write to. No tensor is copied.
+        """The inputs of an instance for a batch that is about to start: its members' tensors as columns. `may_write`:
+        the tensors that it may write to are marked. No tensor is copied.
         """
         node = tickets[0].node
         is_alike = True  # of one node, as nearly every batch
@@ -82,13 +82,13 @@ class StateAdapter:
         return Work(columns, rows, requests, wanted, writable)
 
     def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
-        """Keep what is to be kept of a batch that ran. Returns what is left of its outcome, and the tickets that are to
-        run again; the batch has the other ones.
+        """Keep the states of a completed batch. Returns the rest of its outcome, and the tickets that are to run again;
+        the batch keeps the others.
         """
         return outcome, ()
 
     def take(self, ticket: Ticket, outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Keep what is to be kept of one response of a decoupled model. Returns the rest of its outputs."""
+        """Keep the states in one response of a decoupled model. Returns the rest of its outputs."""
         return outputs
 
     def restart(self, tickets: Sequence[Ticket]) -> None:
@@ -141,7 +141,7 @@ class SequenceAdapter(StateAdapter):
         return work
 
     def _requests(self, tickets: Sequence[Ticket], requests: Sequence[Request]) -> Sequence[Request]:
-        """What the model is told of each ticket's request."""
+        """The facts about each ticket's request for the model."""
         return requests
 
     def _begins(self, ticket: Ticket) -> bool:
@@ -204,7 +204,7 @@ class SequenceAdapter(StateAdapter):
         return outputs[: self._output_count]
 
     def _kept(self, tickets: Sequence[Ticket], outcome: Outcome) -> list[int] | None:
-        """The members that somebody hears of, None for all."""
+        """The members that are requests, not empty slots; None for all."""
         real = [m for m, ticket in enumerate(tickets) if ticket.sequence is not None]
         return real if len(real) < len(tickets) else None
 
@@ -282,18 +282,18 @@ class IterativeAdapter(SequenceAdapter):
         if batch.queue.bound is None or not isinstance(outcome, Results | Returned):
             return []  # a warm-up runs once
         again = [batch.tickets[m] for m in outcome.rescheduled]
-        # A decoupled model may have said that it is done, too.
+        # A decoupled model may have sent its final flag, too.
         return [one for one in again if one.sequence is not None and not (isinstance(one, Source) and one.is_over)]
 
 
 def sequence_of(flow: Flow) -> tuple[int | str, bool, bool]:
-    """What a request says of its sequence: the id, START, END."""
+    """The sequence parameters of a request: the id, START, END."""
     request: Request = flow.request
     return request.sequence_id, request.sequence_start, request.sequence_end
 
 
 def filler_flow(outputs: Sequence[TensorSpec]) -> FillerFlow:
-    """The flow of a place that nobody has. A model answers it like any other."""
+    """The flow of an empty slot. A model computes it like any other."""
     flow = FillerFlow(NULL)
     flow.wanted = tuple(spec.name for spec in outputs)
     return flow
@@ -341,7 +341,7 @@ def _inner(config: ModelConfig, controls: Sequence[SequenceControl], states: Seq
 
 
 def _maker(control: SequenceControl) -> Callable[[Request], Any]:
-    """What a control says of one request."""
+    """The value of a control for one request."""
     false, true = control.false, control.true
     if control.kind == "START":
         return lambda request: true if request.sequence_start else false
@@ -363,7 +363,7 @@ def _maker(control: SequenceControl) -> Callable[[Request], Any]:
 
 
 def _initial(state: SequenceState, config: ModelConfig, folder: Path, *, batches: bool) -> Tensor:
-    """What a sequence begins with."""
+    """The initial state of a sequence."""
     dims = state.initial_dims if state.initial_dims is not None else tuple(1 if dim < 0 else dim for dim in state.dims)
     shape = (1, *dims) if batches else dims
     array = zeros(shape, state.dtype.numpy)

@@ -32,7 +32,7 @@ log = logging.getLogger("flowserve.runtime")
 
 
 class StreamObserver(Protocol):
-    """What observes decoupled steps while one of them is traced."""
+    """The observer of decoupled steps while one of them is traced."""
 
     def answered(self, source: Source, now_ns: int) -> None:
         """It sent a response, and the scheduler knows it."""
@@ -108,7 +108,7 @@ class ResponseStreams:
         self._wake()
 
     def over(self, source: Source, error: FlowserveError | None = None, *, is_empty: bool = False) -> None:
-        """There are no more responses. Harmless when it was said before. `is_empty`: it was said by itself."""
+        """There are no more responses. No effect if repeated. `is_empty`: the final flag came without a response."""
         if source.is_over:
             return
         now_ns = self._clock()
@@ -151,8 +151,8 @@ class ResponseStreams:
         self._wake()
 
     def post(self, what: Callable[[], None], source: Source | None = None) -> None:
-        """Do this on the loop, after what was posted before. On any thread. `source`: the step that it is about, which
-        fails with it where that is a mistake of ours.
+        """Run `work` on the loop, after all earlier posts. On any thread. `source`: the step that it concerns, which
+        fails if `work` raises an internal error.
         """
         self._posted.append((what, source))
         try:
@@ -161,7 +161,7 @@ class ResponseStreams:
             log.debug("an answer came after the server was gone")
 
     def catch_up(self) -> None:
-        """Do now what was posted so far."""
+        """Run the posted work now."""
         self._drain()
 
     def _drain(self) -> None:
@@ -183,13 +183,13 @@ class ResponseStreams:
 
 
 class ThreadSender(CreditSender):
-    """Where a model on a thread sends its answers to one request. `execution` says which batch a thread executes, None
+    """The sender through which a model on a thread responds to one request. `execution` is the batch of a thread, None
     for threads of the model's own.
     """
 
     def __init__(self, source: Source | None, streams: ResponseStreams, execution: Callable[[], Batch | None]) -> None:
         super().__init__()
-        self._source = source  # None once it is over: a model may keep what it was given for ever
+        self._source = source  # None once it is over: a model may keep this sender for ever
         self._streams = streams
         self._execution = execution
 

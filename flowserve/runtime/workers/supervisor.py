@@ -1,11 +1,11 @@
-"""What the end of a worker process means: for its model, and when another process starts.
+"""Restart of worker processes after their end.
 
-Decides that the instance takes no work until a new process has loaded the model and run its warm-up, and that after
-each end that comes soon the next start comes later. A model none of whose instances lives is not ready, nor are the
+Decides that the instance takes no work until a new process has loaded the model and run its warm-up, and that the delay
+before the next start grows with each early end. A model none of whose instances lives is not ready, nor are the
 ensembles that need it. Requests that wait for it go on waiting while a start is near; else they are refused with the
 reason.
 
-That a process has ended is noticed in processes/children.py; what ran there is failed by its worker (process.py). Used
+processes/children.py detects the end of a process; its worker (process.py) fails its batches. Used
 on the event loop, by the engine and by loading.
 """
 
@@ -33,10 +33,10 @@ NEAR_NS: Final = SECOND_NS
 
 
 class Mortal(Protocol):
-    """A worker whose instance is in a process, as the supervisor sees it. `child` is that process, once the instance is
+    """The supervisor's view of a worker whose instance is in a process. `child` is that process, once the instance is
     open there.
 
-    `ended` says how it ended, "" while it lives; `on_end` is called then on the event loop, after its batch failed.
+    `ended` is how it ended, "" while it lives; `on_end` is called then on the event loop, after its batch failed.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Supervisor:
         self._down: dict[ModelQueue, str] = {}  # those of which no instance lives, and why
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Restart what ends, for ever. Ends only by cancellation."""
+        """Restart processes that have ended, until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()
@@ -79,8 +79,8 @@ class Supervisor:
         execution_timeout_ns: int = 0,
         warm_up: WarmUp | None = None,
     ) -> None:
-        """From now on their ends are noticed. `execution_timeout_ns`: a batch that runs longer ends its process.
-        `warm_up`: what one runs that was started again; raises FlowserveError where that fails.
+        """Watch these workers from now on. `execution_timeout_ns`: a batch that runs longer ends its process.
+        `warm_up`: runs on a restarted instance; raises FlowserveError if it fails.
         """
         charges = self._watched[queue] = [_Charge(queue, worker, self._delays, warm_up) for worker in workers]
         for charge in charges:
@@ -103,7 +103,7 @@ class Supervisor:
             self.release(queue)
 
     def outage(self, queues: Iterable[ModelQueue]) -> str:
-        """Why what runs over these queues is not ready, or ""."""
+        """Why deployments that use these queues are not ready, or ""."""
         return next((self._down[queue] for queue in queues if queue in self._down), "")
 
     # ------------------------------------------------------------------ ends and beginnings
@@ -155,7 +155,7 @@ class Supervisor:
                 log.exception("warming up instance %s failed", charge.worker.name)
             if charge.worker.child is not None:
                 charge.worker.child.kill(why=f"its process was killed: {error}")
-            while not charge.worker.ended:  # noqa: ASYNC110 - it is about to, and its worker is told
+            while not charge.worker.ended:  # noqa: ASYNC110 - it is about to end, and its worker is notified
                 await trio.sleep(0.01)
             return f"instance '{charge.worker.name}': {error}"
         return charge.worker.ended
@@ -193,7 +193,7 @@ class Supervisor:
 async def end_overdue(worker: Mortal, timeout_ns: int, clock: ClockNs) -> None:
     """Kill the instance's process when a batch runs longer than `timeout_ns`, for ever; ends only by cancellation.
 
-    It looks at what runs when the earliest of its batches could be overdue: nothing is done per batch.
+    It checks the running batches when the earliest of them could be overdue, and does nothing per batch.
     """
     while True:
         batch = worker.running
